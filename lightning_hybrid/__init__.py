@@ -1,0 +1,1 @@
+"""Large-batch, mixed-precision data-parallel training for PyTorch Lightning."""
