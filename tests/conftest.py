@@ -1,0 +1,46 @@
+"""Fixtures every test may use: worlds of one to four real ranks, and the rule for tests that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.rank_pool import RankPool, Ranks
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    pool = RankPool(num_ranks=4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank(rank_pool: RankPool) -> Ranks:
+    return rank_pool.ranks(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(rank_pool: RankPool) -> Ranks:
+    return rank_pool.ranks(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks(rank_pool: RankPool) -> Ranks:
+    return rank_pool.ranks(3)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(rank_pool: RankPool) -> Ranks:
+    return rank_pool.ranks(4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False here")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)

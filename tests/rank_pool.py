@@ -1,0 +1,260 @@
+"""A pool of real Gloo processes, started once, on which tests run ordinary module-level functions.
+
+    def ring_sum(numel):                       # in tests/comm/test_x.py; runs on every rank
+        flat = torch.full((numel,), float(dist.get_rank() + 1))
+        dist.all_reduce(flat)
+        return flat
+
+    def test_x(two_ranks):
+        assert [r.tolist() for r in two_ranks.run(ring_sum, 1)] == [[3.0], [3.0]]
+
+* The function is pickled by its qualified name, so it must be importable; results may be anything that pickles.
+* Ranks find themselves with ``dist.get_rank()``; the default process group is there when the function starts.
+* One set of processes serves worlds of 1, 2, 3 and 4 ranks: the default group is made anew when the size changes.
+* A rank that raises: ``RankError`` with that rank's traceback. A run past its time limit: ``RankTimeoutError`` with
+  the stack of every rank that still runs. After both the processes are started afresh for the next test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(seconds=45)  # below the default time limit of a run, so that the traceback names the op
+START_LIMIT_S = 120.0
+GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their tracebacks are often the telling ones
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds that rank's traceback."""
+
+
+class RankTimeoutError(RankError):
+    """A function did not end within its time limit on every rank."""
+
+
+class Ranks:
+    """The first ``world_size`` processes of a pool, as a world of their own."""
+
+    def __init__(self, pool: RankPool, world_size: int) -> None:
+        self.pool = pool
+        self.world_size = world_size
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """What ``fn(*args)`` returned on each rank, in rank order."""
+        return self.pool.run(fn, *args, world_size=self.world_size, timeout_s=timeout_s)
+
+
+class RankPool:
+    """Up to ``num_ranks`` Gloo processes on this machine, one thread each, started when first needed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+        self._generation = 0  # of the default process group; a new one gets a fresh corner of the store
+        self._live_world_size: int | None = None
+        self._stacks = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        atexit.register(self.close)
+
+    def ranks(self, world_size: int) -> Ranks:
+        """A world of the first ``world_size`` processes."""
+        if not 1 <= world_size <= self.num_ranks:
+            raise ValueError(f"`world_size` (={world_size}) must be between 1 and {self.num_ranks}")
+        return Ranks(self, world_size)
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 60.0
+    ) -> list[Any]:
+        """What ``fn(*args)`` returned on each of the first ``world_size`` ranks (default: all)."""
+        world_size = self.num_ranks if world_size is None else world_size
+        call = pickle.dumps((fn, args))
+        self._start(world_size)
+        if self._live_world_size != world_size:
+            self._generation += 1
+            self._live_world_size = world_size
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(pickle.dumps((self._generation, world_size)))
+            pipe.send_bytes(call)
+        try:
+            replies, left = self._collect(range(world_size), timeout_s)
+        except BaseException:  # Ctrl-C: the ranks still run
+            self.stop()
+            raise
+        failed = {rank: reply for rank, reply in replies.items() if reply[0] == "error"}
+        if failed or left:
+            stacks = self._stacks_of(left)
+            self.stop()
+            report = [f"rank {rank} of {world_size}:\n{reply[1]}" for rank, reply in sorted(failed.items())]
+            report += [f"rank {rank} of {world_size} still ran:\n{stack}" for rank, stack in stacks.items()]
+            error = RankError if failed else RankTimeoutError
+            limit = "" if failed else f" was not done after {timeout_s:g} s"
+            raise error(f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report))
+        if not all(reply[2] for reply in replies.values()):  # the function took the default group away
+            self._live_world_size = None
+        return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
+
+    def _collect(self, ranks: range, timeout_s: float) -> tuple[dict[int, tuple], list[int]]:
+        """Replies by rank, and the ranks that gave none in time."""
+        deadline = time.monotonic() + timeout_s
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        replies: dict[int, tuple] = {}
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left_s):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(timeout=1)
+                    replies[rank] = ("error", f"the process died, exit code {self._processes[rank].exitcode}")
+                if replies[rank][0] == "error":
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies, sorted(waiting.values())
+
+    def _stacks_of(self, ranks: list[int]) -> dict[int, str]:
+        """Where each of these ranks stands, as faulthandler sees it."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(0.3 if ranks else 0.0)
+        return {rank: self._stack_file(rank).read_text() or "(no stack)" for rank in ranks}
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._stacks / f"rank{rank}"
+
+    def _start(self, world_size: int) -> None:
+        """Processes for ranks 0 to ``world_size`` - 1; the ones already there stay."""
+        if any(process.exitcode is not None for process in self._processes):
+            self.stop()
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        new = range(len(self._processes), world_size)
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+            for rank in new:
+                ours, theirs = context.Pipe()
+                stack_file = self._stack_file(rank)
+                stack_file.write_text("")
+                # Not daemonic: a daemonic process may have no children, and data loaders have workers.
+                process = context.Process(
+                    target=_serve, args=(rank, self._store.port, theirs, os.getpid(), str(stack_file))
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        for rank in new:
+            if not self._pipes[rank].poll(START_LIMIT_S):
+                self.stop()
+                raise RankTimeoutError(f"rank {rank} did not start within {START_LIMIT_S:g} s")
+            self._pipes[rank].recv_bytes()
+
+    def stop(self) -> None:
+        """End every process at once; the next run starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._live_world_size = None
+
+    def close(self) -> None:
+        """End the processes for good: closing its pipe tells each to leave, and a slow one is killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=3)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+        self._store = None
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ------------------------------------------------------------------------------------------ in the rank's own process
+
+
+def _serve(rank: int, port: int, pipe: Connection, parent_pid: int, stack_path: str) -> None:
+    """Run one function after another until the parent closes the pipe."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a killed parent
+    if os.getppid() != parent_pid:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with open(stack_path, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+        pipe.send_bytes(b"ready")
+        live_generation = -1
+        while True:
+            try:
+                generation, world_size = pickle.loads(pipe.recv_bytes())
+                call = pipe.recv_bytes()
+            except EOFError:
+                break
+            try:
+                if generation != live_generation:
+                    _join_world(rank, world_size, store, generation)
+                    live_generation = generation
+                fn, args = pickle.loads(call)
+                result = pickle.dumps(fn(*args))
+                intact = dist.is_initialized() and dist.get_world_size() == world_size
+                reply = ("ok", result, intact)
+            except BaseException:
+                reply = ("error", traceback.format_exc())
+            pipe.send_bytes(pickle.dumps(reply))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _join_world(rank: int, world_size: int, store: dist.Store, generation: int) -> None:
+    """Make this process rank ``rank`` of a fresh default process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"world-{generation}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=GROUP_TIMEOUT,
+    )
