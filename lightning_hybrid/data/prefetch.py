@@ -1,0 +1,120 @@
+"""The next batch is on the device before the current step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+_OWN = ("_loader", "_device", "_convert", "_stream", "_state")
+
+
+class DevicePrefetcher:
+    """Iterate over ``loader`` one batch ahead of the consumer, with each batch on ``device`` in the compute dtype.
+
+    While step ``i`` runs, batch ``i + 1`` is fetched, moved and cast. On CUDA the copy runs on a side stream (truly
+    asynchronous from pinned memory: ``DataLoader(pin_memory=True)``); on a CPU the same code runs and moves nothing.
+    What the consumer gets needs no further transfer: Lightning's own is then a no-op.
+
+    Everything but iteration is the loader's: attributes are read from and written to it, so samplers, ``dataset`` and
+    worker settings stay where Lightning and users look for them.
+
+    Args:
+        loader: any iterable of batches.
+        device: where batches go.
+        convert: applied to each moved batch, such as the precision plugin's ``convert_input``.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, convert: Callable[[Any], Any]) -> None:
+        self._loader = loader
+        self._device = device
+        self._convert = convert
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._state: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._state = None
+        batches = iter(self._loader)
+        upcoming = self._fetch(batches)
+        while upcoming is not None:
+            (current, state), upcoming = upcoming, None
+            self._wait(current)
+            # Fetched before the current batch is handed out: the consumer's step hides the copy.
+            upcoming = self._fetch(batches)
+            self._state = state
+            yield current
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | None:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return None
+        state = self._snapshot()
+        if self._stream is None:
+            return self._convert(move_data_to_device(batch, self._device)), state
+        with torch.cuda.stream(self._stream):
+            return self._convert(move_data_to_device(batch, self._device)), state
+
+    def _snapshot(self) -> dict[str, Any] | None:
+        """The loader's state just after a batch was fetched; None for loaders without one."""
+        return None
+
+    def _wait(self, batch: Any) -> None:
+        if self._stream is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_stream(self._stream)
+        # The allocator must not reuse this memory for the side stream while the consumer still reads it.
+        apply_to_collection(batch, dtype=Tensor, function=lambda tensor: tensor.record_stream(stream))
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling ask for attributes before there is a loader: without this they would recurse.
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+
+class StatefulDevicePrefetcher(DevicePrefetcher):
+    """A :class:`DevicePrefetcher` over a loader with ``state_dict`` and ``load_state_dict``.
+
+    The state it reports is that of the batch handed out last, not of the one already fetched, so that a resumed run
+    repeats none and skips none.
+    """
+
+    def _snapshot(self) -> dict[str, Any] | None:
+        state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State after the batch handed out last."""
+        return self._loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batch that ``state`` was taken at."""
+        self._state = None
+        self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def prefetch(loader: Iterable[Any], device: torch.device, convert: Callable[[Any], Any]) -> DevicePrefetcher:
+    """The prefetcher that fits ``loader``, which stays as it is if it already is one.
+
+    >>> list(prefetch([torch.ones(1)], torch.device("cpu"), lambda batch: batch.half()))
+    [tensor([1.], dtype=torch.float16)]
+    """
+    if isinstance(loader, DevicePrefetcher):
+        return loader
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (StatefulDevicePrefetcher if stateful else DevicePrefetcher)(loader, device, convert)

@@ -1,0 +1,200 @@
+"""A half-precision module and the fp32 masters behind it.
+
+Every floating-point parameter and buffer of the module has a *twin*: the low-precision tensor that forward and
+backward use, and its fp32 ``master``, the value that is trained, saved and restored. Normalisation layers stay fp32
+and have no twin.
+
+The low tensor keeps its identity and its place in the optimizer's ``param_groups``; the masters stand in only while
+``Optimizer.step`` or ``load_state_dict`` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
+
+NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(eq=False)
+class Twin:
+    """One tensor in two precisions: ``master`` is fp32 and is the truth, ``low == master.to(low.dtype)``."""
+
+    low: Tensor
+    master: Tensor
+    original_dtype: torch.dtype
+
+    @torch.no_grad()
+    def resync_(self) -> None:
+        """Take over what was written to ``low`` from outside, element by element.
+
+            master = where(low == low_dtype(master), master, low)
+
+        Stochastic weight averaging, EMA, weight clamps and pruning write the module's tensors. Without this the next
+        copy from the masters would undo them. Elements that nobody touched keep their fp32 bits.
+        """
+        untouched = self.low == self.master.to(self.low.dtype)
+        self.master.copy_(torch.where(untouched, self.master, self.low.float()))
+
+
+class MasterWeights:
+    """Converts a module to half precision in place, keeping fp32 masters; undoes it in :meth:`restore`.
+
+    Args:
+        module: the module to convert. Values must be the final fp32 ones (after a checkpoint was loaded).
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        keep_fp32: module types that stay fp32 beside the normalisation layers. Their submodules are converted.
+
+    BatchNorm takes half-precision activations beside fp32 parameters by itself. Other normalisation layers get hooks
+    that compute in fp32 and return the input's dtype. ``torchmetrics`` objects are left alone.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, keep_fp32: tuple[type[nn.Module], ...] = ()) -> None:
+        self.dtype = dtype
+        self.twins: dict[int, Twin] = {}
+        self._hooks: list[Any] = []
+        for child in _modules_outside_metrics(module):
+            if isinstance(child, NORMALISATION_TYPES):
+                if not isinstance(child, _BatchNorm):
+                    self._compute_in_fp32(child)
+                continue
+            if keep_fp32 and isinstance(child, keep_fp32):
+                continue
+            own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+            for tensor in own:
+                if tensor.is_floating_point() and tensor.dtype is not torch.float64 and id(tensor) not in self.twins:
+                    self.twins[id(tensor)] = self._convert_(tensor)
+
+    def _convert_(self, tensor: Tensor) -> Twin:
+        original_dtype = tensor.dtype
+        # The clone comes first: at this moment the module holds exact fp32 values, after the cast it does not.
+        value = tensor.detach().to(torch.float32, copy=True)
+        master = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        # A gradient left over from before would have the wrong dtype for the converted parameter.
+        tensor.grad = None
+        tensor.data = tensor.data.to(self.dtype)
+        return Twin(low=tensor, master=master, original_dtype=original_dtype)
+
+    def _compute_in_fp32(self, module: nn.Module) -> None:
+        def to_fp32(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return tree_map_only(Tensor, self._if_low(torch.float32), (args, kwargs))
+
+        def to_low(_: nn.Module, __: Any, output: Any) -> Any:
+            return tree_map_only(Tensor, lambda t: t.to(self.dtype) if t.dtype is torch.float32 else t, output)
+
+        self._hooks.append(module.register_forward_pre_hook(to_fp32, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(to_low))
+
+    def _if_low(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: tensor.to(dtype) if tensor.dtype is self.dtype else tensor
+
+    def follow_device(self) -> None:
+        """Move each master beside its low tensor, and let gradients of both precisions live in ``p.grad``.
+
+        Call after the module was moved and before it is wrapped by ``DistributedDataParallel``: the wrapper's
+        gradient accumulators are made for the parameters as they are then.
+        """
+        for twin in self.twins.values():
+            twin.master.data = twin.master.data.to(twin.low.device)
+            if twin.low.requires_grad:
+                twin.low.grad_dtype = None
+
+    def twin_of(self, parameter: Tensor) -> Twin | None:
+        """The twin of ``parameter``, or None where it is kept in fp32 or unknown."""
+        return self.twins.get(id(parameter))
+
+    def of(self, optimizer: Optimizer) -> list[Twin]:
+        """Twins of the parameters in ``optimizer``, in the order of its groups."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [twin for parameter in parameters if (twin := self.twin_of(parameter)) is not None]
+
+    @contextmanager
+    def in_place_of_low(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let the masters stand in ``param_groups`` and key ``optimizer.state``, for the time of one call."""
+        groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        twins = self.of(optimizer)
+        for group, parameters in groups:
+            group["params"] = [twin.master if (twin := self.twin_of(p)) is not None else p for p in parameters]
+        _rekey_(optimizer, ((twin.low, twin.master) for twin in twins))
+        try:
+            yield
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+            _rekey_(optimizer, ((twin.master, twin.low) for twin in twins))
+
+    def fp32_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with every low-precision tensor of ours replaced by its master.
+
+        Tensors are matched by address, not by name, so that renaming hooks (compiled modules, user overrides) do not
+        matter. What cannot be matched but has our dtype, such as a clone, is cast.
+        """
+        by_address = {}
+        for twin in self.twins.values():
+            twin.resync_()
+            by_address[(twin.low.data_ptr(), twin.low.shape)] = twin.master
+
+        def to_fp32(tensor: Tensor) -> Tensor:
+            if tensor.dtype is not self.dtype:
+                return tensor
+            master = by_address.get((tensor.data_ptr(), tensor.shape))
+            return tensor.float() if master is None else master.detach()
+
+        return {key: to_fp32(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    @torch.no_grad()
+    def load_fp32_(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take exact fp32 values for the masters, after ``module.load_state_dict(state)`` filled the low tensors."""
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for twin in self.twins.values():
+            twin.resync_()
+        for name, tensor in named:
+            value, twin = state.get(name), self.twin_of(tensor)
+            if twin is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
+                value = value.to(twin.master)
+                if torch.equal(value.to(self.dtype), tensor):
+                    twin.master.copy_(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the masters back into the module: dtypes, values and hooks are as before the conversion."""
+        for twin in self.twins.values():
+            twin.resync_()
+            gradient = twin.low.grad
+            twin.low.grad = None
+            twin.low.data = twin.master.data.to(twin.original_dtype)
+            twin.low.grad_dtype = twin.original_dtype
+            if gradient is not None and gradient.dtype is twin.original_dtype:
+                twin.low.grad = gradient
+        for hook in self._hooks:
+            hook.remove()
+        self.twins.clear()
+        self._hooks.clear()
+
+
+def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and its descendants, without ``torchmetrics`` objects and what they hold."""
+    seen: set[int] = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen or isinstance(current, Metric):
+            continue
+        seen.add(id(current))
+        yield current
+        stack.extend(reversed(list(current.children())))
+
+
+def _rekey_(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for old, new in pairs:
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)

@@ -1,0 +1,393 @@
+"""``strategy="hybrid_allreduce"``: wiring of precision, communication and input into Lightning's DDP.
+
+One training step, as water flows; ``tests/test_one_step.py`` walks the same stations:
+
+    1   batch             loader -> host batch                               LightningDataModule
+    2   device prefetch   host batch -> device batch, compute dtype          data/prefetch.py
+    3   forward           fp16 images -> fp16 activations -> fp32 loss       the user's ``training_step``
+    4   scaled loss       loss -> loss * scale                               precision.py: pre_backward
+    5   backward          loss -> fp16 gradients, in DDP's buckets           torch
+    6   bucket            gradients -> flat buffers                          torch DDP, sized in configure_ddp
+    7   hook              local bucket -> future of the averaged bucket      comm/hook.py: average_bucket
+    8   hybrid all-reduce bucket -> sum over the world, in place             comm/allreduce.py by comm/engine.py
+    9a  unscale, check    fp16 gradients -> fp32; one boolean                precision.py: optimizer_step
+    9b  LARS / LAMB       fp32 master, gradient -> fp32 master               optim/
+    9c  fp16 copy         master -> model parameter                          precision.py: _step
+    10  metrics           loss, scale, skipped steps, exposed communication  callbacks.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.data.prefetch import prefetch
+from lightning_hybrid.loss_scale import LossScale
+from lightning_hybrid.precision import MasterWeightPrecision
+
+_NAME = "hybrid_allreduce"
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+class HybridAllReduceStrategy(DDPStrategy):
+    """Data-parallel training as ``DDPStrategy``, with a hybrid all-reduce and half precision on fp32 masters.
+
+    ``precision="16-true"`` and ``"bf16-true"`` are carried out by
+    :class:`~lightning_hybrid.precision.MasterWeightPrecision`; other precisions keep Lightning's meaning. No
+    hyper-parameter is changed behind the user: in particular the learning rate is not multiplied by anything.
+
+    Args:
+        algorithm: ``"flat"`` (one all-reduce over all ranks), ``"hierarchical"`` (reduce in the node, ring of node
+            leaders, broadcast in the node), ``"two_level"`` (scatter-reduce in the node, all-reduce across nodes,
+            gather in the node), or ``"auto"``: per bucket the one that fits its bytes and the topology.
+        ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
+        bucket_bytes: size at which gradients are fused into one buffer; bytes.
+        comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
+        loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
+            :class:`~lightning_hybrid.loss_scale.LossScale`.
+        timeout: for every collective of training; a peer that died becomes an error after this time.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in ``DDPStrategy``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
+            as in ``DDPStrategy``.
+        **ddp_kwargs: for ``DistributedDataParallel``, such as ``find_unused_parameters`` or ``static_graph``.
+            ``gradient_as_bucket_view`` is on unless set.
+
+    Raises:
+        ValueError: for an option that does not exist or a value that cannot work, when the object is made or when the
+            ``Trainer`` is, before any process group exists.
+
+    Source: Jia et al. 2018 (arXiv:1807.11205).
+    """
+
+    def __init__(
+        self,
+        algorithm: Literal["auto", "flat", "hierarchical", "two_level"] = "auto",
+        ranks_per_node: int | None = None,
+        bucket_bytes: int | None = None,
+        comm_dtype: str | torch.dtype | None = None,
+        loss_scale: str | float | LossScale | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_kwargs: Any,
+    ) -> None:
+        _refuse_unknown_options(ddp_kwargs)
+        bucket_bytes = _one_bucket_size(bucket_bytes, ddp_kwargs)
+        self._plan = CommPlan(algorithm=algorithm, **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}))
+        self._ranks_per_node = ranks_per_node
+        self._comm_dtype = _dtype_from(comm_dtype)
+        self._loss_scale = loss_scale
+        if loss_scale is not None:
+            MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
+        self._engine: CommEngine | None = None
+        self._averaged_parameters: set[int] | None = None
+        ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **ddp_kwargs,
+        )
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision in force; Lightning's ``trainer.precision`` reads it from here."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Master weights take the place of Lightning's plain half precision; everything else is kept."""
+        if isinstance(plugin, HalfPrecision):
+            scale = self._loss_scale if plugin.precision == "16-true" else None
+            plugin = MasterWeightPrecision(plugin.precision, loss_scale=scale)
+        self._precision_plugin = plugin
+
+    def set_world_ranks(self) -> None:
+        """Learn the world's size, and refuse a topology that does not fit it: the first moment at which it is known."""
+        super().set_world_ranks()
+        if self._ranks_per_node is not None and self.cluster_environment is not None:
+            self._topology_as_told()
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse two different precisions: one in the strategy object, one in ``Trainer(precision=...)``."""
+        asked = getattr(model.trainer._accelerator_connector, "_precision_flag", "32-true")
+        plugin = self.precision_plugin
+        if isinstance(plugin, MasterWeightPrecision) and asked not in ("32-true", plugin.precision):
+            raise MisconfigurationException(
+                f"`precision` (={asked!r}) must agree with the strategy's own precision plugin "
+                f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
+                f"place: leave `precision=` out, or leave `precision_plugin=` out."
+            )
+        super().connect(model)
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """As DDP, after checking that there is something to train."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_nothing_to_train(self.lightning_module)
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Move the module; masters and loss scale follow, before DDP looks at the parameters."""
+        super().model_to_device()
+        if isinstance(self.precision_plugin, MasterWeightPrecision):
+            self.precision_plugin.follow_device(self.root_device)
+
+    def configure_ddp(self) -> None:
+        """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
+        assert isinstance(self.model, nn.Module)
+        ignored = set(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
+        self._averaged_parameters = {
+            id(parameter)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad or name in ignored
+        }
+        super().configure_ddp()
+
+    def _register_ddp_hooks(self) -> None:
+        """Build topology, groups and engine, and register the hook: on every device type, CPU included."""
+        assert isinstance(self.model, DistributedDataParallel)
+        topology = Topology.discover() if self._ranks_per_node is None else self._topology_as_told()
+        assert self._timeout is not None
+        self._engine = CommEngine(
+            topology=topology, plan=self._plan, timeout=self._timeout, device=self.root_device, trace=CommTrace()
+        )
+        state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
+        self.model.register_comm_hook(state, average_bucket)
+        rank_zero_info(self._plan.describe(topology))
+
+    def _topology_as_told(self) -> Topology:
+        assert self._ranks_per_node is not None
+        return Topology.from_ranks_per_node(
+            rank=self.global_rank, world_size=self.world_size, ranks_per_node=self._ranks_per_node
+        )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """As DDP, refusing parameters that the module does not have: DDP would not average them."""
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        known = {id(parameter) for parameter in self.lightning_module.parameters()}
+        for optimizer in self.optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                if any(id(parameter) not in known for parameter in group["params"]):
+                    raise ValueError(
+                        f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
+                        "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
+                        "Register it (`self.name = torch.nn.Parameter(...)`) in `__init__` or `configure_model`."
+                    )
+
+    @property
+    def comm_trace(self) -> CommTrace | None:
+        """Counters of the communication, while a fit runs."""
+        return None if self._engine is None else self._engine.trace
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._user_moves_batches():
+            return dataloader
+        _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning looks for a DataLoader, which this hides
+        return prefetch(dataloader, self.root_device, self.precision_plugin.convert_input)  # type: ignore[arg-type]
+
+    def _user_moves_batches(self) -> bool:
+        hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
+        assert self.lightning_module is not None
+        datamodule = self.lightning_module.trainer.datamodule  # type: ignore[attr-defined]
+        return any(
+            is_overridden(hook, self.lightning_module) or (datamodule is not None and is_overridden(hook, datamodule))
+            for hook in hooks
+        )
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As DDP, after checking that every trained parameter is averaged."""
+        if self.world_size > 1:
+            self._refuse_parameters_that_are_not_averaged(optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _refuse_parameters_that_are_not_averaged(self, optimizer: Optimizer) -> None:
+        if self._averaged_parameters is None:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self._averaged_parameters:
+                    assert self.lightning_module is not None
+                    names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+                    raise RuntimeError(
+                        f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape "
+                        f"{tuple(parameter.shape)}) is trained but not averaged: DDP takes the trainable parameters when "
+                        "training starts, and this one was added or unfrozen later, so every rank would train its own "
+                        "copy. Keep it trainable from the start (with lr 0 until it is needed), or start a new fit after "
+                        "unfreezing."
+                    )
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state in fp32: the masters where there are any."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        masters = self._masters
+        return state if masters is None else masters.fp32_state_dict(state)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load module and, after setup, the masters with the checkpoint's exact fp32 values."""
+        super().load_model_state_dict(checkpoint, strict=strict)
+        masters = self._masters
+        if masters is not None:
+            assert self.lightning_module is not None
+            masters.load_fp32_(self.lightning_module, checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load while the masters stand in: ``load_state_dict`` casts state to the parameters' dtype."""
+        masters = self._masters
+        if masters is None:
+            return super().load_optimizer_state_dict(checkpoint)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            with masters.in_place_of_low(optimizer):
+                optimizer.load_state_dict(state)
+                _optimizer_to_device(optimizer, self.root_device)
+        return None
+
+    @property
+    def _masters(self) -> Any:
+        plugin = self.precision_plugin
+        return plugin.masters if isinstance(plugin, MasterWeightPrecision) else None
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As DDP, with our own strategy's name in the advice on unused parameters."""
+        super().on_exception(exception)
+        if exception.args and isinstance(exception.args[0], str):
+            told = exception.args[0].replace("ddp_find_unused_parameters_true", f"{_NAME}_find_unused_parameters_true")
+            told = told.replace("strategy=DDPStrategy(", f"strategy={type(self).__name__}(")
+            exception.args = (told, *exception.args[1:])
+
+    def teardown(self) -> None:
+        """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            self._averaged_parameters = None
+            super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            name = f"{_NAME}{suffix}"
+            if name in strategy_registry:
+                continue
+            description = f"Hybrid all-reduce data parallel, start_method={start_method}"
+            strategy_registry.register(name, cls, description=description, start_method=start_method)
+            for unused in (False, True):
+                strategy_registry.register(
+                    f"{name}_find_unused_parameters_{str(unused).lower()}",
+                    cls,
+                    description=f"{description}, find_unused_parameters={unused}",
+                    find_unused_parameters=unused,
+                    start_method=start_method,
+                )
+
+
+HybridAllReduceStrategy.register_strategies(StrategyRegistry)
+
+
+def _refuse_unknown_options(ddp_kwargs: Mapping[str, Any]) -> None:
+    """Every name must be an argument of ours or of DistributedDataParallel; hooks of the user's have no place."""
+    own = [name for name in inspect.signature(HybridAllReduceStrategy).parameters if name != "ddp_kwargs"]
+    ddp = list(inspect.signature(DistributedDataParallel).parameters)
+    for name, value in ddp_kwargs.items():
+        if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            raise ValueError(
+                f"`{name}` (={value!r}) cannot be combined with strategy={_NAME!r}: it is the communication hook. "
+                f"For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."
+            )
+        if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
+            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
+        if name not in ddp:
+            near = difflib.get_close_matches(name, [*own, *ddp], n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise ValueError(
+                f"`{name}` (={value!r}) is not an option of strategy={_NAME!r} nor of DistributedDataParallel.{hint} "
+                f"Options: {', '.join(own)}."
+            )
+
+
+def _one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
+    cap_mb = ddp_kwargs.pop("bucket_cap_mb", None)
+    if cap_mb is None:
+        return bucket_bytes
+    if bucket_bytes is not None:
+        raise ValueError(
+            f"`bucket_cap_mb` (={cap_mb}) and `bucket_bytes` (={bucket_bytes}) say the same thing. Keep `bucket_bytes`."
+        )
+    return int(cap_mb * 2**20)
+
+
+def _dtype_from(setting: str | torch.dtype | None) -> torch.dtype | None:
+    if setting is None or (isinstance(setting, torch.dtype) and setting in _DTYPES.values()):
+        return setting
+    if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
+        return _DTYPES[setting.removeprefix("torch.")]
+    raise ValueError(f"`comm_dtype` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
+
+
+def _refuse_nothing_to_train(module: pl.LightningModule | None) -> None:
+    assert module is not None
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        state = "all of them frozen" if parameters else "none registered"
+        raise ValueError(
+            f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
+            "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
+        )
