@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 # whole in fp32 between two roundings: their inner products never surface as calls of their own.
 _MATRIX_PRODUCTS = frozenset(
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution "
-    "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot tensordot dot "
-    "vdot inner outer scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell "
-    "gru_cell rnn_tanh_cell rnn_relu_cell".split()
+    "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot tensordot "
+    "dot vdot inner outer scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
 )
 
 

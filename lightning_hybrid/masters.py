@@ -158,11 +158,11 @@ class MasterWeights:
         for twin in self.twins.values():
             twin.resync_()
         for name, tensor in named:
-            value, twin = state.get(name), self.twin_of(tensor)
-            if twin is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
-                value = value.to(twin.master)
-                if torch.equal(value.to(self.dtype), tensor):
-                    twin.master.copy_(value)
+            value, own = state.get(name), self.twin_of(tensor)
+            if own is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
+                exact = value.to(own.master)
+                if torch.equal(exact.to(self.dtype), tensor):
+                    own.master.copy_(exact)
 
     @torch.no_grad()
     def restore(self) -> None:

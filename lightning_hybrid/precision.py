@@ -47,7 +47,8 @@ class MasterWeightPrecision(Precision):
 
     Args:
         precision: ``"16-true"``, or ``"bf16-true"``, which has fp32's range and therefore no loss scale.
-        loss_scale: ``"dynamic"``, a power of two for a fixed scale, or a :class:`~lightning_hybrid.loss_scale.LossScale`.
+        loss_scale: ``"dynamic"``, a power of two for a fixed scale, or a
+            :class:`~lightning_hybrid.loss_scale.LossScale`.
         keep_fp32: module types that stay fp32 beside the normalisation layers (their own tensors, not submodules').
 
     Raises:
@@ -123,9 +124,11 @@ class MasterWeightPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in the compute dtype."""
-        return apply_to_collection(
-            data, dtype=Tensor, function=lambda t: t.to(self.dtype) if t.is_floating_point() else t
-        )
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+        return apply_to_collection(data, dtype=Tensor, function=convert)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -254,8 +257,8 @@ class MasterWeightPrecision(Precision):
         return (
             f"Gradients were inf or nan for {self._num_skipped_in_a_row} steps in a row, up to global step "
             f"{model.trainer.global_step}; the loss scale is {self.loss_scale.value:g} and no scale can cure this. "
-            f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} ({len(bad)} in all). "
-            f"{cause} The weights are those of the last good step; resume from the last checkpoint after the cure."
+            f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
+            f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last checkpoint after the cure."
         )
 
     def _was_skipped(self, optimizer: Optimizer | None) -> bool:
@@ -345,8 +348,8 @@ def _refuse_unless_it_can_be_skipped(optimizer: Optimizer, precision: str) -> No
     owns_closure = closure is not None and closure.default is inspect.Parameter.empty
     if isinstance(optimizer, LBFGS) or owns_closure:
         raise MisconfigurationException(
-            f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with precision={precision!r}: "
-            "gradients have to be unscaled and checked between backward and step, and LBFGS-like optimizers evaluate "
+            f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with "
+            f"precision={precision!r}: gradients have to be unscaled and checked between backward and step, and LBFGS-like optimizers evaluate "
             "the loss inside `step`. Use another optimizer, or precision='32-true'."
         )
     if hasattr(optimizer, "consolidate_state_dict"):

@@ -35,7 +35,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -262,10 +262,10 @@ class HybridAllReduceStrategy(DDPStrategy):
                     names = {id(p): name for name, p in self.lightning_module.named_parameters()}
                     raise RuntimeError(
                         f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape "
-                        f"{tuple(parameter.shape)}) is trained but not averaged: DDP takes the trainable parameters when "
-                        "training starts, and this one was added or unfrozen later, so every rank would train its own "
-                        "copy. Keep it trainable from the start (with lr 0 until it is needed), or start a new fit after "
-                        "unfreezing."
+                        f"{tuple(parameter.shape)}) is trained but not averaged: DDP takes the trainable parameters "
+                        "when training starts, and this one was added or unfrozen later, so every rank would train its "
+                        "own copy. Keep it trainable from the start (with lr 0 until it is needed), or start a new fit "
+                        "after unfreezing."
                     )
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
