@@ -258,7 +258,8 @@ class MasterWeightPrecision(Precision):
             f"Gradients were inf or nan for {self._num_skipped_in_a_row} steps in a row, up to global step "
             f"{model.trainer.global_step}; the loss scale is {self.loss_scale.value:g} and no scale can cure this. "
             f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
-            f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last checkpoint after the cure."
+            f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
+            "checkpoint after the cure."
         )
 
     def _was_skipped(self, optimizer: Optimizer | None) -> bool:
@@ -349,8 +350,9 @@ def _refuse_unless_it_can_be_skipped(optimizer: Optimizer, precision: str) -> No
     if isinstance(optimizer, LBFGS) or owns_closure:
         raise MisconfigurationException(
             f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with "
-            f"precision={precision!r}: gradients have to be unscaled and checked between backward and step, and LBFGS-like optimizers evaluate "
-            "the loss inside `step`. Use another optimizer, or precision='32-true'."
+            f"precision={precision!r}: gradients have to be unscaled and checked between backward and "
+            "step, and LBFGS-like optimizers evaluate the loss inside `step`. Use another optimizer, or "
+            "precision='32-true'."
         )
     if hasattr(optimizer, "consolidate_state_dict"):
         raise MisconfigurationException(

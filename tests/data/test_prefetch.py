@@ -1,0 +1,120 @@
+"""One batch ahead: same batches, same order, exact state, and nothing left to move."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid.data.prefetch import DevicePrefetcher, prefetch
+
+CPU = torch.device("cpu")
+
+
+def same(batch):
+    return batch
+
+
+class CountingLoader:
+    """Batches 0, 1, 2, ...; its state is the number fetched."""
+
+    def __init__(self, num_batches):
+        self.num_batches = num_batches
+        self.num_fetched = 0
+
+    def __len__(self):
+        return self.num_batches
+
+    def __iter__(self):
+        while self.num_fetched < self.num_batches:
+            self.num_fetched += 1
+            yield torch.tensor(float(self.num_fetched - 1))
+        self.num_fetched = 0
+
+    def state_dict(self):
+        return {"num_fetched": self.num_fetched}
+
+    def load_state_dict(self, state):
+        self.num_fetched = state["num_fetched"]
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 2, 5])
+def test_batches_come_once_each_and_in_order(num_batches):
+    batches = [torch.tensor(i) for i in range(num_batches)]
+    ahead = prefetch(batches, CPU, same)
+    for _ in range(2):
+        assert [int(b) for b in ahead] == list(range(num_batches))
+    assert len(ahead) == num_batches
+
+
+def test_next_batch_is_fetched_before_the_current_one_is_handed_out():
+    loader = CountingLoader(4)
+    ahead = iter(prefetch(loader, CPU, same))
+    assert next(ahead) == 0
+    assert loader.num_fetched == 2
+
+
+def test_state_is_that_of_the_batch_handed_out():
+    loader = CountingLoader(5)
+    ahead = prefetch(loader, CPU, same)
+    iterator = iter(ahead)
+    next(iterator), next(iterator)
+    assert ahead.state_dict() == {"num_fetched": 2}
+    resumed = prefetch(CountingLoader(5), CPU, same)
+    resumed.load_state_dict(ahead.state_dict())
+    assert [int(b) for b in resumed] == [2, 3, 4]
+
+
+def test_prefetched_batch_is_not_moved_or_cast_again():
+    ahead = prefetch([torch.randn(3)], CPU, lambda batch: batch.half())
+    (batch,) = ahead
+    assert batch.dtype is torch.float16
+    assert move_data_to_device(batch, CPU).data_ptr() == batch.data_ptr()
+
+
+def test_loader_without_state_is_not_taken_for_a_stateful_one():
+    assert not hasattr(prefetch([1, 2], CPU, same), "state_dict")
+
+
+def test_attributes_are_read_from_and_written_to_the_loader():
+    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+    ahead = prefetch(loader, CPU, same)
+    assert ahead.batch_size == 2
+    assert ahead.dataset is loader.dataset
+    ahead.worker_init_fn = same
+    assert loader.worker_init_fn is same
+
+
+def test_wrapping_twice_is_wrapping_once():
+    once = prefetch([1], CPU, same)
+    assert prefetch(once, CPU, same) is once
+
+
+def test_copy_and_pickle_keep_the_loader():
+    ahead = prefetch(CountingLoader(3), CPU, same)
+    for twin in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
+        assert [int(b) for b in twin] == [0, 1, 2]
+
+
+def test_an_error_of_the_loader_reaches_the_consumer():
+    def broken():
+        yield torch.zeros(1)
+        yield torch.zeros(1)
+        raise OSError("disk gone")
+
+    consumed = 0
+    with pytest.raises(OSError, match="disk gone"):
+        for _ in DevicePrefetcher(broken(), CPU, same):
+            consumed += 1
+    assert consumed == 1
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_gpu_with_the_right_values():
+    host = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(8)]
+    device = torch.device("cuda", 0)
+    for i, batch in enumerate(prefetch(host, device, lambda b: b.half())):
+        assert batch.device == device
+        assert torch.equal(batch.cpu(), host[i].half())

@@ -1,0 +1,83 @@
+"""Loss scales: what they do on overflow, on clean steps, at their bounds and with bad settings."""
+
+import pytest
+import torch
+
+from lightning_hybrid.loss_scale import DynamicLossScale, StaticLossScale, loss_scale_from
+
+OVERFLOW, CLEAN = torch.tensor(True), torch.tensor(False)
+
+
+def test_scale_halves_on_each_overflow_and_doubles_after_the_interval():
+    scale = DynamicLossScale(init_scale=1024.0, growth_interval=3)
+    seen = []
+    for found_inf in [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN, CLEAN]:
+        scale.update(found_inf)
+        seen.append(scale.value)
+    assert seen == [512, 512, 512, 256, 256, 256, 512, 512]
+
+
+def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
+    """Same defaults, so the same trajectory, until a bound of ours is met."""
+    ours, theirs = DynamicLossScale(growth_interval=5), torch.amp.GradScaler("cpu", growth_interval=5)
+    theirs.scale(torch.ones(()))  # creates its state
+    for step in range(60):
+        found_inf = step % 13 == 3
+        ours.update(torch.tensor(found_inf))
+        torch._amp_update_scale_(theirs._scale, theirs._growth_tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 5)
+        assert ours.value == theirs.get_scale()
+
+
+def test_scale_stays_within_its_bounds_and_lives_on():
+    scale = DynamicLossScale(init_scale=4.0, growth_interval=1, min_scale=1.0, max_scale=8.0)
+    for _ in range(300):
+        scale.update(OVERFLOW)
+    assert scale.value == 1.0
+    for _ in range(300):
+        scale.update(CLEAN)
+    assert scale.value == 8.0
+
+
+def test_static_scale_never_moves():
+    scale = StaticLossScale(1024.0)
+    scale.update(OVERFLOW)
+    assert scale.value == 1024.0
+
+
+def test_state_round_trip_continues_the_count():
+    first = DynamicLossScale(init_scale=64.0, growth_interval=4)
+    for found_inf in [OVERFLOW, CLEAN, CLEAN, CLEAN]:
+        first.update(found_inf)
+    second = DynamicLossScale(init_scale=64.0, growth_interval=4)
+    second.load_state_dict(first.state_dict())
+    second.update(CLEAN)
+    assert second.value == 64.0
+
+
+def test_a_static_scale_asked_for_now_wins_over_the_checkpoints():
+    scale = StaticLossScale(128.0)
+    scale.load_state_dict({"scale": 65536.0, "num_clean_steps": 3})
+    assert scale.value == 128.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"init_scale": 1000.0}, r"`scale` \(=1000.0\) must be a power of two.*512 or 1024"),
+        ({"init_scale": 0.0}, r"`scale` \(=0.0\) must be a positive power of two"),
+        ({"init_scale": float("inf")}, r"`scale` \(=inf\)"),
+        ({"growth_factor": 0.5}, r"`growth_factor` \(=0.5\) must be at least 1"),
+        ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be below 1"),
+        ({"growth_interval": 0}, r"`growth_interval` \(=0\)"),
+        ({"init_scale": 2.0, "min_scale": 4.0}, r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)"),
+    ],
+)
+def test_bad_dynamic_scale_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScale(**arguments)
+
+
+@pytest.mark.parametrize("setting", ["statik", None, True, [1.0]])
+def test_bad_setting_is_refused(setting):
+    with pytest.raises(ValueError, match="`loss_scale` "):
+        loss_scale_from(setting)
