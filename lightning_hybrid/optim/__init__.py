@@ -1,1 +1,16 @@
-"""optim."""
+"""Layer-wise optimizers for large batches, the parameter groups they need and their learning-rate schedule."""
+
+from lightning_hybrid.optim.lamb import LAMB
+from lightning_hybrid.optim.lars import LARS
+from lightning_hybrid.optim.param_groups import ParamChoice, ParamGroups, param_groups
+from lightning_hybrid.optim.schedule import WarmupPolynomialDecay, warmup_polynomial_lr
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "ParamChoice",
+    "ParamGroups",
+    "WarmupPolynomialDecay",
+    "param_groups",
+    "warmup_polynomial_lr",
+]

@@ -1,0 +1,212 @@
+"""LAMB: AdamW in which each layer's step is proportional to the layer's own size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.optim.layerwise import (
+    LayerwiseOptimizer,
+    add_scaled_,
+    as_dtype,
+    check_choice,
+    check_common,
+    check_number,
+    lr_of,
+    state_dtype,
+)
+from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
+
+
+class LAMB(LayerwiseOptimizer):
+    """Layer-wise adaptive moments for batch training (You et al. 2019, arXiv:1904.00962).
+
+    For each parameter tensor w with gradient g, at its t-th step:
+
+        m <- beta1 * m + (1 - beta1) * g              M = m / (1 - beta1 ** t)
+        v <- beta2 * v + (1 - beta2) * g * g          V = v / (1 - beta2 ** t)
+        u  = M / (sqrt(V) + eps) + weight_decay * w
+        q  = |w| / |u|                                w <- w - lr * q * u
+
+    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) of the paper is |w|.
+
+    `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
+    arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u, so what remains of the
+    difference is the first steps' balance between moments, `eps` and weight decay.
+
+    A tensor with |w| = 0 or |u| = 0 gets q = 1; the paper leaves this open. `trust_clip=c` replaces q by min(q, c): the
+    paper's upper bound on phi, but on the ratio, and, unlike in `LARS`, not divided by lr.
+
+    `max_grad_norm=c` first scales all gradients, of all groups together, by min(1, c / norm), as NVIDIA's LAMB does
+    with c = 1; the paper does not, so the default is off. It is one bound for the optimizer, no option of a group.
+
+    A group with `trust_ratio=False` is excluded: it moves by AdamW at lr * `excluded_lr_mult`, bit for bit
+    `torch.optim.AdamW` in float32 and float64 (with `bias_correction` and without `max_grad_norm`). Biases and
+    normalisation are commonly excluded, without weight decay: see `param_groups`.
+
+    Parameters may be float16, bfloat16, float32 or float64. For half precision both moments are float32 and so is all
+    arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
+    tensor, on the parameters' device if need be: `step` reads nothing back from it. `foreach=None` works on one tensor
+    at a time on the CPU and on lists elsewhere; on the CPU both give the same bits.
+
+    Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
+    parameter, a sparse gradient.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = LAMB([weight], lr=0.1)
+    >>> weight.grad = torch.tensor([0.0, 1e-3])
+    >>> optimizer.step(); weight            # |step| = lr * |w| = 0.5, however small the gradient
+    Parameter containing:
+    tensor([3.0000, 3.5000], requires_grad=True)
+    """
+
+    _clip_factor: Tensor | None = None  # of the step in progress
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        trust_clip: float | None = None,
+        max_grad_norm: float | None = None,
+        excluded_lr_mult: float = 1.0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
+            "max_grad_norm": max_grad_norm,
+            "excluded_lr_mult": excluded_lr_mult,
+            "trust_ratio": True,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_common(group)
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(
+                f"`betas` (={betas!r:.80}) must be a pair: the decay rates of the first and of the second moment. "
+                "(0.9, 0.999) is usual."
+            )
+        for index, beta in enumerate(betas):
+            check_number(f"betas[{index}]", beta, low=0, high=1, why="at 1 the moment would never see a gradient.")
+        check_number("eps", group["eps"], low=0, why="it is added to the root of the second moment; 1e-6 is usual.")
+        check_choice("bias_correction", group["bias_correction"], (True, False), why="see the LAMB docstring.")
+        if group["max_grad_norm"] is not None:
+            check_number(
+                "max_grad_norm",
+                group["max_grad_norm"],
+                low=0,
+                above=True,
+                why="it bounds the norm of all gradients together; None is no bound.",
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; raises as the base does, and for a `max_grad_norm` that is not the optimizer's."""
+        own, common = param_group.get("max_grad_norm"), self.defaults["max_grad_norm"]
+        if own is not None and own != common:
+            raise ValueError(
+                f"`max_grad_norm` (={own!r:.80}) must be the optimizer's (={common}): it bounds the norm of the "
+                "gradients of all groups together. Give it to LAMB, not to a group."
+            )
+        super().add_param_group(param_group)
+
+    def _before_updates(self) -> None:
+        bound = self.param_groups[0]["max_grad_norm"]
+        self._clip_factor = None
+        if bound is None:
+            return
+        kinds: dict[Any, list[Tensor]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    kinds.setdefault((param.device, param.grad.dtype), []).append(param.grad)
+        if kinds:
+            norms = [tensor_norms(grads) for grads in kinds.values()]
+            norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
+            self._clip_factor = (bound / norm).clamp(max=1.0)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        exp_avgs, exp_avg_sqs = self._state_lists(params, "exp_avg", "exp_avg_sq")
+        for param in params:
+            state = self.state[param]
+            if "step" not in state:
+                # On the CPU wherever the parameter is, so that reading it waits for nothing.
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] += 1
+        lamb_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [self.state[param]["step"].item() for param in params],
+            group=group,
+            lr=lr_of(group, params[0].device),
+            clip_factor=self._clip_factor,
+        )
+
+
+def lamb_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[float],
+    *,
+    group: dict[str, Any],
+    lr: float | Tensor,
+    clip_factor: Tensor | None = None,
+) -> None:
+    """One LAMB step on tensors of one device and dtype, in place; the rule and its options are those of `LAMB`.
+
+    `steps` counts the present step: 1 at the first. The order of operations of an excluded group is that of AdamW.
+    """
+    dtype = state_dtype(params[0].dtype)
+    weights, grads = as_dtype(params, dtype), as_dtype(grads, dtype)
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    if group["maximize"]:
+        grads = list(torch._foreach_neg(grads))
+    if clip_factor is not None:
+        grads = list(torch._foreach_mul(grads, clip_factor.to(grads[0].device, dtype)))
+
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    corrections = [1.0] * len(steps)
+    if group["bias_correction"]:
+        corrections = [1 - beta1**step for step in steps]
+        torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+    torch._foreach_add_(denominators, group["eps"])
+
+    if not group["trust_ratio"] and decay != 0:
+        torch._foreach_mul_(weights, 1 - lr * decay)
+    if not group["trust_ratio"] and not isinstance(lr, Tensor):
+        torch._foreach_addcdiv_(weights, exp_avgs, denominators, [-(lr / correction) for correction in corrections])
+    else:
+        updates = list(torch._foreach_div(exp_avgs, denominators))
+        torch._foreach_div_(updates, corrections)
+        if group["trust_ratio"]:
+            if decay != 0:
+                torch._foreach_add_(updates, weights, alpha=decay)
+            ratios = trust_ratio(tensor_norms(params), tensor_norms(updates))
+            if group["trust_clip"] is not None:
+                ratios = ratios.clamp(max=group["trust_clip"])
+            torch._foreach_mul_(updates, ratios.to(dtype).unbind())
+        add_scaled_(weights, updates, -lr)
+    if weights is not params:
+        torch._foreach_copy_(params, weights)

@@ -1,0 +1,222 @@
+"""LARS: stochastic gradient descent in which each layer's step is proportional to the layer's own size."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.optim.layerwise import (
+    LayerwiseOptimizer,
+    add_scaled_,
+    as_dtype,
+    check_choice,
+    check_common,
+    check_number,
+    lr_of,
+    state_dtype,
+)
+from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
+
+MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
+Denominator = Literal["sum", "joint"]
+
+
+class LARS(LayerwiseOptimizer):
+    """Layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888).
+
+    For each parameter tensor w with gradient g, and d = g + weight_decay * w:
+
+        denominator     "sum"             q = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
+                        "joint"           q = trust_coefficient * |w| / (|d| + eps)
+
+        momentum_form   "lr_inside"       v <- momentum * v + lr * q * d      w <- w - v
+                        "lr_outside"      v <- momentum * v + q * d           w <- w - lr * v
+                        "ratio_outside"   v <- momentum * v + d               w <- w - lr * q * v
+
+    eta -> `trust_coefficient`, m -> `momentum`, beta (decay) -> `weight_decay`, v -> state `"momentum_buffer"`.
+
+    The denominators differ always. The first two forms differ only while `lr` changes: "lr_inside" remembers the
+    rates at which past gradients came, "lr_outside" re-scales all of them to the rate of today. Whose rule is whose:
+
+        "lr_inside", "sum"        the paper; MLPerf's TensorFlow reference
+        "lr_inside", "joint"      optax
+        "lr_outside", "sum"       timm, apex LARC, lightly; with momentum correction, NVIDIA's MXNet
+        "lr_outside", "joint"     Barlow Twins, MoCo v3, VISSL
+        "ratio_outside", "sum"    NUS, ColossalAI (which also clamp)
+
+    `nesterov` looks one step ahead: after v is updated, the step uses, in place of v,
+
+        "lr_inside"       momentum * v + lr * q * d
+        "lr_outside"      momentum * v + q * d
+        "ratio_outside"   momentum * v + d
+
+    A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference; the paper leaves this
+    open. Under "sum" a tensor whose gradient is exactly zero thus decays at the full `lr * weight_decay`.
+
+    `trust_clip=c` is LARC: q is replaced by min(q / lr, c), after the rule for zeros. With c = 1, as in apex and timm,
+    the step is min(q, lr) * d: `lr` becomes a ceiling and no longer a factor. At lr = 0 it is c * lr * d = 0.
+
+    A group with `trust_ratio=False` is excluded: q = 1, and its rate is lr * `excluded_lr_mult`; its weight decay is
+    its own. Biases and normalisation are commonly excluded (see `param_groups`), but then run at the bare `lr`, which
+    LARS needs hundreds of times larger than SGD does: in a network with biases and no normalisation, either do not
+    exclude them or set `excluded_lr_mult` near 0.01.
+
+    Momentum starts from zero, so that the first v is the first update, as in `torch.optim.SGD`. With the trust ratio
+    off, "lr_outside" and "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64.
+    "lr_inside" is that too if momentum = 0, or if lr is a constant power of two; with another constant lr it differs
+    by rounding, with a changing lr it is another rule.
+
+    Parameters may be float16, bfloat16, float32 or float64. For half precision the buffer is float32 and so is all
+    arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
+    tensor, on the parameters' device if need be: `step` reads nothing back to the host. `foreach=None` works on one
+    tensor at a time on the CPU and on lists elsewhere; on the CPU both give the same bits.
+
+    Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
+    parameter, a sparse gradient.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = LARS([weight], lr=10.0, momentum=0.9, trust_coefficient=0.01)
+    >>> weight.grad = torch.tensor([0.0, 1e-6])
+    >>> optimizer.step(); weight            # |step| = lr * trust_coefficient * |w| = 0.5, however small the gradient
+    Parameter containing:
+    tensor([3.0000, 3.5000], requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        momentum_form: MomentumForm = "lr_inside",
+        denominator: Denominator = "sum",
+        trust_clip: float | None = None,
+        excluded_lr_mult: float = 1.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "momentum_form": momentum_form,
+            "denominator": denominator,
+            "trust_clip": trust_clip,
+            "excluded_lr_mult": excluded_lr_mult,
+            "trust_ratio": True,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_common(group)
+        check_number(
+            "momentum", group["momentum"], low=0, high=1, why="at 1 past gradients would never fade; 0 is off."
+        )
+        check_number(
+            "trust_coefficient",
+            group["trust_coefficient"],
+            low=0,
+            above=True,
+            why="it is |step| / |w| at lr = 1; 0.001 is usual, and a group is excluded with trust_ratio=False.",
+        )
+        check_number("eps", group["eps"], low=0, why="it is added to a norm; 0 is the paper's rule.")
+        check_choice("nesterov", group["nesterov"], (True, False), why="True looks one momentum step ahead.")
+        check_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), why="see the LARS docstring.")
+        check_choice("denominator", group["denominator"], get_args(Denominator), why="see the LARS docstring.")
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError(
+                "`nesterov` (=True) needs `momentum` (=0) above 0: there is no momentum to look ahead along. "
+                "Set momentum=0.9, or nesterov=False."
+            )
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        buffers = self._state_lists(params, "momentum_buffer")[0] if group["momentum"] != 0 else None
+        lars_(params, grads, buffers, group=group, lr=lr_of(group, params[0].device))
+
+
+def lars_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor] | None,
+    *,
+    group: dict[str, Any],
+    lr: float | Tensor,
+) -> None:
+    """One LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
+
+    `buffers` is None where momentum is 0. The order of operations is that of `torch.optim.SGD`.
+    """
+    dtype = state_dtype(params[0].dtype)
+    weights, directions = as_dtype(params, dtype), as_dtype(grads, dtype)
+    if group["maximize"]:
+        directions = list(torch._foreach_neg(directions))
+    if group["weight_decay"] != 0:
+        directions = list(torch._foreach_add(directions, weights, alpha=group["weight_decay"]))
+    ratios = _ratios(params, grads, directions, group=group, lr=lr).to(dtype) if group["trust_ratio"] else None
+
+    # Without momentum all forms agree; "lr_outside" is the one that is then SGD to the bit.
+    form = group["momentum_form"] if buffers is not None else "lr_outside"
+    if form == "lr_inside":
+        directions = _scaled(directions, lr if ratios is None else lr * ratios, grads)
+        lr = 1.0
+    elif form == "lr_outside" and ratios is not None:
+        directions = _scaled(directions, ratios, grads)
+
+    steps = directions
+    if buffers is not None:
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, directions)
+        steps = buffers
+        if group["nesterov"]:
+            steps = list(torch._foreach_add(directions, buffers, alpha=group["momentum"]))
+    if form == "ratio_outside" and ratios is not None:
+        steps = _scaled(steps, ratios, buffers or grads)
+
+    add_scaled_(weights, steps, -lr)
+    if weights is not params:
+        torch._foreach_copy_(params, weights)
+
+
+def _ratios(
+    params: list[Tensor],
+    grads: list[Tensor],
+    directions: list[Tensor],
+    *,
+    group: dict[str, Any],
+    lr: float | Tensor,
+) -> Tensor:
+    """The trust ratios, clipped if asked, as one 1-D tensor on the device."""
+    joint = group["denominator"] == "joint"
+    ratios = trust_ratio(
+        tensor_norms(params),
+        tensor_norms(directions if joint else grads),
+        trust_coefficient=group["trust_coefficient"],
+        weight_decay=0.0 if joint else group["weight_decay"],
+        eps=group["eps"],
+    )
+    if group["trust_clip"] is not None:
+        ratios = (ratios / lr).clamp(max=group["trust_clip"])
+    return ratios
+
+
+def _scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
+    """`tensors` times one factor, or times one each; in place unless they are the very list to `keep`.
+
+    >>> grads = [torch.tensor([2.0])]
+    >>> _scaled(grads, 3.0, keep=grads), grads
+    ([tensor([6.])], [tensor([2.])])
+    """
+    by: Any = factors.unbind() if isinstance(factors, Tensor) and factors.dim() == 1 else factors
+    if tensors is keep:
+        return list(torch._foreach_mul(tensors, by))
+    torch._foreach_mul_(tensors, by)
+    return tensors

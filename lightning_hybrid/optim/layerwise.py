@@ -1,0 +1,252 @@
+"""What LARS and LAMB share: checked parameter groups, float32 state, lists of tensors to work on."""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
+_FOREIGN_KEYS = frozenset(
+    "params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr differentiable".split()
+)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of optimizer state and arithmetic for a parameter of `dtype`: at least float32.
+
+    >>> state_dtype(torch.bfloat16), state_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+class LayerwiseOptimizer(Optimizer):
+    """An optimizer that scales each tensor's step by a trust ratio; LARS and LAMB say how.
+
+    It owns what does not depend on the rule: options are checked for the defaults and for each group; an unknown
+    group key is an error; state is float32 for half-precision parameters and stays so through `load_state_dict`;
+    `step` hands the rule lists of tensors, one tensor a list or, with `foreach`, all of a device and dtype at once.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._check_group({**defaults})
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise if an option of `group`, defaults already filled in, breaks its rule."""
+        raise NotImplementedError
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Move `params`, which share device and dtype, one step; leave `grads` as they are."""
+        raise NotImplementedError
+
+    def _before_updates(self) -> None:
+        """Called once a step, after the closure, before the first `_update`."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does; its options are checked, and the caller's dict is left as it was.
+
+        Raises `ValueError` for an option that breaks its rule, an unknown key, or a complex or integer parameter.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"`param_group` (={param_group!r:.80}) must be a dict: a group is its params and options.")
+        known = self.defaults.keys() | _FOREIGN_KEYS
+        for key in param_group:
+            if key not in known:
+                raise ValueError(
+                    f"`{key}` (={param_group[key]!r:.80}) is no option of {type(self).__name__}: it would be ignored. "
+                    f"A parameter group may set {', '.join(sorted(self.defaults))}."
+                )
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(dict(param_group))
+        for index, param in enumerate(self.param_groups[-1]["params"]):
+            if param.dtype not in _DTYPES:
+                group = self.param_groups.pop()
+                raise ValueError(
+                    f"`{_name_of(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or float64: "
+                    "the trust ratio is a quotient of real norms. Give this parameter to another optimizer, or store "
+                    "a complex one as its `torch.view_as_real`."
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle; groups of an older checkpoint get the defaults of the options that they lack."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                if key != "differentiable":
+                    group.setdefault(key, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but keep the state of half-precision parameters in float32.
+
+        `torch.optim.Optimizer` casts each state tensor to the dtype of its parameter, which would round it.
+        """
+        loaded: list[dict[str, Any]] = []
+        # Hooks of the user may replace the dict: ours run right before and right after torch's own work.
+        before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
+        after = self.register_load_state_dict_post_hook(lambda _: self._restore_float32(loaded[-1]), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _restore_float32(self, state_dict: dict[str, Any]) -> None:
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(indices, params, strict=True):
+            dtype = state_dtype(param.dtype)
+            for key, value in state_dict["state"].get(index, {}).items():
+                if key != "step" and isinstance(value, Tensor) and dtype != param.dtype:
+                    self.state[param][key] = value.to(device=param.device, dtype=dtype)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient one step; gradients are read, never written.
+
+        `closure`, if given, is called first, with autograd on, and its loss is returned. Nothing waits for the device.
+        Raises `ValueError` for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._before_updates()
+        for group in self.param_groups:
+            for params, grads in _batches(group):
+                self._update(group, params, grads)
+        return loss
+
+    def _state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
+        """State tensors by key, each a list beside `params`; zeros where a parameter has none yet."""
+        for param in params:
+            state = self.state[param]
+            for key in keys:
+                if key not in state:
+                    state[key] = torch.zeros_like(param, dtype=state_dtype(param.dtype))
+        return [[self.state[param][key] for param in params] for key in keys]
+
+
+def _name_of(group: dict[str, Any], index: int) -> str:
+    return group["param_names"][index] if "param_names" in group else f"params[{index}]"
+
+
+def _batches(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Parameters and gradients to work on together: one at a time, or all of a kind where that is faster.
+
+    On the CPU one at a time is: its temporaries stay in cache. On an accelerator launches count, so it is all at once.
+    """
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for index, param in enumerate(group["params"]):
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"`{_name_of(group, index)}.grad.layout` (={grad.layout}) must be torch.strided: a sparse gradient "
+                "touches some rows, but the trust ratio is of the whole layer. Build the layer with `sparse=False`, "
+                "or give it to `torch.optim.SparseAdam`."
+            )
+        together = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]
+        kind = (param.device, param.dtype, grad.dtype) if together else index
+        params, grads = kinds.setdefault(kind, ([], []))
+        params.append(param)
+        grads.append(grad)
+    yield from kinds.values()
+
+
+def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
+    """The group's learning rate, that of excluded groups multiplied; a tensor only where a number would cost a wait.
+
+    A tensor on the CPU is read, which waits for nothing, except while `torch.compile` traces.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.detach()
+        lr = lr.item() if lr.device.type == "cpu" and not torch.compiler.is_compiling() else lr.to(device)
+    return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]
+
+
+def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors in `dtype`: the very same list if they have it, else copies.
+
+    >>> as_dtype([torch.ones(1, dtype=torch.float16)], torch.float32)
+    [tensor([1.])]
+    """
+    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+
+
+def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
+    """Add factor * others to tensors, list-wise and in place; `factor` may be a 0-dim tensor on their device.
+
+    >>> weights = [torch.tensor([1.0])]
+    >>> add_scaled_(weights, [torch.tensor([2.0])], -0.25); weights
+    [tensor([0.5000])]
+    """
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
+    else:
+        torch._foreach_add_(tensors, others, alpha=factor)
+
+
+def check_number(name: str, value: Any, *, low: float, high: float = math.inf, above: bool = False, why: str) -> None:
+    """Raise `ValueError` unless `value` is a finite number in [low, high), or in (low, high) with `above`.
+
+    >>> check_number("momentum", 1.5, low=0, high=1, why="past gradients would never fade. SGD's usual is 0.9.")
+    Traceback (most recent call last):
+    ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value < high or (above and value == low):
+        interval = f"{'(' if above else '['}{low:g}, {high:g})"
+        raise ValueError(f"`{name}` (={value!r:.80}) must be a number in {interval}: {why}")
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any], *, why: str) -> None:
+    """Raise `ValueError` unless `value` is one of `choices`; 1 does not pass for True.
+
+    >>> check_choice("nesterov", "yes", (True, False), why="it is a switch.")
+    Traceback (most recent call last):
+    ValueError: `nesterov` (='yes') must be one of True, False: it is a switch.
+    """
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}")
+
+
+def check_common(group: dict[str, Any]) -> None:
+    """Check the options that LARS and LAMB share: lr, weight_decay, excluded_lr_mult, trust_ratio and switches."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.dim() != 0 or not lr.is_floating_point():
+            raise ValueError(
+                f"`lr` (={lr!r:.80}) must be a number or a 0-dim floating-point tensor: a group has one learning rate. "
+                "Use `torch.tensor(0.1)`, and one group per learning rate."
+            )
+        lr = lr.item()
+    check_number("lr", lr, low=0, why="a negative rate would climb; to climb, use `maximize=True`.")
+    check_number("weight_decay", group["weight_decay"], low=0, why="a negative decay would grow the weights; 0 is off.")
+    check_number(
+        "excluded_lr_mult",
+        group["excluded_lr_mult"],
+        low=0,
+        why="it scales the learning rate of groups with trust_ratio=False; 1 leaves it, 0 freezes them.",
+    )
+    if group["trust_clip"] is not None:
+        check_number(
+            "trust_clip", group["trust_clip"], low=0, above=True, why="it bounds the trust ratio; None is no bound."
+        )
+    check_choice("trust_ratio", group["trust_ratio"], (True, False), why="False excludes the group from layer scaling.")
+    check_choice("maximize", group["maximize"], (True, False), why="True climbs the objective.")
+    check_choice(
+        "foreach", group["foreach"], (None, True, False), why="None is one tensor at a time on the CPU, else lists."
+    )

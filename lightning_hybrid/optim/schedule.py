@@ -1,0 +1,120 @@
+"""The learning-rate schedule of the large-batch records: linear warm-up, then polynomial decay."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_hybrid.optim.layerwise import check_number
+
+
+def warmup_polynomial_lr(
+    step: int,
+    base_lr: Any,
+    *,
+    total_steps: int,
+    warmup_steps: int,
+    power: float,
+    end_lr: float,
+    warmup_start_lr: float,
+) -> Any:
+    """The learning rate of update number `step`, counted from 0; the rule is that of `WarmupPolynomialDecay`.
+
+    >>> rule = dict(total_steps=6, warmup_steps=2, power=2.0, end_lr=0.0, warmup_start_lr=0.0)
+    >>> [warmup_polynomial_lr(step, 16.0, **rule) for step in range(8)]
+    [0.0, 8.0, 16.0, 9.0, 4.0, 1.0, 0.0, 0.0]
+    """
+    if step < warmup_steps:
+        return warmup_start_lr + (base_lr - warmup_start_lr) * (step / warmup_steps)
+    remaining = 1 - min(step - warmup_steps, total_steps - warmup_steps) / (total_steps - warmup_steps)
+    return end_lr + (base_lr - end_lr) * remaining**power
+
+
+class WarmupPolynomialDecay(LRScheduler):
+    """Warm up linearly, then decay polynomially to `end_lr` and stay there; one `step()` per optimizer step.
+
+    For update s = 0, 1, 2, ... with W = warmup_steps, T = total_steps - W:
+
+        s <  W    lr = warmup_start_lr + (base - warmup_start_lr) * s / W
+        s >= W    lr = end_lr + (base - end_lr) * (1 - min(s - W, T) / T) ** power
+
+    base is the group's own lr at construction, so the peak is the lr given to the optimizer, at s = W; `end_lr` would
+    be reached at s = total_steps, one past the last of `total_steps` updates, and holds for any beyond. This is MXNet's
+    rule; the TensorFlow reference divides by T + 1, which at thousands of steps is the same. Like both, the rule makes
+    update 0 at `warmup_start_lr`, which at 0 is no update. Poly-2 ending at 1e-4 is MLPerf's for LARS
+    (mlcommons/training, image classification).
+
+    `end_lr` and `warmup_start_lr` hold for all groups: a group with a smaller base than `end_lr` is an error, not a
+    rise. `lr` may be a 0-dim tensor, which is then filled in place; torch reads the value to the host to do so.
+
+    Raises `ValueError` for an argument that breaks its rule.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=16.0)
+    >>> schedule = WarmupPolynomialDecay(optimizer, total_steps=6, warmup_steps=2, end_lr=0.0)
+    >>> for _ in range(6):
+    ...     print(schedule.get_last_lr()[0], end=" ")
+    ...     optimizer.step()
+    ...     schedule.step()
+    0.0 8.0 16.0 9.0 4.0 1.0
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        power: float = 2.0,
+        end_lr: float = 1e-4,
+        warmup_start_lr: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        for name, value, low in (("total_steps", total_steps, 1), ("warmup_steps", warmup_steps, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(
+                    f"`{name}` (={value!r}) must be a whole number, at least {low}: it counts optimizer steps, not "
+                    "epochs. Multiply epochs by steps per epoch and round."
+                )
+        if warmup_steps >= total_steps:
+            raise ValueError(
+                f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}): the peak would "
+                "come after the end. Count both in optimizer steps, and let `total_steps` include the warm-up."
+            )
+        check_number("power", power, low=0, above=True, why="2 is MLPerf's, 1 is linear; 0 would never decay.")
+        check_number("end_lr", end_lr, low=0, why="it is a learning rate; 1e-4 is MLPerf's.")
+        check_number("warmup_start_lr", warmup_start_lr, low=0, why="it is a learning rate; 0 is usual.")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer: its groups are changed."
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            base_lr = group.get("initial_lr", group["lr"])
+            if base_lr < end_lr:
+                raise ValueError(
+                    f"`end_lr` (={end_lr}) must not exceed the learning rate of group {index} (={float(base_lr)}): the "
+                    "decay would be a rise. Lower `end_lr`, or raise the group's `lr`."
+                )
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        self.power = power
+        self.end_lr = end_lr
+        self.warmup_start_lr = warmup_start_lr
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates of update `last_epoch`, one a group; a closed form, so that nothing drifts."""
+        return [
+            warmup_polynomial_lr(
+                self.last_epoch,
+                base_lr,
+                total_steps=self.total_steps,
+                warmup_steps=self.warmup_steps,
+                power=self.power,
+                end_lr=self.end_lr,
+                warmup_start_lr=self.warmup_start_lr,
+            )
+            for base_lr in self.base_lrs
+        ]
+
+    _get_closed_form_lr = get_lr

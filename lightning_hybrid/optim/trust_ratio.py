@@ -1,0 +1,94 @@
+"""Layer norms that are right at any size and in any dtype, and the trust ratio made of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A row is summed in float32, the rows in float64. 256 float32 additions spread over vector lanes keep the relative
+# error near 1e-7 even where every addend is equal, and a row is long enough that memory, not arithmetic, is the limit.
+_ROW = 256
+# Elements per call. Half-precision input is widened to a temporary of this size (4 MiB), which stays in cache.
+_CHUNK = 1 << 20
+# Below this a float64 sum costs nothing measurable, and it is exact.
+_SMALL = 1 << 15
+
+
+def trust_ratio(
+    weight_norm: Tensor,
+    update_norm: Tensor,
+    *,
+    trust_coefficient: float = 1.0,
+    weight_decay: float = 0.0,
+    eps: float = 0.0,
+) -> Tensor:
+    """How far a layer may move, relative to its own size (You et al. 2017, arXiv:1708.03888).
+
+        ratio = trust_coefficient * |w| / (|u| + weight_decay * |w| + eps)
+
+    eta -> `trust_coefficient`; |w| -> `weight_norm`, |u| -> `update_norm`, tensors of one shape, one element a layer.
+    Where the norm of the decayed direction is known, pass it as `update_norm` and leave `weight_decay` at 0.
+
+    A layer whose weights or update are all zero gets ratio 1, so that a zero-initialised layer can leave zero; the
+    paper leaves this case open, and MLPerf's reference, optax and timm decide it alike.
+
+    >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001)
+    tensor([0.0050])
+    >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001, weight_decay=0.3)
+    tensor([0.0020])
+    >>> trust_ratio(torch.tensor([0.0, 10.0]), torch.tensor([2.0, 0.0]), trust_coefficient=0.001, weight_decay=0.3)
+    tensor([1., 1.])
+    """
+    denominator = update_norm + weight_decay * weight_norm + eps
+    defined = (weight_norm > 0) & (update_norm > 0)
+    return torch.where(defined, trust_coefficient * weight_norm / denominator, 1.0)
+
+
+def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norms of several tensors on one device, as one 1-D tensor that stays on that device.
+
+        norms[i] = sqrt(sum(tensors[i] ** 2))
+
+    Any shapes; float16, bfloat16, float32 or float64. Never summed in half precision, where a norm past 65504 is inf
+    and its layer would stop for good. On the CPU the result is float64 and right to 1e-6 at any size: torch's own
+    CPU norm adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million normal numbers and
+    by 1 % on equal ones. On other devices torch's multi-tensor norm sums blocks in a tree; the result is float32, or
+    float64 for float64 tensors. Squares are float32: elements beyond about 1e19 give inf, below about 1e-23 nothing.
+
+    >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
+    tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)
+    """
+    if tensors[0].device.type == "cpu":
+        return torch.stack([_norm_cpu(tensor) for tensor in tensors])
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+
+
+def _norm_cpu(tensor: Tensor) -> Tensor:
+    """The norm of one CPU tensor, float64, 0-dim.
+
+    >>> ones = torch.full((1 << 20,), 0.1)
+    >>> abs(_norm_cpu(ones).item() / (0.1 * 1024) - 1) < 1e-6
+    True
+    """
+    if tensor.numel() <= _SMALL or tensor.dtype == torch.float64:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    parts = []
+    for chunk in in_memory_order(tensor).split(_CHUNK):
+        num_in_rows = chunk.numel() // _ROW * _ROW
+        rows = chunk[:num_in_rows].view(-1, _ROW)
+        parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+        parts.append(torch.linalg.vector_norm(chunk[num_in_rows:], dtype=torch.float32).view(1))
+    return torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """All elements as one row; a view, in the order of memory, if `tensor` fills a stretch of it, else a copy.
+
+    A channels_last weight is such a stretch, but `flatten` would copy it.
+
+    >>> in_memory_order(torch.arange(6).view(2, 3).T)
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).reshape(-1)
