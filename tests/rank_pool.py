@@ -11,6 +11,7 @@
 * The function is pickled by its qualified name, so it must be importable; results may be anything that pickles.
 * Ranks find themselves with ``dist.get_rank()``; the default process group is there when the function starts.
 * One set of processes serves worlds of 1, 2, 3 and 4 ranks: the default group is made anew when the size changes.
+* Warnings are what they are in the test: the filters of the moment, marks included, hold on the ranks too.
 * A rank that raises: ``RankError`` with that rank's traceback. A run past its time limit: ``RankTimeoutError`` with
   the stack of every rank that still runs. After both the processes are started afresh for the next test.
 """
@@ -29,7 +30,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -87,7 +89,7 @@ class RankPool:
     ) -> list[Any]:
         """What ``fn(*args)`` returned on each of the first ``world_size`` ranks (default: all)."""
         world_size = self.num_ranks if world_size is None else world_size
-        call = pickle.dumps((fn, args))
+        call = pickle.dumps((warnings.filters, fn, args))
         self._start(world_size)
         if self._live_world_size != world_size:
             self._generation += 1
@@ -231,8 +233,10 @@ def _serve(rank: int, port: int, pipe: Connection, parent_pid: int, stack_path: 
                 if generation != live_generation:
                     _join_world(rank, world_size, store, generation)
                     live_generation = generation
-                fn, args = pickle.loads(call)
-                result = pickle.dumps(fn(*args))
+                with warnings.catch_warnings():
+                    filters, fn, args = pickle.loads(call)
+                    _set_warning_filters(filters)
+                    result = pickle.dumps(fn(*args))
                 intact = dist.is_initialized() and dist.get_world_size() == world_size
                 reply = ("ok", result, intact)
             except BaseException:
@@ -241,6 +245,15 @@ def _serve(rank: int, port: int, pipe: Connection, parent_pid: int, stack_path: 
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
+
+
+def _set_warning_filters(filters: Sequence[tuple]) -> None:
+    """Make the filters of this process those of another."""
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(filters):
+        warnings.filterwarnings(
+            action, message.pattern if message else "", category, module.pattern if module else "", line
+        )
 
 
 def _join_world(rank: int, world_size: int, store: dist.Store, generation: int) -> None:

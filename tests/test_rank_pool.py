@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ def raise_on(rank):
     dist.barrier()
 
 
+def warn():
+    warnings.warn("the telling warning", UserWarning, stacklevel=1)
+    return "went on"
+
+
 def die_on(rank):
     if dist.get_rank() == rank:
         os._exit(3)
@@ -39,7 +45,7 @@ def leave_the_world():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_runs_in_a_world_of_the_size_asked(rank_pool, world_size):
     total = 7.0 * sum(range(1, world_size + 1))
     results = rank_pool.ranks(world_size).run(rank_and_sum, 7)
@@ -58,10 +64,17 @@ def test_a_lost_default_group_is_made_again(two_ranks):
     assert two_ranks.run(process_id) == before
 
 
+@pytest.mark.filterwarnings("ignore:the telling")
+def test_filters_of_the_test_hold_on_the_ranks(two_ranks):
+    assert two_ranks.run(warn) == ["went on", "went on"]
+
+
 def test_failures_and_hangs_are_told_and_survived(two_ranks):
-    """One test for three kinds, because each costs a restart of the processes."""
+    """One test for all kinds, because each costs a restart of the processes."""
     with pytest.raises(RankError, match=r"rank 1 of 2:\n(.|\n)*KeyError: 'the telling line'"):
         two_ranks.run(raise_on, 1)
+    with pytest.raises(RankError, match="UserWarning: the telling warning"):
+        two_ranks.run(warn)
     with pytest.raises(RankError, match="the process died, exit code 3"):
         two_ranks.run(die_on, 0)
     start = time.monotonic()

@@ -1,0 +1,109 @@
+"""The DistributedDataParallel hook: one bucket of gradients in, a future of the averaged bucket out.
+
+    buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = world_size
+
+This is the only place that divides. ``before`` is a power of two near sqrt(world_size): dividing by it is exact, and
+in fp16 the sum of 2,048 gradients then has 64 times the room it would have undivided, while gradients lose 6 bits of
+the subnormal range where dividing by 2,048 first would lose 11.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hybrid.comm.engine import CommEngine
+
+# No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
+# classes themselves and refuses strings.
+
+WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class HookState:
+    """What the hook needs: an engine, and the dtype in which sums travel.
+
+    ``comm_dtype``: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
+
+    Pickles without its engine, as threads and process groups cannot travel; ``DistributedDataParallel`` does not
+    register hooks anew after unpickling, so whoever unpickles must do it, with a state that has an engine.
+
+    Raises ``ValueError`` for another dtype.
+    """
+
+    def __init__(self, *, engine: CommEngine, comm_dtype: torch.dtype | None = None) -> None:
+        if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
+            raise ValueError(
+                f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16: gradients are summed "
+                "in it. Leave `strategy.comm_dtype` unset to sum them as they are."
+            )
+        self.engine: CommEngine | None = engine
+        self.comm_dtype = comm_dtype
+
+    def __getstate__(self) -> dict:
+        return {"engine": None, "comm_dtype": self.comm_dtype}
+
+
+def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Average a bucket over all ranks, in place, in the background; for ``register_comm_hook(state, average_bucket)``.
+
+        bucket = (sum over ranks of bucket / before) / after         before * after = world_size
+
+    Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
+    holds ``bucket.buffer()``. Afterwards all ranks hold the same bits.
+
+    Raises ``TypeError`` for sparse and complex gradients, ``RuntimeError`` where the engine has failed or is closed.
+    """
+    engine, buffer = state.engine, bucket.buffer()
+    if engine is None:
+        raise RuntimeError(
+            "this hook state was unpickled and has no engine: register the hook anew, with a state built from one"
+        )
+    if buffer.layout != torch.strided or not buffer.is_floating_point():
+        raise TypeError(
+            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
+            "strategy cannot average sparse or complex gradients. Use `sparse=False` in embeddings, or plain `ddp`."
+        )
+    before, after = split_divisor(engine.topology.world_size)
+    return engine.submit(
+        to_wire(buffer, state.comm_dtype, before=before),
+        bucket_index=bucket.index(),
+        is_last=bucket.is_last(),
+        finish=partial(from_wire, buffer=buffer, after=after),
+    )
+
+
+def split_divisor(world_size: int) -> tuple[int, float]:
+    """``world_size`` as (a power of two near its square root) times (the rest).
+
+    >>> split_divisor(1), split_divisor(3), split_divisor(1024), split_divisor(2048)
+    ((1, 1.0), (2, 1.5), (32, 32.0), (64, 32.0))
+    """
+    before = 1 << (world_size.bit_length() // 2)
+    return before, world_size / before
+
+
+def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> Tensor:
+    """``buffer / before`` in the wire's dtype: ``buffer`` itself, changed, where that is its own; else a new tensor.
+
+    Exact but for what the wire's dtype cannot hold: the division happens in the wider of both dtypes.
+
+    >>> to_wire(torch.tensor([6e-8], dtype=torch.float16), torch.float32, before=4)   # a subnormal survives
+    tensor([1.4901e-08])
+    """
+    if comm_dtype is None or comm_dtype == buffer.dtype:
+        return buffer.div_(before) if before > 1 else buffer
+    if comm_dtype.itemsize > buffer.dtype.itemsize:
+        return buffer.to(comm_dtype).div_(before)
+    return torch.div(buffer, before, out=torch.empty_like(buffer, dtype=comm_dtype))
+
+
+def from_wire(wire: Tensor, *, buffer: Tensor, after: float) -> Tensor:
+    """``wire / after`` in ``buffer``, rounded once: the division happens in the wider of both dtypes."""
+    if wire is not buffer and wire.dtype.itemsize > buffer.dtype.itemsize:
+        return buffer.copy_(wire.div_(after))
+    if wire is not buffer:
+        buffer.copy_(wire)
+    return buffer.div_(after) if after != 1 else buffer
