@@ -251,9 +251,9 @@ def _set_warning_filters(filters: Sequence[tuple]) -> None:
     """Make the filters of this process those of another."""
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):
-        warnings.filterwarnings(
-            action, message.pattern if message else "", category, module.pattern if module else "", line
-        )
+        # Compiled, or None, or a plain string in the interpreter's own filters.
+        message, module = (getattr(pattern, "pattern", pattern) or "" for pattern in (message, module))
+        warnings.filterwarnings(action, message, category, module, line)
 
 
 def _join_world(rank: int, world_size: int, store: dist.Store, generation: int) -> None:

@@ -29,7 +29,6 @@ from torch import Tensor
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import CommGroups, Scope, Topology
 
-
 # torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
