@@ -1,1 +1,20 @@
-"""Large-batch, mixed-precision data-parallel training for PyTorch Lightning."""
+"""Large-batch, mixed-precision data-parallel training for PyTorch Lightning.
+
+Importing this package makes the strategies known to Lightning:
+
+    import lightning_hybrid
+    trainer = Trainer(strategy="hybrid_allreduce", precision="16-true")
+"""
+
+from lightning_hybrid.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.strategy import HybridAllReduceStrategy
+
+__all__ = [
+    "DynamicLossScale",
+    "HybridAllReduceStrategy",
+    "LossScale",
+    "MasterWeightPrecision",
+    "StaticLossScale",
+]
+__version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,8 +41,10 @@ class DevicePrefetcher:
         self._state = None
         batches = iter(self._loader)
         upcoming = self._fetch(batches)
-        while upcoming is not None:
-            (current, state), upcoming = upcoming, None
+        while not isinstance(upcoming, StopIteration):
+            if isinstance(upcoming, Exception):
+                raise upcoming
+            current, state = upcoming
             self._wait(current)
             # Fetched before the current batch is handed out: the consumer's step hides the copy.
             upcoming = self._fetch(batches)
@@ -51,16 +54,15 @@ class DevicePrefetcher:
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | None:
+    def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
+        """The next batch and the loader's state after it. An error is kept until its batch is due: none is lost."""
         try:
             batch = next(batches)
-        except StopIteration:
-            return None
-        state = self._snapshot()
-        if self._stream is None:
-            return self._convert(move_data_to_device(batch, self._device)), state
-        with torch.cuda.stream(self._stream):
-            return self._convert(move_data_to_device(batch, self._device)), state
+            state = self._snapshot()
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                return self._convert(move_data_to_device(batch, self._device)), state
+        except Exception as error:
+            return error
 
     def _snapshot(self) -> dict[str, Any] | None:
         """The loader's state just after a batch was fetched; None for loaders without one."""

@@ -1,0 +1,116 @@
+"""Small LightningModules and data for tests of strategy and precision. Every rank gets different data."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_hybrid  # noqa: F401  registers the strategies
+
+NUM_FEATURES, NUM_CLASSES = 12, 3
+
+
+class Blobs(Dataset):
+    """Three Gaussian blobs; sample ``i`` is a pure function of ``i``."""
+
+    def __init__(self, num_samples: int = 64) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
+        centres = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
+        self.images = centres[self.targets] + 0.5 * torch.randn(num_samples, NUM_FEATURES, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.targets[index]
+
+
+class Net(nn.Sequential):
+    """Convolution, batch and layer normalisation and linear layers: every kind of parameter that is treated apart."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, NUM_FEATURES)),
+            nn.Conv1d(1, 4, 3, padding=1),
+            nn.BatchNorm1d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(4 * NUM_FEATURES, 16),
+            nn.LayerNorm(16),
+            nn.ReLU(),
+            nn.Linear(16, NUM_CLASSES),
+        )
+
+
+class Toy(pl.LightningModule):
+    """A classifier of blobs that remembers its losses."""
+
+    def __init__(self, seed: int = 0, lr: float = 0.1, optimizer: str = "SGD") -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.net = Net()
+        self.lr = lr
+        self.optimizer_name = optimizer
+        self.losses: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        images, targets = batch
+        return F.cross_entropy(self.net(images).float(), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        extra = {"momentum": 0.9} if self.optimizer_name == "SGD" else {}
+        return getattr(torch.optim, self.optimizer_name)(self.parameters(), lr=self.lr, **extra)
+
+
+def loader(num_samples: int = 64, batch_size: int = 8) -> DataLoader:
+    return DataLoader(Blobs(num_samples), batch_size=batch_size, shuffle=False)
+
+
+def trainer(**settings: Any) -> pl.Trainer:
+    """A quiet CPU trainer over the ranks of the default process group (one process where there is none)."""
+    quiet = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size() if dist.is_initialized() else 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 2,
+        "strategy": "hybrid_allreduce",
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+        return pl.Trainer(**{**quiet, **settings})
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype is other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
