@@ -1,0 +1,108 @@
+"""Image classification as a LightningModule: network, loss, accuracy, optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.optim import param_groups
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Classifier(pl.LightningModule):
+    """Train a network to name the class of an image.
+
+    Args:
+        model: Images `"batch channels height width"` -> logits `"batch num_classes"`.
+        optimizer: Makes the optimizer out of parameter groups.
+        weight_decay: Of weights; biases and normalisation get none.
+        schedule: Makes the schedule out of `(optimizer, total_steps=, warmup_steps=)`; it steps once per update.
+        warmup_epochs: Of the learning rate; may be a fraction.
+        num_classes: For the accuracy.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Callable[..., Optimizer],
+        weight_decay: float,
+        schedule: Callable[..., LRScheduler],
+        warmup_epochs: float,
+        num_classes: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self.weight_decay = weight_decay
+        self.schedule = schedule
+        self.warmup_epochs = warmup_epochs
+        self.val_loss = MeanMetric()
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro")
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
+        logits: Tensor = self.model(images)
+        return logits.float()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross entropy of this rank's batch."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss and accuracy; the metrics add up over batches and ranks."""
+        images, labels = batch
+        logits = self(images)
+        self.val_loss(F.cross_entropy(logits, labels), weight=len(labels))
+        self.val_acc(logits, labels)
+        self.log(m.VAL_LOSS, self.val_loss, on_step=False, on_epoch=True)
+        self.log(m.VAL_ACC, self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Accuracy."""
+        images, labels = batch
+        self.test_acc(self(images), labels)
+        self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
+
+    def on_validation_start(self) -> None:
+        """See `_share_buffers`."""
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """See `_share_buffers`."""
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Every rank takes rank zero's BatchNorm statistics, so that all judge the network that is saved.
+
+        DDP does the same, but only before a forward pass of training; Lightning evaluates without DDP's forward.
+        """
+        if self.trainer.world_size > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Optimizer on the parameter groups, schedule over all steps of the run."""
+        groups = param_groups(self.model, weight_decay=self.weight_decay)
+        rank_zero_info(groups.report())
+        optimizer = self.optimizer(groups)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        steps_per_epoch = total_steps / (self.trainer.max_epochs or 1)
+        warmup_steps = min(round(self.warmup_epochs * steps_per_epoch), total_steps - 1)
+        schedule = self.schedule(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

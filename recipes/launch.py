@@ -1,0 +1,199 @@
+"""One job, one directory: what Hydra, Lightning's launcher and torchrun must agree on, and clear words when they fail.
+
+Three ways to start the ranks of a job, and who knows what:
+
+    python recipes/train.py              Lightning starts ranks 1, 2, ... by repeating the command line; Hydra would let
+                                         each choose a directory and, under --multirun, each run the whole sweep
+    torchrun recipes/train.py            every rank composes its own configuration and would take its own time stamp
+    srun python recipes/train.py         the same
+
+so `job` rewrites the command line to repeat exactly this job in this directory, and the directory of a job that was
+started from outside carries the launcher's own id.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+# What Lightning's launcher leaves in the environment of the process that starts the others.
+LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+# ---- resolvers -------------------------------------------------------------------------------------------------------
+
+
+def launch_id(otherwise: str) -> str:
+    """A name that every rank of a job started by torchrun or SLURM finds alike; else `otherwise`."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun-{run_id}"
+    if "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', 0)}"
+    return otherwise
+
+
+def num_ranks(devices: Any, num_nodes: int) -> int:
+    """Ranks of the world, from the trainer's arguments.
+
+    >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1)
+    (8, 2, 3)
+    """
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if not isinstance(devices, int | str):
+        return len(devices) * num_nodes
+    if devices in ("auto", -1, "-1"):
+        devices = torch.cuda.device_count() or 1
+    return int(devices) * num_nodes
+
+
+def accumulation(global_batch_size: int, batch_size_per_rank: int | None, devices: Any, num_nodes: int) -> int:
+    """Batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
+
+    Raises:
+        ValueError: It is not a whole number.
+
+    >>> accumulation(256, 32, 4, 1), accumulation(256, None, 4, 1)
+    (2, 1)
+    """
+    world_size = num_ranks(devices, num_nodes)
+    if batch_size_per_rank is None or world_size < 1:  # the trainer refuses a world without ranks in its own words
+        return 1
+    if batch_size_per_rank < 1:
+        raise ValueError(
+            f"`batch_size_per_rank` (={batch_size_per_rank}) must be at least 1 image, or null for a rank's whole "
+            f"share: here {global_batch_size / world_size:g} images."
+        )
+    together = world_size * batch_size_per_rank
+    if global_batch_size < 1 or global_batch_size % together:
+        below = max(global_batch_size, 0) // together * together
+        nearest = f"{below} or {below + together}" if below else str(together)
+        raise ValueError(
+            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * batch_size_per_rank` "
+            f"(={world_size} * {batch_size_per_rank}): {global_batch_size / together:.2f} accumulation steps is not a "
+            f"whole number. Nearest that fit: global_batch_size={nearest}."
+        )
+    return global_batch_size // together
+
+
+def register_resolvers() -> None:
+    """Make the functions that `conf` uses known; before Hydra composes."""
+    resolvers: dict[str, Callable[..., Any]] = {
+        "launch_id": launch_id,
+        "accumulation": accumulation,
+        "on_rank_zero": lambda value: value if _is_rank_zero() else None,
+        "log_handlers": lambda: ["console", "file"] if _is_rank_zero() else ["console"],
+        "offline_unless_told": lambda: "WANDB_MODE" not in os.environ,
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def _is_rank_zero() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all)."""
+    try:
+        yield
+    except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
+        cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
+        text = "\n".join(line for line in str(cause).splitlines() if line.strip() and "full_key:" not in line)
+        text = text.removeprefix("ValueError raised while resolving interpolation: ")
+        key = where.partition(":")[2].strip()
+        raise SystemExit(f"error: {text}" + (f" [{key}]" if key else "")) from None
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a configuration with holes, or with a value that no rank could agree on.
+
+    Raises:
+        ValueError: A `???` without a value, a seed that is not a number, a checkpoint that is not there.
+    """
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise ValueError(
+            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
+            f"{missing[0]}=..."
+        )
+    if not isinstance(cfg.seed, int):
+        raise ValueError(f"`seed` (={cfg.seed}) must be a whole number: every rank must have the same. Set seed=0.")
+
+
+def checkpoint(resume: str | None, run_dir: str) -> str | None:
+    """The checkpoint to resume from, if any.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    if resume == "auto":
+        last = Path(run_dir) / "checkpoints" / "last.ckpt"
+        return str(last) if last.is_file() else None
+    if resume is not None and not Path(resume).is_file():
+        raise ValueError(
+            f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
+            "<run directory>/checkpoints/last.ckpt."
+        )
+    return resume
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def job() -> Iterator[list[pl.Trainer]]:
+    """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
+
+    Yields a list; put the trainer into it, so that the ranks it started are waited for.
+    """
+    before, argv, trainers = dict(os.environ), sys.argv, list[pl.Trainer]()
+    sys.argv = [argv[0], *command_of_this_job()]
+    hydra = HydraConfig.get()
+    with read_write(
+        cast(DictConfig, hydra)
+    ):  # Lightning gives this, and not the directory of a sweep, to the ranks it starts
+        hydra.run.dir = hydra.runtime.output_dir
+    try:
+        yield trainers
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
+            process.wait()
+    finally:
+        sys.argv = argv
+        for name in set(LAUNCH_VARIABLES) - set(before):
+            os.environ.pop(name, None)
+        if (wandb := sys.modules.get("wandb")) is not None:
+            wandb.finish()
+
+
+def command_of_this_job() -> list[str]:
+    """The command line, without the script, that makes Hydra compose this very job again and run it alone."""
+    hydra = HydraConfig.get()
+    command = [f"--config-name={hydra.job.config_name}"]
+    command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]
+    ours = ("hydra.mode=", "hydra.run.", "hydra.sweep.", "hydra/sweeper", "hydra.sweeper", "hydra/launcher")
+    command += [override for override in hydra.overrides.hydra if not override.lstrip("+").startswith(ours)]
+    return [*command, *hydra.overrides.task, "hydra.mode=RUN"]

@@ -1,0 +1,73 @@
+"""Train a network: `python recipes/train.py`, or any part of `conf/train.yaml` in other words after it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+import lightning.pytorch as pl
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_info
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.data import batch_size_per_rank
+from recipes import launch
+from recipes.classifier import Classifier
+
+launch.register_resolvers()
+
+
+def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
+    """Everything a run needs, checked as far as it can be before any process is started."""
+    launch.check(cfg)
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
+    dry_run = optimizer([nn.Parameter(nn.init.zeros_(nn.Linear(1, 1).weight))])  # a wrong argument shows here
+    schedule(dry_run, total_steps=2, warmup_steps=1)
+    trainer: pl.Trainer = instantiate(
+        cfg.trainer,
+        strategy=instantiate(cfg.strategy),
+        callbacks=[instantiate(callback) for callback in cfg.callbacks.values()],
+        logger=instantiate(cfg.logger) or False,
+    )
+    batch_size_per_rank(
+        global_batch_size=cfg.global_batch_size,
+        world_size=trainer.world_size,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+    )
+    module = Classifier(
+        model=instantiate(cfg.model),
+        optimizer=optimizer,
+        weight_decay=cfg.optim.weight_decay,
+        schedule=schedule,
+        warmup_epochs=cfg.warmup_epochs,
+        num_classes=cfg.model.num_classes,
+    )
+    return trainer, module, instantiate(cfg.data)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: DictConfig) -> float:
+    """Fit, then test the network as training left it; the accuracy is what a sweep compares."""
+    with launch.job() as trainers:
+        with launch.short_errors():
+            trainer, module, data = build(cfg)
+            ckpt_path = launch.checkpoint(cfg.resume, cfg.run_dir)
+        trainers.append(trainer)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)))
+        rank_zero_info(f"run directory: {cfg.run_dir}")
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        trainer.test(module, data, verbose=False)
+        return float(trainer.callback_metrics[m.TEST_ACC])
+
+
+if __name__ == "__main__":
+    main()
