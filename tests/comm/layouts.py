@@ -1,0 +1,46 @@
+"""Ways in which a few ranks can be spread over nodes, and data that differs on every rank."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+Nodes = tuple[tuple[int, ...], ...]
+
+
+def layouts(world_size: int) -> Iterator[Nodes]:
+    """Every partition of the ranks into nodes: consecutive, interleaved, uneven.
+
+    >>> list(layouts(2))
+    [((0, 1),), ((0,), (1,))]
+    >>> [len(list(layouts(world_size))) for world_size in (1, 2, 3, 4)]   # Bell numbers
+    [1, 2, 5, 15]
+    """
+    if world_size == 0:
+        yield ()
+        return
+    last = world_size - 1
+    for nodes in layouts(last):
+        for index, node in enumerate(nodes):
+            yield (*nodes[:index], (*node, last), *nodes[index + 1 :])
+        yield (*nodes, (last,))
+
+
+def name(nodes: Nodes) -> str:
+    """``01|23``."""
+    return "|".join("".join(map(str, node)) for node in nodes)
+
+
+def is_even(nodes: Nodes) -> bool:
+    return len({len(node) for node in nodes}) == 1
+
+
+def integers(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    """Whole numbers in [-8, 8], different on every rank: any sum of four is exact, in bf16 too."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
+
+
+def reals(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers, different on every rank."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)

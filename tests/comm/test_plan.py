@@ -1,0 +1,129 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.comm.topology import Topology
+
+
+def spread(*sizes):
+    """A topology with nodes of these sizes."""
+    ranks = iter(range(sum(sizes)))
+    return Topology(rank=0, nodes=tuple(tuple(next(ranks) for _ in range(size)) for size in sizes))
+
+
+plans = st.builds(
+    CommPlan,
+    algorithm=st.sampled_from(["auto", "flat", "hierarchical", "two_level"]),
+    bucket_bytes=st.integers(1, 2**40),
+    hierarchical_below_bytes=st.integers(0, 2**40),
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "small", "large"),
+    [
+        ((1,), "flat", "flat"),
+        ((8,), "flat", "flat"),
+        ((1, 1, 1), "flat", "flat"),
+        ((2, 2), "hierarchical", "two_level"),
+        ((2, 1), "hierarchical", "hierarchical"),
+    ],
+)
+def test_auto_follows_its_rule(sizes, small, large):
+    plan, topology = CommPlan(), spread(*sizes)
+    assert plan.algorithm_for(MIB - 1, topology) == small
+    assert plan.algorithm_for(MIB, topology) == large
+    assert set(plan.algorithms(topology)) == {small, large}
+    assert plan.fallback(topology) is None
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+@pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1), (2, 2)])
+def test_an_algorithm_asked_for_by_name_is_used(algorithm, sizes):
+    plan, topology = CommPlan(algorithm=algorithm), spread(*sizes)
+    assert {plan.algorithm_for(num_bytes, topology) for num_bytes in (0, MIB, 2**40)} == {algorithm}
+    assert plan.algorithms(topology) == (algorithm,)
+
+
+def test_two_level_falls_back_to_flat_on_uneven_nodes_and_says_so():
+    plan = CommPlan(algorithm="two_level")
+    assert plan.algorithms(spread(2, 1)) == ("flat",)
+    assert plan.fallback(spread(2, 1)).startswith("`algorithm` (='two_level') needs nodes of equal size")
+    assert CommPlan(algorithm="hierarchical").fallback(spread(2, 1)) is None
+
+
+@given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41))
+def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes):
+    """Groups are built for the announced ones only."""
+    assert plan.algorithm_for(num_bytes, spread(*sizes)) in plan.algorithms(spread(*sizes))
+
+
+@given(plans)
+def test_json_and_back_is_the_same_plan(plan):
+    assert CommPlan.from_json(plan.to_json()) == plan
+
+
+@given(plans, plans)
+def test_the_hash_tells_plans_apart(one, other):
+    assert (one.plan_hash == other.plan_hash) == (one == other)
+    assert len(one.plan_hash) == 16
+
+
+def test_json_keys_are_the_arguments():
+    assert set(json.loads(CommPlan().to_json())) == {field.name for field in dataclasses.fields(CommPlan)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"bucket_size": 3}', r"`bucket_size` \(=3\) is no key of a plan"),
+        ("[]", "must be a JSON object"),
+        ('{"bucket_bytes": 0}', r"`bucket_bytes` \(=0\) must be"),
+    ],
+)
+def test_a_plan_file_with_an_error_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        CommPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algorithm": "ring"}, r"^`algorithm` \(='ring'\) must be one of auto, flat, hierarchical, two_level"),
+        ({"bucket_bytes": 0}, r"^`bucket_bytes` \(=0\) must be a whole number of bytes, 1 or more"),
+        ({"bucket_bytes": 1e6}, r"^`bucket_bytes` \(=1000000.0\)"),
+        ({"bucket_bytes": True}, r"^`bucket_bytes` \(=True\)"),
+        ({"hierarchical_below_bytes": -1}, r"^`hierarchical_below_bytes` \(=-1\)"),
+    ],
+)
+def test_values_outside_the_rules_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        CommPlan(**values)
+
+
+def test_a_plan_is_a_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CommPlan().bucket_bytes = 1
+    with pytest.raises(TypeError):
+        CommPlan("flat")
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes", "line"),
+    [
+        (CommPlan(algorithm="flat"), (1,), "comm: 1 rank = 1 node x 1; fused buckets of 25 MiB; flat; plan "),
+        (CommPlan(), (2, 1), "comm: 3 ranks = 2 nodes of different size; fused buckets of 25 MiB; hierarchical; plan "),
+        (
+            CommPlan(bucket_bytes=1536, hierarchical_below_bytes=1000),
+            (2, 2),
+            "comm: 4 ranks = 2 nodes x 2; fused buckets of 1.5 KiB; "
+            "two-level from 1000 bytes, hierarchical below; plan ",
+        ),
+    ],
+)
+def test_the_line_says_what_was_chosen(plan, sizes, line):
+    assert plan.describe(spread(*sizes)) == line + plan.plan_hash[:4]

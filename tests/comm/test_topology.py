@@ -1,0 +1,168 @@
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm import topology as topology_module
+from lightning_hybrid.comm.topology import CommGroups, Topology, host_identity, validate_ranks_per_node
+
+
+def discover_with(hosts):
+    """Each rank says it runs on ``hosts[rank]``."""
+    real, topology_module.host_identity = topology_module.host_identity, lambda: (hosts[dist.get_rank()],)
+    try:
+        return Topology.discover()
+    finally:
+        topology_module.host_identity = real
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("baab", ((0, 3), (1, 2))),
+        ("aaba", ((0, 1, 3), (2,))),
+        ("abcd", ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_ranks_with_one_identity_share_a_node_whatever_their_order(four_ranks, hosts, nodes):
+    for rank, topology in enumerate(four_ranks.run(discover_with, hosts)):
+        assert topology == Topology(rank=rank, nodes=nodes)
+
+
+def test_real_processes_of_one_machine_share_a_node(three_ranks):
+    assert three_ranks.run(Topology.discover) == [Topology(rank=rank, nodes=((0, 1, 2),)) for rank in range(3)]
+
+
+def test_one_rank_is_one_node(one_rank):
+    assert one_rank.run(Topology.discover) == [Topology(rank=0, nodes=((0,),))]
+
+
+def test_the_identity_of_this_host_says_more_than_its_name():
+    name, boot_id, network_namespace = host_identity()
+    assert name == socket.gethostname()
+    assert len(boot_id) == 36
+    assert network_namespace.startswith("net:[")
+
+
+def test_an_unreadable_proc_leaves_the_host_name(monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(os, "readlink", refuse)
+    assert host_identity() == (socket.gethostname(), "", "")
+
+
+def test_facts_of_an_interleaved_topology():
+    topology = Topology(rank=3, nodes=((0, 2), (1, 3)))
+    assert (topology.world_size, topology.num_nodes, topology.ranks_per_node) == (4, 2, 2)
+    assert (topology.node, topology.local_rank, topology.leader) == ((1, 3), 1, 1)
+    assert topology.partition("world") == ((0, 1, 2, 3),)
+    assert topology.partition("node") == ((0, 2), (1, 3))
+    assert topology.partition("leaders") == ((0, 1),)
+    assert topology.partition("across") == ((0, 1), (2, 3))
+
+
+def test_uneven_nodes_have_leaders_but_no_equal_local_ranks():
+    topology = Topology(rank=2, nodes=((0, 1), (2,)))
+    assert topology.ranks_per_node is None
+    assert topology.partition("leaders") == ((0, 2),)
+    with pytest.raises(ValueError, match=r"^`nodes` \(=\(\(0, 1\), \(2,\)\)\) must be of equal size"):
+        topology.partition("across")
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 6])
+def test_an_explicit_node_size_makes_consecutive_blocks(ranks_per_node):
+    topology = Topology.from_ranks_per_node(rank=4, world_size=6, ranks_per_node=ranks_per_node)
+    assert topology.ranks_per_node == ranks_per_node
+    assert [rank for node in topology.nodes for rank in node] == list(range(6))
+    assert 4 in topology.node
+
+
+def test_a_node_size_that_does_not_divide_is_refused_with_both_cures():
+    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\): ") as error:
+        validate_ranks_per_node(world_size=12, ranks_per_node=8)
+    assert "the last node would hold 4 ranks" in str(error.value)
+    assert "`strategy.ranks_per_node`" in str(error.value)
+    assert "`strategy.algorithm=flat`" in str(error.value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, -1, 2.0, "2", True])
+def test_a_node_size_that_is_no_count_is_refused(ranks_per_node):
+    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=.*must be a whole number"):
+        Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("nodes", [(), ((),), ((0,), ()), ((0, 1), (1, 2)), ((1, 2),), ((0, 2),)])
+def test_nodes_that_are_no_partition_are_refused(nodes):
+    with pytest.raises(ValueError, match=r"^`nodes` .*exactly once"):
+        Topology(rank=0, nodes=nodes)
+
+
+@pytest.mark.parametrize("nodes", [((1, 0),), ((1,), (0,))])
+def test_nodes_out_of_order_are_refused(nodes):
+    with pytest.raises(ValueError, match=r"^`nodes` .*ascending"):
+        Topology(rank=0, nodes=nodes)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_nodes_is_refused(rank):
+    with pytest.raises(ValueError, match=rf"^`rank` \(={rank}\)"):
+        Topology(rank=rank, nodes=((0, 1),))
+
+
+def groups_facts():
+    """What a rank sees of groups over nodes (0, 1) and (2, 3); names of the default groups before and after."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
+    scopes = {"a": "node", "b": "node", "c": "leaders", "d": "world"}
+    groups = CommGroups(topology=topology, scopes=scopes, timeout=timedelta(seconds=3))
+    members = {name: group and dist.get_process_group_ranks(group) for name in scopes for group in [groups.of(name)]}
+    timeouts = {
+        group._get_backend(torch.device("cpu")).options._timeout
+        for name in scopes
+        for group in [groups.of(name)]
+        if group is not None
+    }
+    used = {id(groups.of(name)) for name in scopes if groups.of(name) is not None}
+    groups.destroy()
+    groups.destroy()
+    shared = CommGroups(topology=topology, scopes=scopes, timeout=timedelta(seconds=3), share=True)
+    is_shared = shared.of("a") is shared.of("b")
+    shared.destroy()
+    return members, timeouts, len(used), is_shared, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
+    for rank, (members, timeouts, num_groups, is_shared, num_left) in enumerate(four_ranks.run(groups_facts)):
+        node = [0, 1] if rank < 2 else [2, 3]
+        leaders = [0, 2] if rank in (0, 2) else None
+        assert members == {"a": node, "b": node, "c": leaders, "d": [0, 1, 2, 3]}
+        assert timeouts == {timedelta(seconds=3)}
+        assert num_groups == sum(group is not None for group in members.values())
+        assert is_shared
+        assert num_left == 0
+
+
+def destroy_after_the_default_group():
+    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=2, ranks_per_node=2)
+    groups = CommGroups(topology=topology, scopes={"a": "world"}, timeout=timedelta(seconds=3))
+    dist.destroy_process_group()
+    groups.destroy()
+
+
+def test_groups_may_be_destroyed_after_the_default_group(two_ranks):
+    two_ranks.run(destroy_after_the_default_group)
+
+
+def test_ranks_alone_in_a_stage_get_no_group():
+    """Nothing is built, so no process group needs to exist."""
+    topology = Topology(rank=0, nodes=((0,),))
+    groups = CommGroups(topology=topology, scopes={"a": "node", "b": "world"}, timeout=timedelta(seconds=1))
+    assert (groups.of("a"), groups.of("b")) == (None, None)
+    groups.destroy()
