@@ -5,17 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.checks import check_choice, check_common, check_number
 from lightning_hybrid.optim.layerwise import (
     LayerwiseOptimizer,
     add_scaled_,
     as_dtype,
-    check_choice,
-    check_common,
-    check_number,
+    in_blocks,
     lr_of,
-    state_dtype,
 )
-from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 
 class LAMB(LayerwiseOptimizer):
@@ -47,7 +45,8 @@ class LAMB(LayerwiseOptimizer):
     Parameters may be float16, bfloat16, float32 or float64. For half precision both moments are float32 and so is all
     arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
     tensor, on the parameters' device if need be: `step` reads nothing back from it. `foreach=None` works on one tensor
-    at a time on the CPU and on lists elsewhere; on the CPU both give the same bits.
+    at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half a
+    million elements, whose |u| is then summed in another order (in float64).
 
     Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
     parameter, a sparse gradient.
@@ -139,74 +138,116 @@ class LAMB(LayerwiseOptimizer):
             self._clip_factor = (bound / norm).clamp(max=1.0)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        exp_avgs, exp_avg_sqs = self._state_lists(params, "exp_avg", "exp_avg_sq")
+        lr, clip_factor = lr_of(group, params[0].device), self._clip_factor
+        if clip_factor is not None:
+            clip_factor = clip_factor.to(params[0].device)
+        moments = self._state_lists(params, "exp_avg", "exp_avg_sq")
         for param in params:
             state = self.state[param]
             if "step" not in state:
                 # On the CPU wherever the parameter is, so that reading it waits for nothing.
                 state["step"] = torch.zeros((), dtype=torch.float32)
             state["step"] += 1
-        lamb_(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [self.state[param]["step"].item() for param in params],
-            group=group,
-            lr=lr_of(group, params[0].device),
-            clip_factor=self._clip_factor,
-        )
+        steps = [self.state[param]["step"].item() for param in params]
+        blocks = list(in_blocks(params, grads, *moments))
+        for _, some_grads, means, squares in blocks:
+            moments_(some_grads, means, squares, group=group, clip_factor=clip_factor)
+        if not group["trust_ratio"]:
+            for some_params, _, means, squares in blocks:
+                adamw_(some_params, means, squares, steps, group=group, lr=lr)
+            return
+        norms = []
+        for some_params, _, means, squares in blocks:
+            updates = lamb_updates(some_params, means, squares, steps, group=group)
+            norms.append(tensor_norms(updates))
+        ratios = trust_ratio(tensor_norms(params), combined_norms(norms))
+        if group["trust_clip"] is not None:
+            ratios = ratios.clamp(max=group["trust_clip"])
+        for some_params, _, means, squares in blocks:
+            if len(blocks) > 1:
+                # Reading two moments again costs less than keeping a large u between its norm and its use.
+                updates = lamb_updates(some_params, means, squares, steps, group=group)
+            lamb_(some_params, updates, lr=lr, ratios=ratios)
 
 
-def lamb_(
-    params: list[Tensor],
+def moments_(
     grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    group: dict[str, Any],
+    clip_factor: Tensor | None,
+) -> None:
+    """Take `grads`, scaled by `clip_factor` if there is one, into both moments, in place."""
+    beta1, beta2 = group["betas"]
+    grads = as_dtype(grads, exp_avgs[0].dtype)
+    if group["maximize"]:
+        grads = list(torch._foreach_neg(grads))
+    if clip_factor is not None:
+        grads = list(torch._foreach_mul(grads, clip_factor))
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+
+
+def lamb_updates(
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[float],
+    *,
+    group: dict[str, Any],
+) -> list[Tensor]:
+    """The u of `LAMB` for tensors of one device and dtype; `steps` counts the present step, 1 at the first."""
+    updates = list(torch._foreach_div(exp_avgs, _denominators(exp_avg_sqs, steps, group)))
+    if group["bias_correction"]:
+        torch._foreach_div_(updates, _corrections(steps, group))
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(updates, as_dtype(params, updates[0].dtype), alpha=group["weight_decay"])
+    return updates
+
+
+def lamb_(params: list[Tensor], updates: list[Tensor], *, lr: float | Tensor, ratios: Tensor) -> None:
+    """Move `params` by -lr * ratio * u, in place; `updates` hold u, and are used up."""
+    weights = as_dtype(params, updates[0].dtype)
+    torch._foreach_mul_(updates, ratios.to(updates[0].dtype).unbind())
+    add_scaled_(weights, updates, -lr)
+    if weights is not params:
+        torch._foreach_copy_(params, weights)
+
+
+def adamw_(
+    params: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     steps: list[float],
     *,
     group: dict[str, Any],
     lr: float | Tensor,
-    clip_factor: Tensor | None = None,
 ) -> None:
-    """One LAMB step on tensors of one device and dtype, in place; the rule and its options are those of `LAMB`.
-
-    `steps` counts the present step: 1 at the first. The order of operations of an excluded group is that of AdamW.
-    """
-    dtype = state_dtype(params[0].dtype)
-    weights, grads = as_dtype(params, dtype), as_dtype(grads, dtype)
-    beta1, beta2 = group["betas"]
-    decay = group["weight_decay"]
-    if group["maximize"]:
-        grads = list(torch._foreach_neg(grads))
-    if clip_factor is not None:
-        grads = list(torch._foreach_mul(grads, clip_factor.to(grads[0].device, dtype)))
-
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-
-    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-    corrections = [1.0] * len(steps)
-    if group["bias_correction"]:
-        corrections = [1 - beta1**step for step in steps]
-        torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
-    torch._foreach_add_(denominators, group["eps"])
-
-    if not group["trust_ratio"] and decay != 0:
-        torch._foreach_mul_(weights, 1 - lr * decay)
-    if not group["trust_ratio"] and not isinstance(lr, Tensor):
-        torch._foreach_addcdiv_(weights, exp_avgs, denominators, [-(lr / correction) for correction in corrections])
+    """Move `params` as AdamW does, in place; the order of operations is that of `torch.optim.AdamW`."""
+    weights = as_dtype(params, exp_avgs[0].dtype)
+    if group["weight_decay"] != 0:
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+    denominators = _denominators(exp_avg_sqs, steps, group)
+    corrections = _corrections(steps, group)
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(denominators, corrections)
+        add_scaled_(weights, list(torch._foreach_div(exp_avgs, denominators)), -lr)
     else:
-        updates = list(torch._foreach_div(exp_avgs, denominators))
-        torch._foreach_div_(updates, corrections)
-        if group["trust_ratio"]:
-            if decay != 0:
-                torch._foreach_add_(updates, weights, alpha=decay)
-            ratios = trust_ratio(tensor_norms(params), tensor_norms(updates))
-            if group["trust_clip"] is not None:
-                ratios = ratios.clamp(max=group["trust_clip"])
-            torch._foreach_mul_(updates, ratios.to(dtype).unbind())
-        add_scaled_(weights, updates, -lr)
+        torch._foreach_addcdiv_(weights, exp_avgs, denominators, [-(lr / correction) for correction in corrections])
     if weights is not params:
         torch._foreach_copy_(params, weights)
+
+
+def _corrections(steps: list[float], group: dict[str, Any]) -> list[float]:
+    return [1 - group["betas"][0] ** step if group["bias_correction"] else 1.0 for step in steps]
+
+
+def _denominators(exp_avg_sqs: list[Tensor], steps: list[float], group: dict[str, Any]) -> list[Tensor]:
+    """sqrt(V) + eps of `LAMB`."""
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    if group["bias_correction"]:
+        torch._foreach_div_(denominators, [(1 - group["betas"][1] ** step) ** 0.5 for step in steps])
+    torch._foreach_add_(denominators, group["eps"])
+    return denominators

@@ -5,17 +5,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.checks import check_choice, check_common, check_number
 from lightning_hybrid.optim.layerwise import (
     LayerwiseOptimizer,
     add_scaled_,
     as_dtype,
-    check_choice,
-    check_common,
-    check_number,
+    in_blocks,
     lr_of,
     state_dtype,
 )
-from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
 Denominator = Literal["sum", "joint"]
@@ -69,7 +68,8 @@ class LARS(LayerwiseOptimizer):
     Parameters may be float16, bfloat16, float32 or float64. For half precision the buffer is float32 and so is all
     arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
     tensor, on the parameters' device if need be: `step` reads nothing back to the host. `foreach=None` works on one
-    tensor at a time on the CPU and on lists elsewhere; on the CPU both give the same bits.
+    tensor at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for "joint" on a tensor
+    of more than half a million elements, whose norm is then summed in another order (in float64).
 
     Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
     parameter, a sparse gradient.
@@ -139,37 +139,53 @@ class LARS(LayerwiseOptimizer):
             )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        buffers = self._state_lists(params, "momentum_buffer")[0] if group["momentum"] != 0 else None
-        lars_(params, grads, buffers, group=group, lr=lr_of(group, params[0].device))
+        lr = lr_of(group, params[0].device)
+        ratios = lars_ratios(params, grads, group=group, lr=lr) if group["trust_ratio"] else None
+        lists = [params, grads]
+        if group["momentum"] != 0:
+            lists += self._state_lists(params, "momentum_buffer")
+        for block in in_blocks(*lists):
+            lars_(*block, group=group, lr=lr, ratios=ratios)
+
+
+def lars_ratios(params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], lr: float | Tensor) -> Tensor:
+    """The trust ratios of tensors of one device and dtype, clipped if asked, as one 1-D tensor on that device."""
+    options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
+    if group["denominator"] == "sum":
+        ratios = trust_ratio(tensor_norms(params), tensor_norms(grads), weight_decay=group["weight_decay"], **options)
+    else:
+        parts = [tensor_norms(_directions(*block, group=group)) for block in in_blocks(params, grads)]
+        ratios = trust_ratio(tensor_norms(params), combined_norms(parts), **options)
+    return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])
 
 
 def lars_(
     params: list[Tensor],
     grads: list[Tensor],
-    buffers: list[Tensor] | None,
+    buffers: list[Tensor] | None = None,
     *,
     group: dict[str, Any],
     lr: float | Tensor,
+    ratios: Tensor | None,
 ) -> None:
     """One LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
 
-    `buffers` is None where momentum is 0. The order of operations is that of `torch.optim.SGD`.
+    `buffers` is None where momentum is 0, `ratios` where the trust ratio is off. The order of operations is that of
+    `torch.optim.SGD`.
     """
     dtype = state_dtype(params[0].dtype)
-    weights, directions = as_dtype(params, dtype), as_dtype(grads, dtype)
-    if group["maximize"]:
-        directions = list(torch._foreach_neg(directions))
-    if group["weight_decay"] != 0:
-        directions = list(torch._foreach_add(directions, weights, alpha=group["weight_decay"]))
-    ratios = _ratios(params, grads, directions, group=group, lr=lr).to(dtype) if group["trust_ratio"] else None
+    weights = as_dtype(params, dtype)
+    directions = _directions(weights, grads, group=group)
+    if ratios is not None:
+        ratios = ratios.to(dtype)
 
     # Without momentum all forms agree; "lr_outside" is the one that is then SGD to the bit.
     form = group["momentum_form"] if buffers is not None else "lr_outside"
     if form == "lr_inside":
-        directions = _scaled(directions, lr if ratios is None else lr * ratios, grads)
+        directions = _scaled(directions, lr if ratios is None else lr * ratios, keep=grads)
         lr = 1.0
     elif form == "lr_outside" and ratios is not None:
-        directions = _scaled(directions, ratios, grads)
+        directions = _scaled(directions, ratios, keep=grads)
 
     steps = directions
     if buffers is not None:
@@ -179,33 +195,22 @@ def lars_(
         if group["nesterov"]:
             steps = list(torch._foreach_add(directions, buffers, alpha=group["momentum"]))
     if form == "ratio_outside" and ratios is not None:
-        steps = _scaled(steps, ratios, buffers or grads)
+        steps = _scaled(steps, ratios, keep=buffers or grads)
 
     add_scaled_(weights, steps, -lr)
     if weights is not params:
         torch._foreach_copy_(params, weights)
 
 
-def _ratios(
-    params: list[Tensor],
-    grads: list[Tensor],
-    directions: list[Tensor],
-    *,
-    group: dict[str, Any],
-    lr: float | Tensor,
-) -> Tensor:
-    """The trust ratios, clipped if asked, as one 1-D tensor on the device."""
-    joint = group["denominator"] == "joint"
-    ratios = trust_ratio(
-        tensor_norms(params),
-        tensor_norms(directions if joint else grads),
-        trust_coefficient=group["trust_coefficient"],
-        weight_decay=0.0 if joint else group["weight_decay"],
-        eps=group["eps"],
-    )
-    if group["trust_clip"] is not None:
-        ratios = (ratios / lr).clamp(max=group["trust_clip"])
-    return ratios
+def _directions(params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any]) -> list[Tensor]:
+    """Gradients, negated to climb, decayed, at least float32; the very list `grads` if that changes nothing."""
+    dtype = state_dtype(params[0].dtype)
+    directions = as_dtype(grads, dtype)
+    if group["maximize"]:
+        directions = list(torch._foreach_neg(directions))
+    if group["weight_decay"] != 0:
+        directions = list(torch._foreach_add(directions, as_dtype(params, dtype), alpha=group["weight_decay"]))
+    return directions
 
 
 def _scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:

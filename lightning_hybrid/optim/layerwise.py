@@ -1,17 +1,21 @@
 """What LARS and LAMB share: checked parameter groups, float32 state, lists of tensors to work on."""
 
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.trust_ratio import in_memory_order
+
 # Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
 _FOREIGN_KEYS = frozenset(
     "params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr differentiable".split()
 )
+# Elements per thread that are worked on at once on the CPU (2 MiB of float32): the temporaries of a step are then the
+# allocator's own again, where those of a tensor of 150 MB would come from the operating system, page by page.
+_BLOCK = 1 << 19
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -199,54 +203,29 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Ten
         torch._foreach_add_(tensors, others, alpha=factor)
 
 
-def check_number(name: str, value: Any, *, low: float, high: float = math.inf, above: bool = False, why: str) -> None:
-    """Raise `ValueError` unless `value` is a finite number in [low, high), or in (low, high) with `above`.
+def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Views of lists of equal shapes, to be worked on in turn: one large CPU tensor in blocks, all else as it is.
 
-    >>> check_number("momentum", 1.5, low=0, high=1, why="past gradients would never fade. SGD's usual is 0.9.")
-    Traceback (most recent call last):
-    ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
+    >>> weights, grads = [torch.zeros(1_000_000)], [torch.ones(1_000_000)]
+    >>> for some_weights, some_grads in in_blocks(weights, grads):
+    ...     _ = some_weights[0].add_(some_grads[0])
+    >>> torch.equal(weights[0], grads[0])
+    True
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value < high or (above and value == low):
-        interval = f"{'(' if above else '['}{low:g}, {high:g})"
-        raise ValueError(f"`{name}` (={value!r:.80}) must be a number in {interval}: {why}")
+    size = _BLOCK * torch.get_num_threads()
+    first = lists[0][0]
+    whole = len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size or torch.compiler.is_compiling()
+    if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
+        yield list(lists)
+        return
+    for blocks in zip(*(in_memory_order(one[0]).split(size) for one in lists), strict=True):
+        yield [[block] for block in blocks]
 
 
-def check_choice(name: str, value: Any, choices: Collection[Any], *, why: str) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`; 1 does not pass for True.
-
-    >>> check_choice("nesterov", "yes", (True, False), why="it is a switch.")
-    Traceback (most recent call last):
-    ValueError: `nesterov` (='yes') must be one of True, False: it is a switch.
-    """
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise ValueError(f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}")
+def _layout(tensor: Tensor) -> list[tuple[int, int]]:
+    # The stride of a dimension of size 1 means nothing, and differs between a weight and its gradient.
+    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def check_common(group: dict[str, Any]) -> None:
-    """Check the options that LARS and LAMB share: lr, weight_decay, excluded_lr_mult, trust_ratio and switches."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.dim() != 0 or not lr.is_floating_point():
-            raise ValueError(
-                f"`lr` (={lr!r:.80}) must be a number or a 0-dim floating-point tensor: a group has one learning rate. "
-                "Use `torch.tensor(0.1)`, and one group per learning rate."
-            )
-        lr = lr.item()
-    check_number("lr", lr, low=0, why="a negative rate would climb; to climb, use `maximize=True`.")
-    check_number("weight_decay", group["weight_decay"], low=0, why="a negative decay would grow the weights; 0 is off.")
-    check_number(
-        "excluded_lr_mult",
-        group["excluded_lr_mult"],
-        low=0,
-        why="it scales the learning rate of groups with trust_ratio=False; 1 leaves it, 0 freezes them.",
-    )
-    if group["trust_clip"] is not None:
-        check_number(
-            "trust_clip", group["trust_clip"], low=0, above=True, why="it bounds the trust ratio; None is no bound."
-        )
-    check_choice("trust_ratio", group["trust_ratio"], (True, False), why="False excludes the group from layer scaling.")
-    check_choice("maximize", group["maximize"], (True, False), why="True climbs the objective.")
-    check_choice(
-        "foreach", group["foreach"], (None, True, False), why="None is one tensor at a time on the CPU, else lists."
-    )
+def _is_dense(tensor: Tensor) -> bool:
+    return in_memory_order(tensor).data_ptr() == tensor.data_ptr()

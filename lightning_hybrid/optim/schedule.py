@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hybrid.optim.layerwise import check_number
+from lightning_hybrid.optim.checks import check_number
 
 
 def warmup_polynomial_lr(
@@ -54,10 +54,15 @@ class WarmupPolynomialDecay(LRScheduler):
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=16.0)
     >>> schedule = WarmupPolynomialDecay(optimizer, total_steps=6, warmup_steps=2, end_lr=0.0)
     >>> for _ in range(6):
-    ...     print(schedule.get_last_lr()[0], end=" ")
+    ...     print(schedule.get_last_lr())
     ...     optimizer.step()
     ...     schedule.step()
-    0.0 8.0 16.0 9.0 4.0 1.0
+    [0.0]
+    [8.0]
+    [16.0]
+    [9.0]
+    [4.0]
+    [1.0]
     """
 
     def __init__(

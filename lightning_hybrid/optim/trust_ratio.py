@@ -83,7 +83,7 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements as one row; a view, in the order of memory, if `tensor` fills a stretch of it, else a copy.
+    """All elements as one row in the order of memory: a view if `tensor` fills a stretch of memory, else a copy.
 
     A channels_last weight is such a stretch, but `flatten` would copy it.
 
@@ -92,3 +92,12 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     """
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1)
+
+
+def combined_norms(parts: list[Tensor]) -> Tensor:
+    """The norms of tensors of which `parts` holds, piece by piece, the norms.
+
+    >>> combined_norms([torch.tensor([3.0, 1.0]), torch.tensor([4.0, 0.0])])
+    tensor([5., 1.])
+    """
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
