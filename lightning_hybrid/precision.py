@@ -111,7 +111,14 @@ class MasterWeightPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Refuse optimizers that cannot work; guard per-step schedules against skipped steps."""
+        """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
+        trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
+        if trainer is not None and not getattr(trainer.strategy, "carries_master_weights", False):
+            raise MisconfigurationException(
+                f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
+                "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
+                "with one device as well."
+            )
         for optimizer in optimizers:
             _refuse_unless_it_can_be_skipped(optimizer, self.precision)
         if self.loss_scale is not None:

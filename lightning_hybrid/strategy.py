@@ -126,6 +126,8 @@ class HybridAllReduceStrategy(DDPStrategy):
             **ddp_kwargs,
         )
 
+    carries_master_weights = True  # checkpoints hold fp32 masters: asked for by MasterWeightPrecision
+
     # ---- construction ----------------------------------------------------------------------------------------------
 
     @property

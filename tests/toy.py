@@ -114,3 +114,12 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype is other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
+
+
+def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """``type: message`` of what ``fn`` raises; empty if it does not. Keeps the ranks of a pool alive."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
