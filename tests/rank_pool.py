@@ -26,6 +26,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import time
@@ -182,16 +183,11 @@ class RankPool:
         self._live_world_size = None
 
     def close(self) -> None:
-        """End the processes for good: closing its pipe tells each to leave, and a slow one is killed."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(timeout=3)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        self._processes, self._pipes = [], []
+        """End the processes for good."""
+        self.stop()
         self._store = None
+        shutil.rmtree(self._stacks, ignore_errors=True)
+        atexit.unregister(self.close)
 
 
 @contextlib.contextmanager

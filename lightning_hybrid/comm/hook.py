@@ -54,7 +54,8 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
     holds ``bucket.buffer()``. Afterwards all ranks hold the same bits.
 
-    Raises ``TypeError`` for sparse and complex gradients, ``RuntimeError`` where the engine has failed or is closed.
+    Complex gradients arrive as pairs of reals. Raises ``TypeError`` for sparse gradients, ``RuntimeError`` where the
+    engine has failed or is closed.
     """
     engine, buffer = state.engine, bucket.buffer()
     if engine is None:
@@ -64,7 +65,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         raise TypeError(
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
-            "strategy cannot average sparse or complex gradients. Use `sparse=False` in embeddings, or plain `ddp`."
+            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
     before, after = split_divisor(engine.topology.world_size)
     return engine.submit(

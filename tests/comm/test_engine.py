@@ -195,7 +195,7 @@ def late_rank_finds_a_timeout():
         engine.close()
         return 0.0
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="(?i)rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"):
+    with pytest.raises(RuntimeError, match=r"(?i)rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"):
         engine.submit(torch.ones(1), bucket_index=0).wait()
     waited_s = time.monotonic() - start
     dist.barrier()
