@@ -10,7 +10,7 @@ The low tensor keeps its identity and its place in the optimizer's ``param_group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +105,7 @@ class MasterWeights:
         """
         for twin in self.twins.values():
             twin.master.data = twin.master.data.to(twin.low.device)
-            if twin.low.requires_grad:
+            if isinstance(twin.low, nn.Parameter):  # a frozen one may be unfrozen later
                 twin.low.grad_dtype = None
 
     def twin_of(self, parameter: Tensor) -> Twin | None:
@@ -120,17 +120,12 @@ class MasterWeights:
     @contextmanager
     def in_place_of_low(self, optimizer: Optimizer) -> Iterator[None]:
         """Let the masters stand in ``param_groups`` and key ``optimizer.state``, for the time of one call."""
-        groups = [(group, list(group["params"])) for group in optimizer.param_groups]
         twins = self.of(optimizer)
-        for group, parameters in groups:
-            group["params"] = [twin.master if (twin := self.twin_of(p)) is not None else p for p in parameters]
-        _rekey_(optimizer, ((twin.low, twin.master) for twin in twins))
+        _exchange_(optimizer, [(twin.low, twin.master) for twin in twins])
         try:
             yield
         finally:
-            for group, parameters in groups:
-                group["params"] = parameters
-            _rekey_(optimizer, ((twin.master, twin.low) for twin in twins))
+            _exchange_(optimizer, [(twin.master, twin.low) for twin in twins])
 
     def fp32_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``state`` with every low-precision tensor of ours replaced by its master.
@@ -194,7 +189,11 @@ def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
         stack.extend(reversed(list(current.children())))
 
 
-def _rekey_(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _exchange_(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Put the second of each pair where the first is: in groups (``load_state_dict`` makes new ones) and in state."""
+    substitute = {id(old): new for old, new in pairs}
+    for group in optimizer.param_groups:
+        group["params"] = [substitute.get(id(parameter), parameter) for parameter in group["params"]]
     for old, new in pairs:
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
