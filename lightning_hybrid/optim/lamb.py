@@ -45,8 +45,8 @@ class LAMB(LayerwiseOptimizer):
     Parameters may be float16, bfloat16, float32 or float64. For half precision both moments are float32 and so is all
     arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
     tensor, on the parameters' device if need be: `step` reads nothing back from it. `foreach=None` works on one tensor
-    at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half a
-    million elements, whose |u| is then summed in another order (in float64).
+    at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half
+    a million elements, whose |u| is then summed in another order (in float64).
 
     Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
     parameter, a sparse gradient.

@@ -91,7 +91,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     tensor([0, 1, 2, 3, 4, 5])
     """
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).reshape(-1)
+    return tensor.permute(by_stride).reshape(-1).contiguous()
 
 
 def combined_norms(parts: list[Tensor]) -> Tensor:

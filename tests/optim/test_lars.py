@@ -1,0 +1,236 @@
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.optim import LARS, WarmupPolynomialDecay
+from lightning_hybrid.optim.lars import Denominator, MomentumForm
+from tests.reference.lars import lars as lars_in_float64
+
+FORMS = get_args(MomentumForm)
+DENOMINATORS = get_args(Denominator)
+
+
+def normals(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [nn.Parameter(normals(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)]
+
+
+def set_grads(params, seed, scale=1.0):
+    for index, param in enumerate(params):
+        param.grad = (scale * normals(*param.shape, seed=1000 * seed + index)).to(param.dtype)
+
+
+def run(optimizer, params, num_steps, first=0):
+    for step in range(first, first + num_steps):
+        set_grads(params, step + 1)
+        optimizer.step()
+
+
+def copies_of(params):
+    return [nn.Parameter(param.detach().clone()) for param in params]
+
+
+def assert_same_bits(params, others):
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(param, other)
+
+
+@pytest.mark.parametrize("trust_clip", [None, 1.0], ids="clip={}".format)
+@pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("momentum_form", FORMS)
+def test_lars_agrees_with_the_papers_in_float64(momentum_form, denominator, nesterov, trust_clip):
+    """50 steps of warm-up and poly-2; all arithmetic is float64, so 1e-12 leaves some 4000 roundings."""
+    options = {"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01, "eps": 1e-9}
+    options |= {
+        "momentum_form": momentum_form,
+        "denominator": denominator,
+        "nesterov": nesterov,
+        "trust_clip": trust_clip,
+    }
+    peak = 6.0 if trust_clip is None else 0.02  # a ceiling, near enough to the ratio that both sides of it occur
+    layers = parameters((7,), (5, 3), (2, 2, 2), dtype=torch.float64)
+    start = [layer.detach().flatten().tolist() for layer in layers]
+    optimizer = LARS(layers, lr=peak, **options)
+    schedule = WarmupPolynomialDecay(optimizer, total_steps=50, warmup_steps=10, end_lr=1e-4)
+    gradients, lrs = [[] for _ in layers], []
+    for step in range(50):
+        set_grads(layers, step + 1)
+        for history, layer in zip(gradients, layers, strict=True):
+            history.append(layer.grad.flatten().tolist())
+        lrs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    for layer, first, history in zip(layers, start, gradients, strict=True):
+        expected = torch.tensor(lars_in_float64(first, history, lrs, **options), dtype=torch.float64)
+        assert torch.linalg.vector_norm(layer.flatten() - expected) <= 1e-12 * torch.linalg.vector_norm(expected)
+
+
+def test_the_families_are_different_rules():
+    """Else the test above could not tell them apart."""
+    ends = []
+    for form, denominator, nesterov in itertools.product(FORMS, DENOMINATORS, [False, True]):
+        (layer,) = parameters((20,))
+        options = {"momentum_form": form, "denominator": denominator, "nesterov": nesterov}
+        optimizer = LARS([layer], lr=1.0, weight_decay=0.1, trust_coefficient=0.1, **options)
+        schedule = WarmupPolynomialDecay(optimizer, total_steps=10)
+        for step in range(9):
+            run(optimizer, [layer], 1, first=step)
+            schedule.step()
+        ends.append(layer.detach())
+    for one, other in itertools.combinations(ends, 2):
+        assert torch.linalg.vector_norm(one - other) > 1e-4 * torch.linalg.vector_norm(one)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids="foreach={}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "weight_decay": 1e-3},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3, "maximize": True},
+        {"momentum": 0.9},
+        {"momentum": 0.0, "weight_decay": 1e-3},
+    ],
+    ids=["decay", "nesterov-maximize", "plain", "no-momentum"],
+)
+@pytest.mark.parametrize("momentum_form", FORMS)
+def test_lars_without_trust_is_sgd_bit_for_bit(momentum_form, options, dtype, foreach):
+    """The form "lr_inside" is so at a power of two, which scales the buffer exactly, or without momentum."""
+    lr = 0.125 if momentum_form == "lr_inside" and options["momentum"] else 0.1
+    ours = parameters((33, 17), (5,), (), dtype=dtype)
+    theirs = copies_of(ours)
+    group = {"params": ours, "trust_ratio": False}
+    run(LARS([group], lr=lr, momentum_form=momentum_form, foreach=foreach, **options), ours, 20)
+    run(torch.optim.SGD(theirs, lr=lr, foreach=foreach, **options), theirs, 20)
+    assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("momentum_form", ["lr_outside", "ratio_outside"])
+def test_lars_without_trust_is_sgd_bit_for_bit_under_a_schedule_and_for_large_tensors(momentum_form):
+    ours = parameters((1_200_007,))
+    theirs = copies_of(ours)
+    for optimizer, params in (
+        (LARS([{"params": ours, "trust_ratio": False}], lr=0.3, momentum_form=momentum_form, weight_decay=1e-3), ours),
+        (torch.optim.SGD(theirs, lr=0.3, momentum=0.9, weight_decay=1e-3), theirs),
+    ):
+        schedule = WarmupPolynomialDecay(optimizer, total_steps=4)
+        for step in range(3):
+            run(optimizer, params, 1, first=step)
+            schedule.step()
+    assert_same_bits(ours, theirs)
+
+
+def test_excluded_groups_use_their_own_decay_and_a_multiplied_rate():
+    (weight,), (same,) = parameters((6,)), parameters((6,))
+    group = {"params": [weight], "trust_ratio": False, "excluded_lr_mult": 0.25, "weight_decay": 0.5}
+    run(LARS([group], lr=0.5, momentum_form="lr_outside"), [weight], 3)
+    run(torch.optim.SGD([same], lr=0.125, momentum=0.9, weight_decay=0.5), [same], 3)
+    assert_same_bits([weight], [same])
+
+
+@pytest.mark.parametrize("momentum_form", FORMS)
+@pytest.mark.parametrize("lr", [0.0, 0.5, 16.0])
+def test_the_first_step_is_lr_times_trust_coefficient_of_the_weight(momentum_form, lr):
+    layers = parameters((40, 9), (3,), dtype=torch.float64)
+    before = copies_of(layers)
+    set_grads(layers, 1, scale=1e-4)
+    LARS(layers, lr=lr, trust_coefficient=0.01, momentum_form=momentum_form).step()
+    for layer, old in zip(layers, before, strict=True):
+        assert ((layer - old).norm() / old.norm()).item() == pytest.approx(lr * 0.01, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 3.0, 1e6])
+@pytest.mark.parametrize("momentum_form", ["lr_inside", "lr_outside"])
+def test_the_scale_of_the_gradient_does_not_matter_without_decay(scale, momentum_form):
+    """Float64: the ratio undoes the scale up to rounding."""
+    layers, scaled = parameters((8, 5), dtype=torch.float64), parameters((8, 5), dtype=torch.float64)
+    optimizers = [LARS(params, lr=2.0, momentum_form=momentum_form) for params in (layers, scaled)]
+    for step in range(5):
+        set_grads(layers, step)
+        set_grads(scaled, step, scale=scale)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(scaled, layers, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_layer_of_zeros_leaves_zero_and_a_zero_gradient_is_no_trouble(denominator):
+    zeros, still = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.full((4,), 2.0))
+    optimizer = LARS([zeros, still], lr=0.5, momentum=0.0, denominator=denominator)
+    zeros.grad, still.grad = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(4)
+    optimizer.step()
+    assert torch.equal(zeros, torch.tensor([-0.5, -1.0, -1.5]))
+    assert torch.equal(still, torch.full((4,), 2.0))
+
+
+def test_a_zero_gradient_decays_by_the_rule_of_its_denominator():
+    steps = {}
+    for denominator in DENOMINATORS:
+        weight = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+        weight.grad = torch.zeros_like(weight)
+        LARS([weight], lr=0.5, weight_decay=0.25, denominator=denominator, trust_coefficient=0.01).step()
+        steps[denominator] = 2.0 - weight[0].item()
+    assert steps == pytest.approx({"sum": 0.5 * 0.25 * 2.0, "joint": 0.5 * 0.01 * 2.0})
+
+
+def test_trust_clip_makes_lr_a_ceiling():
+    """LARC: the step is min(q, lr) * gradient. Here q = 0.1 * 5 / 1."""
+    for lr, expected in ((0.01, 0.01), (0.5, 0.5), (100.0, 0.5)):
+        weight = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+        weight.grad = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        LARS([weight], lr=lr, momentum=0.0, trust_coefficient=0.1, trust_clip=1.0).step()
+        assert 3.0 - weight[0].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_trust_clip_holds_for_zero_norms_and_at_lr_zero():
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    LARS([weight], lr=8.0, momentum=0.0, trust_clip=1.0).step()
+    assert weight.item() == -1.0  # min(1 / 8, 1) * 8
+    LARS([weight], lr=0.0, momentum=0.0, trust_clip=1.0).step()
+    assert weight.item() == -1.0
+
+
+def test_one_parameter_group_may_use_another_rule():
+    mixed, alone = parameters((4,), (5,)), parameters((4,), (5,))
+    groups = [{"params": mixed[:1]}, {"params": mixed[1:], "momentum_form": "ratio_outside", "denominator": "joint"}]
+    run(LARS(groups, lr=1.0, weight_decay=0.1), mixed, 3)
+    first = LARS(alone[:1], lr=1.0, weight_decay=0.1)
+    second = LARS(alone[1:], lr=1.0, weight_decay=0.1, momentum_form="ratio_outside", denominator="joint")
+    for step in range(3):
+        set_grads(alone, step + 1)
+        first.step()
+        second.step()
+    assert_same_bits(mixed, alone)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(denominator):
+    """Alone on the CPU it is worked on in blocks, in a list as a whole; "joint" then sums |d| in another order."""
+    in_blocks, whole = parameters((1100, 1000), (3,)), parameters((1100, 1000), (3,))
+    for params, foreach in ((in_blocks, False), (whole, True)):
+        run(LARS(params, lr=4.0, weight_decay=0.01, denominator=denominator, foreach=foreach), params, 2)
+    if denominator == "sum":
+        assert_same_bits(in_blocks, whole)
+    torch.testing.assert_close(in_blocks, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_channels_last_weights_take_the_same_steps():
+    plain = parameters((160, 128, 6, 6))
+    last = [nn.Parameter(plain[0].detach().to(memory_format=torch.channels_last))]
+    for params in (plain, last):
+        optimizer = LARS(params, lr=4.0, weight_decay=0.01)
+        for step in range(2):
+            set_grads(params, step + 1)
+            if params is last:
+                params[0].grad = params[0].grad.to(memory_format=torch.channels_last)
+            optimizer.step()
+    torch.testing.assert_close(last, plain, rtol=1e-6, atol=1e-7)
+    assert optimizer.state[last[0]]["momentum_buffer"].stride() == last[0].stride()
