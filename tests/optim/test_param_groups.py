@@ -1,0 +1,203 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lightning_hybrid.optim import LAMB, LARS, ParamGroups, param_groups
+
+
+class HomeMadeNorm(nn.Module):
+    """As in many language models: no subclass of torch's, so only its shape gives it away."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(6, 6))
+        self.bias = nn.Parameter(torch.zeros(2, 3))
+        self.gate_bias = nn.Parameter(torch.zeros(2, 3))
+        self.biased_kernel = nn.Parameter(torch.ones(2, 3))
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def model():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.GroupNorm(2, 6),
+        nn.LayerNorm((6, 4, 4)),
+        nn.InstanceNorm2d(6, affine=True),
+        nn.SyncBatchNorm(6),
+        nn.RMSNorm((6, 4, 4)),
+        nn.LocalResponseNorm(2),
+        nn.Sequential(Gate(), HomeMadeNorm()),
+        nn.LSTM(6, 6),
+        nn.MultiheadAttention(6, 2, add_bias_kv=True),
+        nn.Embedding(10, 6),
+    )
+
+
+ADAPTED = ["0.weight", "8.0.kernel", "8.0.biased_kernel", "9.weight_ih_l0", "9.weight_hh_l0"]
+ADAPTED += ["10.in_proj_weight", "10.out_proj.weight", "11.weight"]
+
+
+def names_of(groups, model):
+    names = {param: name for name, param in model.named_parameters()}
+    return [[names[param] for param in group["params"]] for group in groups]
+
+
+def test_only_weights_that_are_no_normalisation_are_adapted_in_the_models_order():
+    net = model()
+    adapted, excluded = names_of(param_groups(net, 0.1), net)
+    assert adapted == ADAPTED
+    assert excluded == [name for name, _ in net.named_parameters() if name not in ADAPTED]
+
+
+def test_adapted_groups_decay_and_excluded_groups_do_neither():
+    adapted, excluded = param_groups(model(), 0.1)
+    assert (adapted["weight_decay"], adapted["trust_ratio"]) == (0.1, True)
+    assert (excluded["weight_decay"], excluded["trust_ratio"]) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("rules", "excluded"),
+    [
+        ((), []),
+        (("normalisation",), ["1.weight", "1.bias"]),
+        (("bias",), ["0.bias", "1.bias"]),
+        (("vector",), ["0.bias", "1.weight", "1.bias"]),
+    ],
+)
+def test_each_rule_can_be_had_alone(rules, excluded):
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert names_of(param_groups(net, 0.1, rules=rules), net)[1] == excluded
+
+
+def head_or_small(name, param, module):
+    assert any(param is own for own in module.parameters(recurse=False))
+    return name.startswith("11.") or param.numel() < 7
+
+
+@pytest.mark.parametrize(
+    ("exclude", "gone"),
+    [
+        (nn.Embedding, {"11.weight"}),
+        ([nn.MultiheadAttention], {"10.in_proj_weight", "10.out_proj.weight"}),
+        ("9.*", {"9.weight_ih_l0", "9.weight_hh_l0"}),
+        (["11.weight", "*.kernel"], {"11.weight", "8.0.kernel"}),
+        (head_or_small, {"11.weight", "8.0.biased_kernel"}),
+    ],
+    ids=["type", "type-with-children", "pattern", "patterns", "predicate"],
+)
+def test_more_can_be_excluded_by_type_pattern_or_predicate(exclude, gone):
+    net = model()
+    adapted, excluded = names_of(param_groups(net, 0.1, exclude), net)
+    assert adapted == [name for name in ADAPTED if name not in gone]
+    assert gone <= set(excluded)
+
+
+def test_patterns_are_case_sensitive():
+    with pytest.raises(ValueError, match="matches none"):
+        param_groups(nn.Sequential(nn.Linear(3, 2)), 0.1, "0.WEIGHT")
+
+
+def test_a_shared_parameter_comes_once_and_is_excluded_if_any_of_its_places_is():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    net[1].weight = net[0].weight
+    assert names_of(param_groups(net, 0.1), net) == [["0.weight"], []]
+    assert names_of(param_groups(net, 0.1, nn.Linear), net) == [[], ["0.weight"]]
+    assert names_of(param_groups(net, 0.1, "1.weight"), net) == [[], ["0.weight"]]
+
+
+def test_frozen_parameters_are_left_out_unless_asked_for():
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    assert names_of(param_groups(net, 0.1), net) == [["1.weight"], ["1.bias"]]
+    both = param_groups(net, 0.1, include_frozen=True)
+    assert names_of(both, net) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+    assert names_of(param_groups(net, 0.1, "0.weight"), net) == [["1.weight"], ["1.bias"]]  # matches, though frozen
+
+
+def test_parametrized_biases_and_normalisations_are_recognised():
+    net = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm((2, 2)))
+    nn.utils.parametrize.register_parametrization(net[0], "bias", nn.Identity())
+    nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Identity())
+    parametrizations.weight_norm(net[0])
+    adapted, excluded = names_of(param_groups(net, 0.1, rules=("bias", "normalisation")), net)
+    assert adapted == ["0.parametrizations.weight.original0", "0.parametrizations.weight.original1"]
+    assert len(excluded) == 3
+
+
+@pytest.mark.parametrize("optimizer_type", [LARS, LAMB, torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("named", [False, True])
+def test_any_optimizer_takes_the_groups_even_if_one_is_empty(optimizer_type, named):
+    for net in (nn.Linear(3, 2), nn.Linear(3, 2, bias=False), nn.BatchNorm1d(3)):
+        optimizer = optimizer_type(param_groups(net, 0.1, named=named), lr=0.1)
+        net(torch.randn(4, 3)).square().sum().backward()
+        before = [param.detach().clone() for param in net.parameters()]
+        optimizer.step()
+        assert not any(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert ("param_names" in optimizer.param_groups[0]) == named
+
+
+def test_unnamed_groups_leave_room_for_groups_added_later():
+    net = nn.Linear(3, 2)
+    optimizer = LARS(param_groups(net, 0.1), lr=0.1)
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_the_report_counts_every_parameter_once_under_its_reason():
+    net = model()
+    groups = param_groups(net, 0.1, [nn.Embedding, "9.weight_hh*", head_or_small])
+    assert isinstance(groups, ParamGroups)
+    lines = groups.report().splitlines()[1:]
+    kinds = [line[:27].rstrip() for line in lines]
+    assert kinds[0] == "adapted"
+    for reason in ("bias", "vector", "BatchNorm2d", "RMSNorm", "in Embedding", "pattern '9.weight_hh*'"):
+        assert f"excluded: {reason}" in [line.split("  ")[0] for line in lines]
+    assert any("predicate head_or_small" in line for line in lines)
+    counts = [line.split("  ") for line in lines]
+    numbers = [
+        [int(cell.replace(",", "")) for cell in row if cell.strip().replace(",", "").isdigit()] for row in counts
+    ]
+    assert sum(tensors for tensors, _ in numbers) == len(list(net.parameters()))
+    assert sum(elements for _, elements in numbers) == sum(param.numel() for param in net.parameters())
+
+
+def test_groups_can_be_copied():
+    groups = copy.deepcopy(param_groups(nn.Linear(3, 2), 0.1))
+    assert "adapted" in groups.report()
+
+
+def test_resnet_like_downsample_norms_are_found_where_a_name_would_not_tell():
+    """`downsample.1` is a BatchNorm whose name holds no "bn"."""
+    net = nn.ModuleDict({"downsample": nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3))})
+    assert names_of(param_groups(net, 0.1, rules=("normalisation",)), net)[0] == ["downsample.0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "message"),
+    [
+        (nn.ReLU, {}, r"`model` \(=ReLU\) must have trainable parameters: it has none"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "all 2 are frozen"),
+        (lambda: nn.LazyLinear(2), {}, r"`weight` \(=UninitializedParameter\) must have a shape"),
+        (lambda: nn.Linear(2, 2), {"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\) must be"),
+        (lambda: nn.Linear(2, 2), {"exclude": "wieght"}, r"`exclude` \(='wieght'\) matches none .* weight"),
+        (lambda: nn.Linear(2, 2), {"exclude": nn.Conv2d}, r"`exclude` \(=Conv2d\) matches none"),
+        (lambda: nn.Linear(2, 2), {"exclude": torch.Tensor}, r"`exclude` \(=Tensor\) must be a module type"),
+        (lambda: nn.Linear(2, 2), {"exclude": [3]}, r"`exclude` \(=3\) must be a module type"),
+        (lambda: nn.Linear(2, 2), {"rules": ("norm",)}, r"`rules` \(=\('norm',\)\) must hold only"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_what_cannot_be_meant_is_refused(build, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        param_groups(build(), **{"weight_decay": 0.1, **arguments})

@@ -1,0 +1,116 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_hybrid.optim import WarmupPolynomialDecay
+
+
+def sgd(*lrs):
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs])
+
+
+def trace(optimizer, schedule, num_steps):
+    """The rates that the next `num_steps` updates are made with, as lists over groups."""
+    rates = []
+    for _ in range(num_steps):
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_every_rate_is_that_of_the_formula():
+    optimizer = sgd(8.0, 1.0)
+    schedule = WarmupPolynomialDecay(optimizer, 100, 20, power=2.0, end_lr=0.5, warmup_start_lr=0.25)
+    for s, rates in enumerate(trace(optimizer, schedule, 130)):
+        for base, rate in zip((8.0, 1.0), rates, strict=True):
+            if s < 20:
+                assert rate == pytest.approx(0.25 + (base - 0.25) * s / 20, rel=1e-14)
+            elif s < 100:
+                assert rate == pytest.approx(0.5 + (base - 0.5) * (1 - (s - 20) / 80) ** 2, rel=1e-14)
+            else:
+                assert rate == 0.5
+
+
+def test_the_peak_is_exact_and_without_warm_up_comes_first():
+    assert trace(o := sgd(24.7), WarmupPolynomialDecay(o, 10, 3), 4)[3] == [24.7]
+    assert trace(o := sgd(24.7), WarmupPolynomialDecay(o, 10), 1) == [[24.7]]
+
+
+@given(total=st.integers(1, 60), data=st.data(), power=st.floats(0.5, 4), base=st.floats(0.01, 40))
+def test_rates_rise_to_the_base_then_fall_to_the_end(total, data, power, base):
+    warmup = data.draw(st.integers(0, total - 1))
+    optimizer = sgd(base)
+    schedule = WarmupPolynomialDecay(optimizer, total, warmup, power=power, end_lr=0.01)
+    rates = [rate for (rate,) in trace(optimizer, schedule, total + 3)]
+    assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert rates[warmup] == max(rates) == pytest.approx(base)
+    assert rates[total:] == [0.01] * 3
+
+
+def test_resume_gives_the_same_rates():
+    optimizer = sgd(8.0, 2.0)
+    schedule = WarmupPolynomialDecay(optimizer, 20, 5)
+    trace(optimizer, schedule, 7)
+    saved = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
+    second = sgd(1.0, 1.0)
+    resumed = WarmupPolynomialDecay(second, 11)
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert trace(optimizer, schedule, 15) == trace(second, resumed, 15)
+
+
+def test_resume_by_last_epoch_gives_the_same_rates():
+    """As torch has it: a schedule made with `last_epoch` goes to the step after it."""
+    optimizer = sgd(8.0)
+    schedule = WarmupPolynomialDecay(optimizer, 20, 5)
+    trace(optimizer, schedule, 7)
+    second = sgd(1.0)
+    second.load_state_dict(optimizer.state_dict())
+    resumed = WarmupPolynomialDecay(second, 20, 5, last_epoch=schedule.last_epoch - 1)
+    assert trace(optimizer, schedule, 10) == trace(second, resumed, 10)
+
+
+def test_a_tensor_rate_is_filled_in_place():
+    lr = torch.tensor(8.0, dtype=torch.float64)
+    optimizer, same = sgd(lr), sgd(8.0)
+    held = optimizer.param_groups[0]["lr"]
+    rates = trace(optimizer, WarmupPolynomialDecay(optimizer, 20, 5), 22)
+    assert rates == trace(same, WarmupPolynomialDecay(same, 20, 5), 22)
+    assert optimizer.param_groups[0]["lr"] is held
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("total_steps", {"total_steps": 0}),
+        ("total_steps", {"total_steps": 10.0}),
+        ("total_steps", {"total_steps": True}),
+        ("warmup_steps", {"warmup_steps": -1}),
+        ("warmup_steps", {"warmup_steps": 2.5}),
+        ("warmup_steps", {"warmup_steps": 10}),
+        ("power", {"power": 0}),
+        ("power", {"power": float("nan")}),
+        ("end_lr", {"end_lr": -1e-4}),
+        ("end_lr", {"end_lr": 9.0}),
+        ("warmup_start_lr", {"warmup_start_lr": -0.1}),
+    ],
+)
+def test_bad_arguments_are_refused(name, options):
+    with pytest.raises(ValueError, match=rf"^`{name}` \(="):
+        WarmupPolynomialDecay(sgd(8.0), **{"total_steps": 10, **options})
+
+
+def test_an_end_above_the_rate_of_any_group_is_refused_by_its_index():
+    with pytest.raises(ValueError, match=r"`end_lr` \(=0.1\) must not exceed the learning rate of group 1 \(=0.01\)"):
+        WarmupPolynomialDecay(sgd(8.0, 0.01), 10, end_lr=0.1)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="`optimizer` "):
+        WarmupPolynomialDecay(nn.Linear(1, 1), 10)
