@@ -18,7 +18,6 @@ One training step, as water flows; ``tests/test_one_step.py`` walks the same sta
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -42,17 +41,14 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.loss_scale import LossScale
+from lightning_hybrid.options import (
+    STRATEGY_NAME,
+    dtype_from,
+    one_bucket_size,
+    refuse_nothing_to_train,
+    refuse_unknown_options,
+)
 from lightning_hybrid.precision import MasterWeightPrecision
-
-_NAME = "hybrid_allreduce"
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 
 class HybridAllReduceStrategy(DDPStrategy):
@@ -102,11 +98,11 @@ class HybridAllReduceStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        _refuse_unknown_options(ddp_kwargs)
-        bucket_bytes = _one_bucket_size(bucket_bytes, ddp_kwargs)
+        refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceStrategy).parameters)
+        bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
         self._plan = CommPlan(algorithm=algorithm, **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}))
         self._ranks_per_node = ranks_per_node
-        self._comm_dtype = _dtype_from(comm_dtype)
+        self._comm_dtype = dtype_from(comm_dtype)
         self._loss_scale = loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
@@ -166,7 +162,8 @@ class HybridAllReduceStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """As DDP, after checking that there is something to train."""
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse_nothing_to_train(self.lightning_module)
+            assert self.lightning_module is not None
+            refuse_nothing_to_train(self.lightning_module)
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -308,7 +305,9 @@ class HybridAllReduceStrategy(DDPStrategy):
         """As DDP, with our own strategy's name in the advice on unused parameters."""
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
-            told = exception.args[0].replace("ddp_find_unused_parameters_true", f"{_NAME}_find_unused_parameters_true")
+            told = exception.args[0].replace(
+                "ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true"
+            )
             told = told.replace("strategy=DDPStrategy(", f"strategy={type(self).__name__}(")
             exception.args = (told, *exception.args[1:])
 
@@ -326,7 +325,7 @@ class HybridAllReduceStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            name = f"{_NAME}{suffix}"
+            name = f"{STRATEGY_NAME}{suffix}"
             if name in strategy_registry:
                 continue
             description = f"Hybrid all-reduce data parallel, start_method={start_method}"
@@ -342,54 +341,3 @@ class HybridAllReduceStrategy(DDPStrategy):
 
 
 HybridAllReduceStrategy.register_strategies(StrategyRegistry)
-
-
-def _refuse_unknown_options(ddp_kwargs: Mapping[str, Any]) -> None:
-    """Every name must be an argument of ours or of DistributedDataParallel; hooks of the user's have no place."""
-    own = [name for name in inspect.signature(HybridAllReduceStrategy).parameters if name != "ddp_kwargs"]
-    ddp = list(inspect.signature(DistributedDataParallel).parameters)
-    for name, value in ddp_kwargs.items():
-        if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
-            raise ValueError(
-                f"`{name}` (={value!r}) cannot be combined with strategy={_NAME!r}: it is the communication hook. "
-                f"For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."
-            )
-        if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
-            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
-        if name not in ddp:
-            near = difflib.get_close_matches(name, [*own, *ddp], n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise ValueError(
-                f"`{name}` (={value!r}) is not an option of strategy={_NAME!r} nor of DistributedDataParallel.{hint} "
-                f"Options: {', '.join(own)}."
-            )
-
-
-def _one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
-    cap_mb = ddp_kwargs.pop("bucket_cap_mb", None)
-    if cap_mb is None:
-        return bucket_bytes
-    if bucket_bytes is not None:
-        raise ValueError(
-            f"`bucket_cap_mb` (={cap_mb}) and `bucket_bytes` (={bucket_bytes}) say the same thing. Keep `bucket_bytes`."
-        )
-    return int(cap_mb * 2**20)
-
-
-def _dtype_from(setting: str | torch.dtype | None) -> torch.dtype | None:
-    if setting is None or (isinstance(setting, torch.dtype) and setting in _DTYPES.values()):
-        return setting
-    if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
-        return _DTYPES[setting.removeprefix("torch.")]
-    raise ValueError(f"`comm_dtype` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
-
-
-def _refuse_nothing_to_train(module: pl.LightningModule | None) -> None:
-    assert module is not None
-    parameters = list(module.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
-        state = "all of them frozen" if parameters else "none registered"
-        raise ValueError(
-            f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
-            "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
-        )

@@ -368,3 +368,18 @@ def threads_and_groups():
     for _ in range(5):
         toy.trainer(max_epochs=1, precision="16-true").fit(toy.Toy(), toy.loader())
     return before, count()
+
+
+def test_advice_on_unused_parameters_names_this_strategy(two_ranks):
+    for error in two_ranks.run(toy.error_of, fit_with_unused):
+        assert "strategy='hybrid_allreduce_find_unused_parameters_true'" in error
+        assert "HybridAllReduceStrategy(find_unused_parameters=True)" in error
+
+
+def fit_with_unused():
+    class HasUnused(toy.Toy):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Linear(2, 2)
+
+    toy.trainer().fit(HasUnused(), toy.loader())

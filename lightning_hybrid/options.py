@@ -1,0 +1,98 @@
+"""Checks of what a user gives the strategy, made before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STRATEGY_NAME = "hybrid_allreduce"
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Check that every name is an argument of ``DistributedDataParallel`` and free for the user to set.
+
+    Args:
+        ddp_kwargs: what the user gave beside the strategy's own arguments.
+        own: the strategy's own arguments, for the advice.
+
+    Raises:
+        ValueError: names the option, and the one it is close to.
+    """
+    own = [name for name in own if name != "ddp_kwargs"]
+    ddp = list(inspect.signature(DistributedDataParallel).parameters)
+    for name, value in ddp_kwargs.items():
+        if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            raise ValueError(
+                f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
+                f"hook. For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."
+            )
+        if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
+            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
+        if name not in ddp:
+            near = difflib.get_close_matches(name, [*own, *ddp], n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise ValueError(
+                f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
+                f"{hint} Options: {', '.join(own)}."
+            )
+
+
+def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
+    """Bytes of a bucket, from our option or from DDP's ``bucket_cap_mb`` (MiB), which is taken out of ``ddp_kwargs``.
+
+    Raises:
+        ValueError: both were given.
+    """
+    cap_mb = ddp_kwargs.pop("bucket_cap_mb", None)
+    if cap_mb is None:
+        return bucket_bytes
+    if bucket_bytes is not None:
+        raise ValueError(
+            f"`bucket_cap_mb` (={cap_mb}) and `bucket_bytes` (={bucket_bytes}) say the same thing. Keep `bucket_bytes`."
+        )
+    return int(cap_mb * 2**20)
+
+
+def dtype_from(setting: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype that ``comm_dtype`` names.
+
+    Raises:
+        ValueError: for any other.
+
+    >>> dtype_from("fp16"), dtype_from("torch.bfloat16"), dtype_from(None)
+    (torch.float16, torch.bfloat16, None)
+    """
+    if setting is None or (isinstance(setting, torch.dtype) and setting in _DTYPES.values()):
+        return setting
+    if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
+        return _DTYPES[setting.removeprefix("torch.")]
+    raise ValueError(f"`comm_dtype` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
+
+
+def refuse_nothing_to_train(module: nn.Module) -> None:
+    """Check that ``module`` has a trainable parameter.
+
+    Raises:
+        ValueError: it has none, or all are frozen.
+    """
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        state = "all of them frozen" if parameters else "none registered"
+        raise ValueError(
+            f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
+            "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
+        )

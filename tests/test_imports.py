@@ -1,0 +1,92 @@
+"""The arrows of the architecture: who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "lightning_hybrid"
+
+# For each part: the parts of ours that it may import. What is not listed may import nothing of ours.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"loss_scale", "precision", "strategy"},
+    "strategy": {"precision", "loss_scale", "options", "comm", "data.prefetch"},
+    "precision": {"loss_scale", "masters", "half_arithmetic", "scheduler_guard"},
+    "callbacks": {"metrics", "comm.trace"},
+    "comm.__init__": {"comm.topology", "comm.plan", "comm.engine", "comm.hook", "comm.trace"},
+    "comm.hook": {"comm.engine", "comm.plan"},
+    "comm.engine": {"comm.allreduce", "comm.plan", "comm.topology", "comm.trace"},
+    "comm.allreduce": {"comm.plan", "comm.topology"},
+    "comm.topology": set(),
+    "comm.plan": set(),
+    "comm.trace": set(),
+    "optim": {"optim"},
+    "data": {"data"},
+    "models": {"models"},
+}
+NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
+
+
+def part_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def ours(names: set[str]) -> set[str]:
+    """Modules of ours behind imported names: ``lightning_hybrid.comm.plan.CommPlan`` -> ``comm.plan``."""
+    found = set()
+    for name in names:
+        if name.split(".")[0] != "lightning_hybrid":
+            continue
+        parts = name.split(".")[1:]
+        while parts and not (
+            (PACKAGE.joinpath(*parts).with_suffix(".py")).exists() or PACKAGE.joinpath(*parts).is_dir()
+        ):
+            parts.pop()
+        found.add(".".join(parts) or "__init__")
+    return found
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=part_of)
+def test_arrows_run_one_way(path):
+    part = part_of(path)
+    family = part.split(".")[0]
+    allowed = ALLOWED.get(part, ALLOWED.get(family, set()))
+    for imported in ours(imports_of(path)):
+        assert imported in allowed or imported.split(".")[0] in allowed & {"optim", "data", "models", "comm"}, (
+            f"{part} imports {imported}"
+        )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=part_of)
+def test_the_library_knows_no_configuration_system_and_no_tracker(path):
+    assert not {name.split(".")[0] for name in imports_of(path)} & NEVER_IN_THE_LIBRARY
+
+
+def test_the_walk_sees_what_it_should():
+    """Guards the guard: the strategy's imports are found, and a wrong one would be."""
+    found = ours(imports_of(PACKAGE / "strategy.py"))
+    assert {"precision", "comm", "data.prefetch"} <= found
+    assert ours({"lightning_hybrid.strategy.HybridAllReduceStrategy"}) == {"strategy"}
+
+
+def test_no_module_is_two_concepts_long():
+    """About 300 lines; past 380 a file asks to be split."""
+    long = {part_of(path): n for path in MODULES if (n := len(path.read_text().splitlines())) > 380}
+    assert not long

@@ -1,0 +1,186 @@
+"""One training step on two ranks, station by station as in the docstring of ``strategy.py``, against float64 by hand.
+
+The model is one fp16 matrix under a squared loss, so that every number of the step can be written down:
+
+    loss = mean over the rank's batch of  |W x|^2 / 2          dW = mean of (W x) x^T          W: 3 x 8
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_hybrid.strategy
+from lightning_hybrid.comm import average_bucket
+from lightning_hybrid.optim import LARS
+from lightning_hybrid.strategy import HybridAllReduceStrategy
+from tests import toy
+from tests.reference.lars import lars
+
+SCALE, LR, WEIGHT_DECAY, TRUST = 256.0, 0.5, 0.01, 0.02
+HALF_ULP = 2.0**-11  # relative error of one rounding to fp16
+
+
+class Indexed(Dataset):
+    def __init__(self):
+        self.x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return torch.tensor(index), self.x[index]
+
+
+class OneMatrix(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3, bias=False)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.randn(3, 8, generator=torch.Generator().manual_seed(2)))
+        self.at = {}
+
+    def training_step(self, batch, batch_idx):
+        indices, x = batch
+        y = self.layer(x)
+        loss = y.float().square().sum(1).mean() / 2
+        self.at |= {"indices": indices, "x": x, "y": y.detach(), "loss": loss.detach()}
+        return loss
+
+    def on_before_backward(self, loss):
+        self.at["scaled_loss"] = loss.detach()
+
+    def on_after_backward(self):
+        self.at["averaged"] = self.layer.weight.grad.clone()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.at["unscaled"] = self.layer.weight.grad.clone()
+        self.at["master_before"] = self.trainer.precision_plugin.masters.twin_of(self.layer.weight).master.clone()
+
+    def on_train_batch_end(self, *args):
+        twin = self.trainer.precision_plugin.masters.twin_of(self.layer.weight)
+        self.at |= {"master": twin.master.clone(), "model": self.layer.weight.detach().clone()}
+        self.at["trace"] = self.trainer.strategy.comm_trace.drain()
+
+    def configure_optimizers(self):
+        return LARS(self.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, trust_coefficient=TRUST)
+
+
+def one_step(algorithm):
+    module = OneMatrix()
+    initial = module.layer.weight.detach().clone()
+
+    def watched(state, bucket):
+        module.at["bucket"] = bucket.buffer().clone()
+        return average_bucket(state, bucket)
+
+    lightning_hybrid.strategy.average_bucket = watched
+    try:
+        strategy = HybridAllReduceStrategy(algorithm=algorithm, loss_scale=SCALE, ranks_per_node=2)
+        trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
+        trainer.fit(module, DataLoader(Indexed(), batch_size=8))
+    finally:
+        lightning_hybrid.strategy.average_bucket = average_bucket
+    return {
+        **module.at,
+        "initial": initial,
+        "skipped": trainer.precision_plugin.num_skipped_steps,
+    }
+
+
+def relative(value, exact):
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.fixture(scope="module", params=["flat", "hierarchical", "two_level"])
+def step(request, two_ranks):
+    return two_ranks.run(one_step, request.param)
+
+
+def test_1_batches_are_disjoint_and_their_union_is_the_epoch(step):
+    seen = [set(rank["indices"].tolist()) for rank in step]
+    assert not seen[0] & seen[1]
+    assert seen[0] | seen[1] == set(range(16))
+
+
+def test_2_batch_is_in_compute_dtype(step):
+    assert all(rank["x"].dtype is torch.float16 for rank in step)
+    assert all(torch.equal(rank["x"], Indexed().x[rank["indices"]].half()) for rank in step)
+
+
+def test_3_forward_is_fp16_with_fp32_sums_and_the_loss_is_fp32(step):
+    for rank in step:
+        exact = rank["x"].double() @ rank["initial"].half().double().T
+        assert rank["y"].dtype is torch.float16
+        assert relative(rank["y"], exact) < HALF_ULP
+        assert rank["loss"].dtype is torch.float32
+        assert rank["loss"].item() == pytest.approx((rank["y"].double() ** 2).sum(1).mean().item() / 2, rel=1e-6)
+
+
+def test_4_scaling_is_exact(step):
+    assert all(torch.equal(rank["scaled_loss"], rank["loss"] * SCALE) for rank in step)
+
+
+def local_gradient(rank):
+    y = rank["y"].double()
+    return (y.T @ rank["x"].double()) / len(y)
+
+
+def test_5_and_6_bucket_holds_the_ranks_own_scaled_fp16_gradient(step):
+    assert not torch.equal(step[0]["bucket"], step[1]["bucket"]), "ranks must see different data"
+    for rank in step:
+        assert rank["bucket"].dtype is torch.float16
+        # backward rounds dL/dy once, and dW once
+        assert relative(rank["bucket"].view(3, 8) / SCALE, local_gradient(rank)) < 2 * HALF_ULP
+
+
+def test_7_and_8_all_ranks_hold_the_same_bits_of_the_mean(step):
+    mean = (step[0]["bucket"].double() + step[1]["bucket"].double()).view(3, 8) / 2
+    assert torch.equal(step[0]["averaged"], step[1]["averaged"])
+    assert step[0]["averaged"].dtype is torch.float16
+    assert relative(step[0]["averaged"], mean) < HALF_ULP
+
+
+def test_9a_unscaling_is_exact(step):
+    for rank in step:
+        assert rank["unscaled"].dtype is torch.float32
+        assert torch.equal(rank["unscaled"], rank["averaged"].float() / SCALE)
+
+
+def test_9b_lars_steps_the_fp32_master_which_started_exact(step):
+    for rank in step:
+        assert torch.equal(rank["master_before"], rank["initial"])
+        exact = lars(
+            rank["initial"].double().flatten().tolist(),
+            [rank["unscaled"].double().flatten().tolist()],
+            [LR],
+            momentum=0.9,
+            weight_decay=WEIGHT_DECAY,
+            trust_coefficient=TRUST,
+            eps=0.0,
+            nesterov=False,
+            momentum_form="lr_inside",
+            denominator="sum",
+        )
+        exact = torch.tensor(exact, dtype=torch.float64).view(3, 8)
+        moved, should = rank["master"].double() - rank["initial"].double(), exact - rank["initial"].double()
+        assert (
+            moved - should
+        ).norm() / should.norm() < 1e-4  # fp32 weights of size 1 move by 1e-2: 2**-24 / 1e-2, and margin
+        assert relative(rank["master"], exact) < 1e-6
+
+
+def test_9c_model_is_the_rounded_master_bit_for_bit(step):
+    assert all(torch.equal(rank["model"], rank["master"].half()) for rank in step)
+    assert torch.equal(step[0]["master"], step[1]["master"])
+
+
+def test_10_metrics_count_one_step_without_a_skip(step):
+    for rank in step:
+        assert rank["skipped"] == 0
+        assert (rank["trace"].num_steps, rank["trace"].num_buckets) == (1, 1)
+        assert rank["trace"].num_bytes == 3 * 8 * 2
+        assert 0 < rank["trace"].exposed_s <= rank["trace"].busy_s
