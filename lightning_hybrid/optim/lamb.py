@@ -148,7 +148,7 @@ class LAMB(LayerwiseOptimizer):
                 # On the CPU wherever the parameter is, so that reading it waits for nothing.
                 state["step"] = torch.zeros((), dtype=torch.float32)
             state["step"] += 1
-        steps = [self.state[param]["step"].item() for param in params]
+        steps = [_count(self.state[param]["step"], param.device) for param in params]
         blocks = list(in_blocks(params, grads, *moments))
         for _, some_grads, means, squares in blocks:
             moments_(some_grads, means, squares, group=group, clip_factor=clip_factor)
@@ -194,7 +194,7 @@ def lamb_updates(
     params: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    steps: list[float],
+    steps: list[Any],
     *,
     group: dict[str, Any],
 ) -> list[Tensor]:
@@ -220,7 +220,7 @@ def adamw_(
     params: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    steps: list[float],
+    steps: list[Any],
     *,
     group: dict[str, Any],
     lr: float | Tensor,
@@ -231,7 +231,7 @@ def adamw_(
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     denominators = _denominators(exp_avg_sqs, steps, group)
     corrections = _corrections(steps, group)
-    if isinstance(lr, Tensor):
+    if isinstance(lr, Tensor) or isinstance(corrections[0], Tensor):
         torch._foreach_mul_(denominators, corrections)
         add_scaled_(weights, list(torch._foreach_div(exp_avgs, denominators)), -lr)
     else:
@@ -240,11 +240,19 @@ def adamw_(
         torch._foreach_copy_(params, weights)
 
 
-def _corrections(steps: list[float], group: dict[str, Any]) -> list[float]:
+def _count(step: Tensor, device: torch.device) -> float | Tensor:
+    """A number, or a tensor while `torch.compile` traces: it may keep the place of the count, but not its value.
+
+    float64: 1 - 0.999 ** step would lose half its digits in float32.
+    """
+    return step.to(device, torch.float64) if torch.compiler.is_compiling() else step.item()
+
+
+def _corrections(steps: list[Any], group: dict[str, Any]) -> list[Any]:
     return [1 - group["betas"][0] ** step if group["bias_correction"] else 1.0 for step in steps]
 
 
-def _denominators(exp_avg_sqs: list[Tensor], steps: list[float], group: dict[str, Any]) -> list[Tensor]:
+def _denominators(exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]) -> list[Tensor]:
     """sqrt(V) + eps of `LAMB`."""
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:

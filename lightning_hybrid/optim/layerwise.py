@@ -212,9 +212,9 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     >>> torch.equal(weights[0], grads[0])
     True
     """
-    size = _BLOCK * torch.get_num_threads()
     first = lists[0][0]
-    whole = len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size or torch.compiler.is_compiling()
+    size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
+    whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
     if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
         yield list(lists)
         return

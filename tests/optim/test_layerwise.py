@@ -323,3 +323,25 @@ def test_a_non_finite_gradient_spoils_its_own_layer_only(rule):
         alone.step()
     assert not sick.isfinite().all()
     assert torch.equal(well, same)
+
+
+@every_rule
+def test_a_compiled_step_is_one_graph_and_the_same_step(rule):
+    """The rates change, so a value frozen into the graph would show. Tolerance: fused arithmetic rounds otherwise."""
+    plain, compiled = parameters((9, 8), (4,)), parameters((9, 8), (4,))
+    optimizers = [
+        rule([{"params": params[:1]}, {"params": params[1:], "trust_ratio": False}]) for params in (plain, compiled)
+    ]
+    step_compiled = torch.compile(optimizers[1].step, fullgraph=True, backend="aot_eager")
+    for group in optimizers[1].param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    for step in range(4):
+        for optimizer, params in zip(optimizers, (plain, compiled), strict=True):
+            set_grads(params, step)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        before = [param.grad.clone() for param in compiled]
+        optimizers[0].step()
+        step_compiled()
+        assert_same_bits([param.grad for param in compiled], before)
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
