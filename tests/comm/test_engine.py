@@ -277,3 +277,26 @@ def test_two_level_on_uneven_nodes_runs_flat_with_one_warning(three_ranks):
     assert [len(messages) for messages, _, _ in results] == [1, 0, 0]
     assert [total.tolist() for _, total, _ in results] == [[3.0, 3.0]] * 3
     assert [num_buckets for _, _, num_buckets in results] == [1, 1, 1]
+
+
+@pytest.mark.gpu
+def test_a_stream_carries_the_tensor_and_its_future_orders_other_streams_after_it():
+    """One rank, so the sum is the tensor itself; what is tested is who waits for whom."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = CommEngine(
+        topology=Topology(rank=0, nodes=((0,),)), plan=CommPlan(), timeout=timedelta(seconds=20), device=device
+    )
+    flat = torch.zeros(1 << 24, device=device)
+    for _ in range(50):
+        flat += 1  # still running when the tensor is handed over
+    future = engine.submit(flat, bucket_index=0, is_last=True, finish=lambda flat: flat.mul_(2))
+    result = future.wait()
+    assert result is flat
+    assert torch.equal(result + 1, torch.full_like(result, 101.0))
+    assert engine.trace.drain().busy_s is None
+    with pytest.raises(RuntimeError, match=r"rank 0 failed on bucket 1 in stage `finish` of the flat all-reduce"):
+        engine.submit(flat, bucket_index=1, finish=lambda flat: flat.view(3))
+    with pytest.raises(RuntimeError, match=r"rank 0 failed on bucket 1"):
+        engine.submit(flat, bucket_index=2)
+    engine.close()
+    engine.close()

@@ -15,19 +15,21 @@ class Clock:
 def test_busy_is_the_union_and_exposed_the_tail_of_each_step():
     clock = Clock()
     trace = CommTrace(clock=clock)
-    # A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; a step of one bucket, 10-12.
+    # A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; 10-11 and, the last, 12-13.
     for at_s, call in [
         (1, lambda: trace.begin(num_bytes=100, is_last=False)),
         (3, lambda: trace.begin(num_bytes=10, is_last=True)),
         (4, trace.end),
         (6, trace.end),
-        (10, lambda: trace.begin(num_bytes=1, is_last=True)),
-        (12, trace.end),
+        (10, lambda: trace.begin(num_bytes=1, is_last=False)),
+        (11, trace.end),
+        (12, lambda: trace.begin(num_bytes=1, is_last=True)),
+        (13, trace.end),
     ]:
         clock.now_s = at_s
         call()
     clock.now_s = 20
-    assert trace.drain() == CommSummary(num_steps=2, num_buckets=3, num_bytes=111, busy_s=7.0, exposed_s=5.0)
+    assert trace.drain() == CommSummary(num_steps=2, num_buckets=4, num_bytes=112, busy_s=7.0, exposed_s=4.0)
     assert trace.drain() == CommSummary(num_steps=0, num_buckets=0, num_bytes=0, busy_s=0.0, exposed_s=0.0)
 
 
