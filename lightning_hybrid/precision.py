@@ -208,7 +208,8 @@ class MasterWeightPrecision(Precision):
             if gradient.dtype is self.dtype:
                 parameter.grad = gradient = gradient.float()
             self._unscaled[id(parameter)] = (parameter, gradient)
-            gradients.append(gradient)
+            if gradient.numel() > 0:
+                gradients.append(gradient)
         if self.loss_scale is None:
             return None
         if not gradients:

@@ -533,3 +533,20 @@ def fit_plugin_under_ddp():
 
     trainer = toy.trainer(strategy="ddp", plugins=[lightning_hybrid.MasterWeightPrecision()])
     trainer.fit(toy.Toy(), toy.loader())
+
+
+def test_empty_parameters_and_parameters_without_gradient_are_no_obstacle(one_rank):
+    assert one_rank.run(toy.error_of, fit_with_odd_parameters) == [""]
+
+
+def fit_with_odd_parameters():
+    class Odd(toy.Toy):
+        def __init__(self):
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.unused = nn.Linear(2, 2)
+
+        def loss(self, batch):
+            return super().loss(batch) + self.empty.float().sum()
+
+    toy.trainer(precision="16-true", strategy="hybrid_allreduce_find_unused_parameters_true").fit(Odd(), toy.loader())
