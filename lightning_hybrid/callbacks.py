@@ -145,10 +145,11 @@ class RunReport(Callback):
     """A picture and a summary of the run, written by rank zero when fitting ends, and again when testing does.
 
         <run_dir>/run.png        loss, accuracy, learning rate, loss scale, communication share against steps
-        <run_dir>/summary.json   the table that is printed when testing ends, with every value seen last
+        <run_dir>/summary.json   every metric's last value, throughput, and what the run was
 
     The curves travel in the checkpoint, so the report of a resumed run shows all of it. It reads what other callbacks
-    (`TrainingMetrics`, to be listed before it) and the module log. With `fast_dev_run` nothing is written.
+    (`TrainingMetrics`, to be listed before it) and the module log. With `fast_dev_run` nothing is written. `table` is
+    the summary in five lines, to be printed when all is over.
 
     Args:
         run_dir: Where to write; None = the trainer's `default_root_dir`.
@@ -185,11 +186,9 @@ class RunReport(Callback):
             self._record(trainer, ("val/",))
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record what the test found, write, and print the table."""
+        """Record what the test found, and write."""
         self._record(trainer, ("test/",))
         self._write(trainer)
-        if trainer.is_global_zero:
-            print(self.table(trainer), flush=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write what is known without a test."""

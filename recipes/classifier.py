@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import lightning.pytorch as pl
@@ -101,8 +102,21 @@ class Classifier(pl.LightningModule):
         groups = param_groups(self.model, weight_decay=self.weight_decay)
         rank_zero_info(groups.report())
         optimizer = self.optimizer(groups)
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        steps_per_epoch = total_steps / (self.trainer.max_epochs or 1)
+        steps_per_epoch, total_steps = self._num_steps()
         warmup_steps = min(round(self.warmup_epochs * steps_per_epoch), total_steps - 1)
         schedule = self.schedule(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _num_steps(self) -> tuple[int, int]:
+        """Steps of an epoch, and of the run.
+
+        Not `trainer.estimated_stepping_batches`: that makes Lightning 2.6 keep a loader from before the checkpoint is
+        read, and a run resumed in mid-epoch then begins its epoch anew, without a word.
+        """
+        trainer = self.trainer
+        num_batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+        limit = trainer.limit_train_batches
+        num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+        steps_per_epoch = max(1, math.ceil(num_batches / trainer.accumulate_grad_batches))
+        bounds = [steps_per_epoch * (trainer.max_epochs or 0), trainer.max_steps]
+        return steps_per_epoch, max(1, min((bound for bound in bounds if bound > 0), default=1))

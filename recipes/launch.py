@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,7 @@ def accumulation(global_batch_size: int, batch_size_per_rank: int | None, device
     """Batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
 
     Raises:
-        ValueError: It is not a whole number.
+        ValueError: It is not a whole number, or an argument is not.
 
     >>> accumulation(256, 32, 4, 1), accumulation(256, None, 4, 1)
     (2, 1)
@@ -74,10 +75,12 @@ def accumulation(global_batch_size: int, batch_size_per_rank: int | None, device
     world_size = num_ranks(devices, num_nodes)
     if batch_size_per_rank is None or world_size < 1:  # the trainer refuses a world without ranks in its own words
         return 1
-    if batch_size_per_rank < 1:
+    if not isinstance(global_batch_size, int):
+        return 1  # `check` refuses it
+    if not isinstance(batch_size_per_rank, int) or batch_size_per_rank < 1:
         raise ValueError(
-            f"`batch_size_per_rank` (={batch_size_per_rank}) must be at least 1 image, or null for a rank's whole "
-            f"share: here {global_batch_size / world_size:g} images."
+            f"`batch_size_per_rank` (={batch_size_per_rank}) must be a whole number of images above zero, or null for "
+            f"a rank's whole share: here {global_batch_size / world_size:g} images."
         )
     together = world_size * batch_size_per_rank
     if global_batch_size < 1 or global_batch_size % together:
@@ -121,7 +124,8 @@ def short_errors() -> Iterator[None]:
             raise
         where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
         cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
-        text = "\n".join(line for line in str(cause).splitlines() if line.strip() and "full_key:" not in line)
+        notes = ("full_key:", "object_type=")
+        text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
         text = text.removeprefix("ValueError raised while resolving interpolation: ")
         key = where.partition(":")[2].strip()
         raise SystemExit(f"error: {text}" + (f" [{key}]" if key else "")) from None
@@ -131,15 +135,16 @@ def check(cfg: DictConfig) -> None:
     """Refuse a configuration with holes, or with a value that no rank could agree on.
 
     Raises:
-        ValueError: A `???` without a value, a seed that is not a number, a checkpoint that is not there.
+        ValueError: A `???` without a value, a seed or a batch size that is not a whole number.
     """
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ValueError(
             f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
             f"{missing[0]}=..."
         )
-    if not isinstance(cfg.seed, int):
-        raise ValueError(f"`seed` (={cfg.seed}) must be a whole number: every rank must have the same. Set seed=0.")
+    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
+        if not isinstance(cfg[name], int):
+            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
 
 
 def checkpoint(resume: str | None, run_dir: str) -> str | None:
@@ -162,12 +167,18 @@ def checkpoint(resume: str | None, run_dir: str) -> str | None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+def quieten() -> None:
+    """Ignore what Lightning 2.6 does wrong in the eyes of torch 2.13 at every loader: no user can change it."""
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
 @contextmanager
 def job() -> Iterator[list[pl.Trainer]]:
     """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
 
     Yields a list; put the trainer into it, so that the ranks it started are waited for.
     """
+    quieten()
     before, argv, trainers = dict(os.environ), sys.argv, list[pl.Trainer]()
     sys.argv = [argv[0], *command_of_this_job()]
     hydra = HydraConfig.get()

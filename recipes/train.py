@@ -11,12 +11,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 
 import hydra
 import lightning.pytorch as pl
+import torch
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.data import batch_size_per_rank
 from recipes import launch
 from recipes.classifier import Classifier
@@ -28,9 +30,9 @@ def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModu
     """Everything a run needs, checked as far as it can be before any process is started."""
     launch.check(cfg)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
-    dry_run = optimizer([nn.Parameter(nn.init.zeros_(nn.Linear(1, 1).weight))])  # a wrong argument shows here
-    schedule(dry_run, total_steps=2, warmup_steps=1)
+    schedule(optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1)  # a wrong argument shows here
     trainer: pl.Trainer = instantiate(
         cfg.trainer,
         strategy=instantiate(cfg.strategy),
@@ -50,7 +52,7 @@ def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModu
         warmup_epochs=cfg.warmup_epochs,
         num_classes=cfg.model.num_classes,
     )
-    return trainer, module, instantiate(cfg.data)
+    return trainer, module, data
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -66,6 +68,9 @@ def main(cfg: DictConfig) -> float:
         rank_zero_info(f"run directory: {cfg.run_dir}")
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.test(module, data, verbose=False)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunReport) and trainer.is_global_zero:
+                print(callback.table(trainer), flush=True)
         return float(trainer.callback_metrics[m.TEST_ACC])
 
 

@@ -22,7 +22,7 @@ from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, Train
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 16
-NUM_VAL, NUM_TEST = 180, 360
+NUM_TRAIN, NUM_VAL, NUM_TEST = 1257, 180, 360
 SPLIT_SEED = 0  # of the split alone: the three sets are the same in every run
 
 
@@ -66,6 +66,11 @@ class DigitsDataModule(pl.LightningDataModule):
         self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 128
     ) -> None:
         super().__init__()
+        if global_batch_size > NUM_TRAIN:
+            raise ValueError(
+                f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "
+                f"(={NUM_TRAIN}): an epoch would have no step. Set global_batch_size={NUM_TRAIN} or less."
+            )
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shift_pixels = shift_pixels

@@ -102,11 +102,6 @@ class TrainLoader:
             world_size=world_size,
             accumulate_grad_batches=accumulate_grad_batches,
         )
-        if global_batch_size > len(image_set.labels):
-            raise ValueError(
-                f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "
-                f"(={len(image_set.labels)}): an epoch would have no step. Set a smaller global_batch_size."
-            )
         self.world_size, self.rank = world_size, rank
         self.num_batches = len(image_set.labels) // global_batch_size * accumulate_grad_batches
         self.seed = seed
@@ -211,5 +206,5 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     padded = F.pad(images, (margin,) * 4)
     rows = torch.arange(height) + margin - shifts[:, 0, None]
     columns = torch.arange(width) + margin - shifts[:, 1, None]
-    batch = torch.arange(len(images))[:, None, None]
-    return padded[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    batch, channel = torch.arange(len(images)), torch.arange(images.shape[1])
+    return padded[batch[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]

@@ -1,0 +1,125 @@
+"""Configuration: what is computed from it, what it may not say, and in which words it is told so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from lightning_hybrid import HybridAllReduceStrategy
+from recipes import launch
+from recipes.train import build
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+ALONE = ["trainer.devices=1", "logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false"]
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=[*ALONE, *overrides])
+
+
+def test_the_defaults_are_the_main_job():
+    trainer, module, data = build(configured("trainer.devices=2"))
+    assert isinstance(trainer.strategy, HybridAllReduceStrategy)
+    assert (trainer.world_size, str(trainer.precision), trainer.accumulate_grad_batches) == (2, "16-true", 1)
+    assert module.optimizer.func.__name__ == "LARS"
+    assert data.seed == 0
+
+
+@pytest.mark.parametrize("optim", ["lars", "lamb", "sgd"])
+@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
+def test_every_choice_of_a_group_can_be_built(optim, strategy):
+    trainer, module, _ = build(configured(f"optim={optim}", f"strategy={strategy}", "precision=32-true"))
+    groups = [{"params": list(module.parameters()), "weight_decay": module.weight_decay}]
+    assert module.optimizer(groups).param_groups[0]["weight_decay"] == module.weight_decay > 0
+    assert trainer.log_every_n_steps == 5
+
+
+@pytest.mark.parametrize("logger", ["wandb", "csv"])
+def test_every_logger_writes_into_the_run_directory(logger, tmp_path):
+    trainer, _, _ = build(configured(f"logger={logger}", f"run_dir={tmp_path}"))
+    assert str(trainer.logger.save_dir).startswith(str(tmp_path))
+
+
+def test_tracking_is_offline_unless_told(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert configured("logger=wandb").logger.offline is True
+    assert configured("logger=wandb", "logger.offline=false").logger.offline is False
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert configured("logger=wandb").logger.offline is False  # which leaves it to WANDB_MODE
+
+
+def test_accumulation_follows_from_the_global_batch():
+    cfg = configured("global_batch_size=96", "batch_size_per_rank=12", "trainer.devices=4")
+    assert cfg.trainer.accumulate_grad_batches == 2
+
+
+MISTAKES = {
+    "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).*Nearest that fit: .*=126 or 128\.",
+    "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*2\.13 accumulation steps.*=120 or 180\.",
+    "batch_size_per_rank=0": r"`batch_size_per_rank` \(=0\) must be a whole number of images above zero",
+    "batch_size_per_rank=x": r"`batch_size_per_rank` \(=x\) must be a whole number",
+    "global_batch_size=many": r"`global_batch_size` \(=many\) must be a whole number",
+    "global_batch_size=2048": r"`global_batch_size` \(=2048\) must be at most the number of training images \(=1257\)",
+    "seed=null": r"`seed` \(=None\) must be a whole number",
+    "optim.lr=???": r"`optim.lr` \(=\?\?\?\) must have a value",
+    "optim.lr=abc": r"`lr` \(='abc'\)",
+    "+optim.trust_coef=1": r"unexpected keyword argument 'trust_coef'",
+    "schedule.power=-1": r"`power` \(=-1\)",
+    "+trainer.nodes=2": r"unexpected keyword argument 'nodes' \[trainer\]",
+    "trainer.devices=0": r"devices.*0.*\[trainer\]",
+    "precision=17-true": r"Precision '17-true' is invalid.*\[trainer\]",
+    "strategy.algorithm=ring": r"`algorithm` \(='ring'\).*\[strategy\]",
+    "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
+    "strategy.ranks_per_node=3 trainer.devices=4": r"`ranks_per_node` \(=3\) must divide",
+    "model.width=0": r"`width` \(=0\).*\[model\]",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as told, launch.short_errors():
+        build(configured(*mistake.split()))
+    assert "full_key" not in str(told.value)
+    assert "raised while resolving" not in str(told.value)
+
+
+@pytest.mark.parametrize("mistake", ["optim.lrr=1", "modle.width=1", "optim=adamw", "trainer.max_epoch=1"])
+def test_hydra_refuses_an_unknown_key_by_name(mistake):
+    with pytest.raises(HydraException, match=mistake.split("=")[0].split(".")[-1]):
+        configured(mistake)
+
+
+def test_resume_needs_a_file_and_auto_does_not(tmp_path):
+    assert launch.checkpoint(None, str(tmp_path)) is None
+    assert launch.checkpoint("auto", str(tmp_path)) is None
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    last.parent.mkdir()
+    last.touch()
+    assert launch.checkpoint("auto", str(tmp_path)) == str(last)
+    assert launch.checkpoint(str(last), "elsewhere") == str(last)
+    with pytest.raises(ValueError, match=r"`resume` \(=no.ckpt\) must be a checkpoint"):
+        launch.checkpoint("no.ckpt", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "2026/12"),
+        ({"TORCHELASTIC_RUN_ID": "7f3a"}, "torchrun-7f3a"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "2026/12"),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "2", "SLURM_JOB_NAME": "train"}, "slurm-9.2"),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "9", "SLURM_JOB_NAME": "bash"}, "2026/12"),
+    ],
+    ids=str,
+)
+def test_the_directory_is_named_by_whoever_started_the_ranks(monkeypatch, variables, name):
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert launch.launch_id("2026/12") == name

@@ -1,0 +1,23 @@
+"""The table of metrics is complete: what is logged is explained, and the other way round."""
+
+from lightning_hybrid import metrics
+from lightning_hybrid.metrics import METRICS
+
+
+def test_every_name_has_one_entry():
+    names = {value for name, value in vars(metrics).items() if name.isupper() and isinstance(value, str)}
+    assert names == set(METRICS)
+
+
+def test_every_entry_has_a_group_a_unit_and_a_sentence():
+    for metric in METRICS.values():
+        group, _, name = metric.name.partition("/")
+        assert group in ("train", "comm", "throughput", "val", "test")
+        assert name.isidentifier()
+        assert metric.unit in ("1", "s", "1/s")
+        assert metric.meaning[0].isupper()
+        assert metric.meaning.endswith(".")
+
+
+def test_a_unit_with_time_comes_from_a_clock():
+    assert all(metric.from_clock for metric in METRICS.values() if "s" in metric.unit)
