@@ -14,7 +14,7 @@ def check_number(name: str, value: Any, *, low: float, high: float = math.inf, a
     Traceback (most recent call last):
     ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value < high or (above and value == low):
         interval = f"{'(' if above else '['}{low:g}, {high:g})"
         raise ValueError(f"`{name}` (={value!r:.80}) must be a number in {interval}: {why}")

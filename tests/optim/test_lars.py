@@ -222,7 +222,9 @@ def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(denominator):
     torch.testing.assert_close(in_blocks, whole, rtol=1e-6, atol=1e-7)
 
 
-def test_channels_last_weights_take_the_same_steps():
+@pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_channels_last_weights_take_the_same_steps(grad_format):
+    """Blocks go along memory, which is right only where all of weight, gradient and buffer share the layout."""
     plain = parameters((160, 128, 6, 6))
     last = [nn.Parameter(plain[0].detach().to(memory_format=torch.channels_last))]
     for params in (plain, last):
@@ -230,7 +232,7 @@ def test_channels_last_weights_take_the_same_steps():
         for step in range(2):
             set_grads(params, step + 1)
             if params is last:
-                params[0].grad = params[0].grad.to(memory_format=torch.channels_last)
+                params[0].grad = params[0].grad.to(memory_format=grad_format)
             optimizer.step()
     torch.testing.assert_close(last, plain, rtol=1e-6, atol=1e-7)
     assert optimizer.state[last[0]]["momentum_buffer"].stride() == last[0].stride()

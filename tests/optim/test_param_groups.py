@@ -59,6 +59,12 @@ def test_only_weights_that_are_no_normalisation_are_adapted_in_the_models_order(
     assert excluded == [name for name, _ in net.named_parameters() if name not in ADAPTED]
 
 
+def test_normalisation_is_known_by_type_alone():
+    net = model()
+    _, excluded = names_of(param_groups(net, 0.1, rules=("normalisation",)), net)
+    assert excluded == [f"{index}.{name}" for index in range(1, 6) for name in ("weight", "bias")] + ["6.weight"]
+
+
 def test_adapted_groups_decay_and_excluded_groups_do_neither():
     adapted, excluded = param_groups(model(), 0.1)
     assert (adapted["weight_decay"], adapted["trust_ratio"]) == (0.1, True)

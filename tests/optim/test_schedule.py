@@ -65,11 +65,13 @@ def test_resume_gives_the_same_rates():
     assert trace(optimizer, schedule, 15) == trace(second, resumed, 15)
 
 
-def test_resume_by_last_epoch_gives_the_same_rates():
-    """As torch has it: a schedule made with `last_epoch` goes to the step after it."""
+@pytest.mark.parametrize("num_steps", [0, 7])
+def test_resume_by_last_epoch_gives_the_same_rates(num_steps):
+    """As torch has it: a schedule made with `last_epoch` goes to the step after it. At step 0 the rate is 0, below the
+    end: what counts is the base."""
     optimizer = sgd(8.0)
     schedule = WarmupPolynomialDecay(optimizer, 20, 5)
-    trace(optimizer, schedule, 7)
+    trace(optimizer, schedule, num_steps)
     second = sgd(1.0)
     second.load_state_dict(optimizer.state_dict())
     resumed = WarmupPolynomialDecay(second, 20, 5, last_epoch=schedule.last_epoch - 1)
