@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import lightning.pytorch as pl
-import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -79,23 +78,6 @@ class Classifier(pl.LightningModule):
         images, labels = batch
         self.test_acc(self(images), labels)
         self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
-
-    def on_validation_start(self) -> None:
-        """See `_share_buffers`."""
-        self._share_buffers()
-
-    def on_test_start(self) -> None:
-        """See `_share_buffers`."""
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        """Every rank takes rank zero's BatchNorm statistics, so that all judge the network that is saved.
-
-        DDP does the same, but only before a forward pass of training; Lightning evaluates without DDP's forward.
-        """
-        if self.trainer.world_size > 1:
-            for buffer in self.model.buffers():
-                torch.distributed.broadcast(buffer, src=0)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer on the parameter groups, schedule over all steps of the run."""

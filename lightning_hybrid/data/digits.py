@@ -86,7 +86,7 @@ class DigitsDataModule(pl.LightningDataModule):
         return {"world_size": trainer.world_size, "rank": trainer.global_rank} if trainer else _ALONE
 
     def train_dataloader(self) -> TrainLoader:
-        """Batches of this rank, from the epoch that the trainer stands in."""
+        """Batches of this rank; Lightning tells the loader the epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],
@@ -95,8 +95,6 @@ class DigitsDataModule(pl.LightningDataModule):
             seed=self.seed,
             shift_pixels=self.shift_pixels,
             normalise=self.normalise,
-            # not `current_epoch`: a checkpoint of the end of an epoch is loaded with that still one behind
-            epoch=getattr(trainer.fit_loop.epoch_progress.current, "processed", 0) if trainer else 0,
             **self._ranks(),
         )
 

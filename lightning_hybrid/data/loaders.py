@@ -93,7 +93,6 @@ class TrainLoader:
         seed: int,
         shift_pixels: int,
         normalise: Normalise,
-        epoch: int = 0,
     ) -> None:
         self.image_set = image_set
         self.global_batch_size = global_batch_size
@@ -107,8 +106,7 @@ class TrainLoader:
         self.seed = seed
         self.shift_pixels = shift_pixels
         self.normalise = normalise
-        self.epoch = epoch
-        self.batches_done = 0
+        self.epoch = self.batches_done = 0
 
     @property
     def sampler(self) -> TrainLoader:
@@ -170,23 +168,33 @@ class TrainLoader:
 class EvalLoader:
     """One rank's share of an image set in which every image comes exactly once over all ranks.
 
-    Rank r takes images r, r + world_size, ...: nothing is repeated to make the shares equal, so shares differ by up to
-    one image, and batches in number by up to one. That is safe where no collective runs per batch, as in Lightning's
-    evaluation loop with torchmetrics, which meet at the end of the epoch.
+    Rank r takes images r, r + world_size, ...; nothing is repeated to make the shares equal, so they differ by up to
+    one image. The number of batches is the same on every rank all the same, and at least one: what ranks do together
+    at a batch, such as DDP's broadcast of BatchNorm statistics before the first, finds all of them.
+
+    Raises:
+        ValueError: There are more ranks than images.
     """
 
     def __init__(
         self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalise: Normalise
     ) -> None:
+        smallest_share, rest = divmod(len(image_set.labels), world_size)
+        if smallest_share < 1:
+            raise ValueError(
+                f"`world_size` (={world_size}) must be at most the number of images to evaluate "
+                f"(={len(image_set.labels)}): a rank would have none. Use fewer ranks, or set limit_val_batches=0."
+            )
+        largest_share = smallest_share + (rest > 0)
+        self.num_batches = min(-(-largest_share // batch_size_per_rank), smallest_share)
         self.share = ImageSet(*(stored[rank::world_size] for stored in image_set))
-        self.batch_size_per_rank = batch_size_per_rank
         self.normalise = normalise
 
     def __len__(self) -> int:
-        return -(-len(self.share.labels) // self.batch_size_per_rank)
+        return self.num_batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        parts = (stored.split(self.batch_size_per_rank) for stored in self.share)
+        parts = (stored.tensor_split(self.num_batches) for stored in self.share)
         for images, labels in zip(*parts, strict=True):
             yield self.normalise(images), labels
 

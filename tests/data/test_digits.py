@@ -234,8 +234,8 @@ def test_every_epoch_starts_anew_where_batches_are_limited(two_ranks):
         seed=5,
         shift_pixels=0,
         normalise=AS_STORED,
-        epoch=2,
     )
+    loader.set_epoch(2)
     assert [labels for *_, labels, _ in seen[4:]] == labels_of(loader)[:2]
 
 
@@ -247,18 +247,27 @@ def fit_with_limit():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_evaluation_reads_every_image_exactly_once(world_size):
+@pytest.mark.parametrize("batch_size_per_rank", [1, 8, 17, 25, 100])
+def test_evaluation_reads_every_image_once_in_equally_many_batches(world_size, batch_size_per_rank):
     loaders = [
-        EvalLoader(numbered(50), world_size=world_size, rank=rank, batch_size_per_rank=8, normalise=AS_STORED)
+        EvalLoader(
+            numbered(50),
+            world_size=world_size,
+            rank=rank,
+            batch_size_per_rank=batch_size_per_rank,
+            normalise=AS_STORED,
+        )
         for rank in range(world_size)
     ]
     batches = [labels_of(loader) for loader in loaders]
-    assert [len(own) for own in batches] == [len(loader) for loader in loaders]
+    assert {len(own) for own in batches} == {len(loader) for loader in loaders}
+    assert len({len(own) for own in batches}) == 1
+    assert max(len(batch) for own in batches for batch in own) <= batch_size_per_rank + (50 % world_size > 0)
     assert Counter(label for own in batches for batch in own for label in batch) == Counter(range(50))
 
 
-class JudgesEven(pl.LightningModule):
-    """Predicts class 1 for even labels of evaluation images and class 0 for all others; counts what it sees."""
+class TakesAllForOdd(pl.LightningModule):
+    """Takes every number for odd; counts its batches."""
 
     def __init__(self):
         super().__init__()
@@ -274,15 +283,15 @@ class JudgesEven(pl.LightningModule):
 
 
 def test_accuracy_over_unequal_shares_is_exact(three_ranks):
-    """31 images: shares of 11, 10 and 10 in batches of 5, so 3, 2 and 2 batches; 15 of 31 numbers are odd."""
+    """31 images: shares of 11, 10 and 10, in 3 batches each; 15 of 31 numbers are odd."""
     results = three_ranks.run(accuracy_of_unequal_shares)
-    assert [num_batches for num_batches, _ in results] == [3, 2, 2]
+    assert [num_batches for num_batches, _ in results] == [3, 3, 3]
     assert {accuracy for _, accuracy in results} == {torch.tensor(15 / 31).item()}
 
 
 def accuracy_of_unequal_shares():
     loader = EvalLoader(numbered(31), world_size=3, rank=dist.get_rank(), batch_size_per_rank=5, normalise=AS_STORED)
-    module, trainer = JudgesEven(), toy.trainer()
+    module, trainer = TakesAllForOdd(), toy.trainer()
     trainer.test(module, loader, verbose=False)
     return module.num_batches, trainer.callback_metrics["acc"].item()
 
@@ -296,6 +305,11 @@ def accuracy_of_unequal_shares():
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global_batch_size, nearest):
     with pytest.raises(ValueError, match=rf"`global_batch_size` \(={global_batch_size}\).*={nearest}\.$"):
         batch_size_per_rank(global_batch_size=global_batch_size, world_size=2)
+
+
+def test_more_ranks_than_images_to_evaluate_are_refused():
+    with pytest.raises(ValueError, match=r"`world_size` \(=4\) must be at most"):
+        EvalLoader(numbered(3), world_size=4, rank=0, batch_size_per_rank=8, normalise=AS_STORED)
 
 
 def test_a_batch_larger_than_the_set_is_refused():

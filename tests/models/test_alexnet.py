@@ -50,6 +50,13 @@ def test_convolutions_start_at_fan_in_scale_and_connected_layers_gaussian():
     assert not any(layer.bias.any() for layer in (network.fc6, network.fc7, network.fc8))
 
 
+def test_dropout_follows_both_hidden_layers():
+    network, shapes = small(), []
+    network.dropout.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    network(torch.zeros(2, 1, 16, 16))
+    assert shapes == [(2, 512), (2, 512)]
+
+
 def test_dropout_is_off_in_evaluation_and_at_zero():
     images = torch.randn(4, 1, 16, 16)
     network = small().eval()
