@@ -227,7 +227,9 @@ class RunReport(Callback):
     def table(self, trainer: pl.Trainer) -> str:
         """The end of a run in five lines."""
         folder = self._folder(trainer).resolve()
-        accuracy, speed, skipped = self.last(m.TEST_ACC), self.images_per_s(), self.last(m.TRAIN_SKIPPED_STEPS)
+        accuracy, speed, plugin = self.last(m.TEST_ACC), self.images_per_s(), trainer.precision_plugin
+        has_scale = getattr(plugin, "loss_scale", None) is not None
+        skipped = getattr(plugin, "num_skipped_steps", None) if has_scale else None
         rows = {
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%}",
             "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",

@@ -200,12 +200,15 @@ def test_a_report_is_written_whatever_was_not_measured(two_ranks, tmp_path, sett
 
 
 def report_of(run_dir, settings):
-    fit(more=[RunReport(run_dir)], **settings)
+    report = RunReport(run_dir)
+    return report.table(fit(more=[report], **settings)[2])
 
 
 def test_a_dry_run_writes_nothing(two_ranks, tmp_path):
-    two_ranks.run(report_of, str(tmp_path), {"fast_dev_run": True})
+    table = two_ranks.run(report_of, str(tmp_path), {"fast_dev_run": True})[0]
     assert list(tmp_path.iterdir()) == []
+    assert "skipped steps  0 of 1\n" in table
+    assert table.endswith("not written (fast_dev_run)")
 
 
 def test_the_report_of_a_resumed_run_shows_all_of_it(two_ranks, tmp_path):
