@@ -21,7 +21,6 @@ class LossScale(ABC):
     """A power-of-two factor for the loss, with its own rule for following overflows."""
 
     def __init__(self, scale: float) -> None:
-        _check_power_of_two("scale", scale)
         self.scale = torch.tensor(float(scale), dtype=torch.float32)
 
     @property
@@ -53,9 +52,19 @@ class LossScale(ABC):
 class StaticLossScale(LossScale):
     """The same scale for the whole run. A step that overflows is still skipped.
 
+    Args:
+        loss_scale: a power of two.
+
+    Raises:
+        ValueError: it is not.
+
     >>> StaticLossScale(1024.0).value
     1024.0
     """
+
+    def __init__(self, loss_scale: float) -> None:
+        _check_power_of_two("loss_scale", loss_scale)
+        super().__init__(loss_scale)
 
     def update(self, found_inf: Tensor) -> None:
         """Nothing follows: the scale is fixed."""
@@ -105,6 +114,7 @@ class DynamicLossScale(LossScale):
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
     ) -> None:
+        _check_power_of_two("init_scale", init_scale)
         super().__init__(init_scale)
         for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
             _check_power_of_two(name, value)

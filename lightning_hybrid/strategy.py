@@ -204,6 +204,10 @@ class HybridAllReduceStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """As DDP, refusing parameters that the module does not have: DDP would not average them."""
         super().setup_optimizers(trainer)
+        if trainer.ckpt_path is not None:
+            # `trainer.estimated_stepping_batches` in `configure_optimizers` has built the training loaders before the
+            # checkpoint's state for them was read, and Lightning 2.6 would drop it: let it build them again.
+            trainer.fit_loop._combined_loader = None
         assert self.lightning_module is not None
         known = {id(parameter) for parameter in self.lightning_module.parameters()}
         for optimizer in self.optimizers:

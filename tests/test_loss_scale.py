@@ -63,9 +63,9 @@ def test_a_static_scale_asked_for_now_wins_over_the_checkpoints():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"init_scale": 1000.0}, r"`scale` \(=1000.0\) must be a power of two.*512 or 1024"),
-        ({"init_scale": 0.0}, r"`scale` \(=0.0\) must be a positive power of two"),
-        ({"init_scale": float("inf")}, r"`scale` \(=inf\)"),
+        ({"init_scale": 1000.0}, r"`init_scale` \(=1000.0\) must be a power of two.*512 or 1024"),
+        ({"init_scale": 0.0}, r"`init_scale` \(=0.0\) must be a positive power of two"),
+        ({"init_scale": float("inf")}, r"`init_scale` \(=inf\)"),
         ({"growth_factor": 0.5}, r"`growth_factor` \(=0.5\) must be at least 1"),
         ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be below 1"),
         ({"growth_interval": 0}, r"`growth_interval` \(=0\)"),

@@ -206,7 +206,7 @@ def test_registered_names_are_ddps_names():
         ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\)"),
         ({"bucket_bytes": 2**20, "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `bucket_bytes` \(=1048576\)"),
         ({"comm_dtype": "int8"}, r"`comm_dtype` \(='int8'\)"),
-        ({"loss_scale": 1000}, r"`scale` \(=1000.0\) must be a power of two"),
+        ({"loss_scale": 1000}, r"`loss_scale` \(=1000.0\) must be a power of two"),
         ({"ddp_comm_hook": print}, r"`ddp_comm_hook` .* it is the communication hook"),
         ({"device_ids": [0]}, r"`device_ids` cannot be given"),
     ],
@@ -383,3 +383,69 @@ def fit_with_unused():
             self.unused = nn.Linear(2, 2)
 
     toy.trainer().fit(HasUnused(), toy.loader())
+
+
+# ---- resume in mid-epoch -------------------------------------------------------------------------------------------
+
+
+class Positioned:
+    """Batches of this rank, with a position that can be saved."""
+
+    def __init__(self):
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        data = toy.Blobs()
+        self.batches = [(data.images[i::32], data.targets[i::32]) for i in range(rank, 16, world_size)]
+        self.position = 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        if self.position >= len(self.batches):
+            self.position = 0
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Scheduled(toy.Toy):
+    """Asks for the number of steps where the schedule is made, as Lightning's documentation does."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SavesAt(pl.Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_positioned(path, resume):
+    module = Scheduled()
+    callbacks = [] if resume else [SavesAt(3, path)]
+    toy.trainer(precision="16-true", callbacks=callbacks, max_epochs=2).fit(
+        module, Positioned(), ckpt_path=path if resume else None
+    )
+    return toy.weights(module), len(module.losses)
+
+
+def test_resume_in_mid_epoch_continues_after_the_saved_batch(two_ranks, tmp_path):
+    """Lightning drops the loader's state where `estimated_stepping_batches` was asked for; ours keeps it."""
+    path = str(tmp_path / "step3.ckpt")
+    whole = two_ranks.run(fit_positioned, path, False)
+    resumed = two_ranks.run(fit_positioned, path, True)
+    for rank in range(2):
+        assert resumed[rank][1] == whole[rank][1] - 3
+        assert toy.same_bits(resumed[rank][0], whole[rank][0])
