@@ -64,9 +64,7 @@ class Lanes:
         self._has_failed = has_failed
         self._num_put: dict[Algorithm, int] = dict.fromkeys(algorithms, 0)
         self._columns: dict[Algorithm, list[list[_Lane]]] = {
-            algorithm: [
-                self._start(algorithm, column) for column in range(columns_of(algorithm, num_parallel_groups))
-            ]
+            algorithm: [self._start(algorithm, column) for column in range(columns_of(algorithm, num_parallel_groups))]
             for algorithm in algorithms
         }
 

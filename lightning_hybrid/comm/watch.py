@@ -19,7 +19,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +27,13 @@ STALL_S = 0.5
 """From when on a bucket in flight makes its rank ask for alarms often."""
 
 STORE_LIMIT_S = 5.0
-"""How long one word with the store may take."""
+"""How long one word with the store may take before its host counts as gone."""
+
+PATIENCE = 4
+"""How often in a row the store may leave a word unanswered: another thread of this process may be using it."""
+
+COMPARE_LIMIT_S = 60.0
+"""The same where nothing but patience depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +181,7 @@ class Watch:
 
     def compare(self, key: str, value: str) -> str:
         """What the first rank to come wrote under ``key``: ``value`` itself, or another rank's."""
-        return self._ask(lambda: self._first(key, value))
+        return self._ask(lambda: self._first(key, value), own_limit_s=COMPARE_LIMIT_S)
 
     def raise_alarm(self, error: str) -> str:
         """Write this rank's error for all; returns the one that holds, which is an earlier one where there is."""
@@ -202,7 +207,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------- the own thread
 
     def _run(self) -> None:
-        since_asked_s, has_answered = 0.0, False
+        since_asked_s, has_answered, num_unanswered = 0.0, False, 0
         while not self._ended.wait(self._poll_s):
             since_asked_s += self._poll_s
             is_stalled = self._stalled_s() > STALL_S
@@ -218,7 +223,11 @@ class Watch:
                 if self._ask(lambda: self._store.check(["error"])):
                     self._on_failure(self._ask(lambda: self._store.get("error")).decode())
                     return
+                num_unanswered = 0
             except Exception as error:
+                num_unanswered += 1
+                if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
+                    continue
                 if is_stalled and not self._ended.is_set():
                     self._on_failure(
                         "comm: the store through which the ranks met does not answer: rank 0, or the launcher that "
@@ -290,8 +299,10 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def private_store(prefix: str, *, timeout: timedelta = timedelta(seconds=STORE_LIMIT_S)) -> dist.Store:
-    """A client of the default process group's store, of our own, under a prefix of our own."""
-    store = dist.distributed_c10d._get_default_store().clone()
-    store.set_timeout(timeout)
-    return dist.PrefixStore(prefix, store)
+def private_store(prefix: str) -> dist.Store:
+    """The default process group's store, under a prefix of our own.
+
+    Its client serves one thread at a time; a clone would not wait for others, but costs every rank a connection, and
+    where names are looked up slowly the store's host stands still for seconds at each.
+    """
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())

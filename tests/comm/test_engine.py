@@ -194,7 +194,9 @@ def late_rank_finds_a_timeout():
         return 0.0
     start = time.monotonic()
     behind = "rank 1 stands behind: 0 buckets handed over where others have 1; now with no bucket in flight"
-    with pytest.raises(RuntimeError, match=rf"(?i){behind}.*rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"):
+    with pytest.raises(
+        RuntimeError, match=rf"(?i){behind}.*rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"
+    ):
         engine.submit(torch.ones(1), bucket_index=0).wait()
     waited_s = time.monotonic() - start
     dist.barrier()

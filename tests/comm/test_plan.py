@@ -97,7 +97,10 @@ def test_a_plan_file_with_an_error_is_refused(text, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": "ring"}, r"^`algorithm` \(='ring'\) must be one of auto, flat, parallel_flat, hierarchical, two_level"),
+        (
+            {"algorithm": "ring"},
+            r"^`algorithm` \(='ring'\) must be one of auto, flat, parallel_flat, hierarchical, two_level",
+        ),
         ({"bucket_bytes": 0}, r"^`bucket_bytes` \(=0\) must be a whole number of bytes, 1 or more"),
         ({"bucket_bytes": 1e6}, r"^`bucket_bytes` \(=1000000.0\)"),
         ({"bucket_bytes": True}, r"^`bucket_bytes` \(=True\)"),
