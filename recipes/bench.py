@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
 
 import hydra
-import lightning.pytorch as pl
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
@@ -24,12 +22,10 @@ from recipes import bench_report, launch
 launch.register_resolvers()
 
 
-def measure(cfg: DictConfig, fabric: Fabric, topology: Topology) -> Iterator[bench_report.Row]:
-    """Rows of every benchmark that the configuration asks for, as they come."""
-    if cfg.allreduce is not None:
-        yield from instantiate(cfg.allreduce).run(fabric, topology)
-    if cfg.steps is not None:
-        yield from instantiate(cfg.steps).run(fabric, topology, partial(pl.Trainer, **cfg.world))
+def measure(benches: list[Any], fabric: Fabric, topology: Topology) -> Iterator[bench_report.Row]:
+    """Rows of every benchmark, as they come."""
+    for bench in benches:
+        yield from bench.run(fabric, topology)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
@@ -39,6 +35,7 @@ def main(cfg: DictConfig) -> None:
         for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors():
+            benches = [instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None]
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)
             fabric.launch()
@@ -46,7 +43,7 @@ def main(cfg: DictConfig) -> None:
         world = CommPlan().describe(topology)
         fabric.print(world)
         rows = list[bench_report.Row]()
-        for row in measure(cfg, fabric, topology):
+        for row in measure(benches, fabric, topology):
             rows.append(row)
             fabric.print("  ".join(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True)
         if fabric.is_global_zero:

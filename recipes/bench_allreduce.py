@@ -22,6 +22,7 @@ BACKEND = "torch"
 """Name of the arm that is the backend's own all-reduce on the default group: what everything is compared with."""
 
 MAX_CALLS = 1000
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,18 @@ class AllReduceBench:
     algorithms: Sequence[str] | None = None
     min_sample_s: float = 0.02
     timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_bytes <= self.max_bytes or self.factor < 2:
+            raise ValueError(
+                f"`min_bytes`, `max_bytes`, `factor` (={self.min_bytes}, {self.max_bytes}, {self.factor}) must be "
+                "ascending sizes and a whole number above 1: sizes are min_bytes * factor**k up to max_bytes."
+            )
+        for name in self.dtypes:
+            if name not in DTYPES:
+                raise ValueError(f"`dtypes` (={name}) must be some of {', '.join(DTYPES)}.")
+        for name in self.algorithms or ():
+            CommPlan(algorithm=name)  # type: ignore[arg-type]  # refuses what is none
 
     @property
     def sizes_bytes(self) -> list[int]:
@@ -97,13 +110,11 @@ class AllReduceBench:
         dtype: torch.dtype,
     ) -> Iterator[Row]:
         num_elements = num_bytes // dtype.itemsize
-        ones = {}
         for name, arm in arms.items():  # connects, and warms up
-            ones[name] = torch.ones(num_elements, dtype=dtype, device=fabric.device)
-            arm(ones[name])
-            if not bool((ones[name] == topology.world_size).all()):
+            ones = torch.ones(num_elements, dtype=dtype, device=fabric.device)
+            arm(ones)
+            if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
                 raise RuntimeError(f"`{name}` gave a wrong sum of {num_bytes} bytes in {dtype} on rank {topology.rank}")
-            del ones[name]
         flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)  # sums of zeros never overflow
         slowest_s = max(_seconds_per_call(fabric, arm, flat, 1) for arm in arms.values())
         num_calls = max(1, min(MAX_CALLS, int(self.min_sample_s / slowest_s)))

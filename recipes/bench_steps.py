@@ -94,6 +94,7 @@ class StepBench:
     rebuilt after the first).
 
     Arguments:
+        trainer: makes a ``Trainer`` for this world out of the other arguments.
         gradients: names of ``recipes.gradient_sets``.
         arms: see ``Arm``.
         num_rounds, num_steps: fits of each arm, and steps counted in each fit.
@@ -102,6 +103,7 @@ class StepBench:
         overlap: null, or which of our arms also runs with a backward as long as its communication.
     """
 
+    trainer: Callable[..., pl.Trainer]
     gradients: Sequence[str]
     arms: Sequence[str]
     num_rounds: int
@@ -111,9 +113,23 @@ class StepBench:
     overlap: str | None = None
     timeout_s: float = 300.0
 
-    def run(self, fabric: Fabric, topology: Topology, make_trainer: Callable[..., pl.Trainer]) -> Iterator[Row]:
-        """Rows of all gradient sets, as they come. Collective. ``make_trainer`` knows devices and nodes."""
-        fit = partial(self._fit, fabric, make_trainer)
+    def __post_init__(self) -> None:
+        for name in self.gradients:
+            if name not in GRADIENT_SETS:
+                raise ValueError(f"`gradients` (={name}) must be one of {', '.join(GRADIENT_SETS)}.")
+        for name in [*self.arms, *([] if self.overlap is None else [self.overlap])]:
+            self._arm(name).strategy()  # refuses what is no algorithm
+        if self.overlap in (STOCK, COMPRESSED):
+            raise ValueError(f"`overlap` (={self.overlap}) must be an arm of ours: auto or an algorithm.")
+        if self.num_warmup_steps < 2:
+            raise ValueError(
+                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more: buckets are rebuilt after the first "
+                "step, and a time is taken from the end of one step to the end of the next."
+            )
+
+    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Row]:
+        """Rows of all gradient sets, as they come. Collective."""
+        fit = partial(self._fit, fabric)
         for gradients in self.gradients:
             times_s = {name: list[float]() for name in self.arms}
             for _ in range(self.num_rounds):
@@ -138,18 +154,11 @@ class StepBench:
     def _arm(self, name: str) -> Arm:
         return Arm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
 
-    def _fit(
-        self,
-        fabric: Fabric,
-        make_trainer: Callable[..., pl.Trainer],
-        gradients: str,
-        arm: Arm,
-        *,
-        backward_s: float,
-    ) -> list[float]:
+    def _fit(self, fabric: Fabric, gradients: str, arm: Arm, *, backward_s: float) -> list[float]:
+        """Seconds of each counted step; the same numbers on every rank."""
         clock = StepClock()
         module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s)
-        trainer = make_trainer(
+        trainer = self.trainer(
             strategy=arm.strategy(),
             precision=arm.precision,
             max_steps=self.num_warmup_steps + self.num_steps,

@@ -19,7 +19,6 @@ Needs Linux, root, gcc, iproute2 and util-linux; ``why_not()`` says what is miss
 from __future__ import annotations
 
 import ctypes
-import functools
 import multiprocessing
 import os
 import pickle
@@ -152,13 +151,16 @@ class Cluster:
 
     def _start_emulator(self) -> None:
         rates = ",".join(f"{rate:g}" for rate in self.mbit_per_s)
-        self._emulator = subprocess.Popen(
-            [_emulator_binary(), str(self.num_hosts), rates, f"{self.delay_us:g}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is ours to handle
-        )
+        with tempfile.TemporaryDirectory(prefix="netlab-") as folder:  # a program that runs needs its file no more
+            binary = Path(folder, "netemu")
+            _build(binary)
+            self._emulator = subprocess.Popen(
+                [binary, str(self.num_hosts), rates, f"{self.delay_us:g}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
         word, *descriptors = self._answer(START_LIMIT_S).split() or [""]
         if word != "ready":
             assert self._emulator.stderr is not None
@@ -335,20 +337,12 @@ def why_not() -> str | None:
         return f"no cluster can be built here: {error}"
 
 
-@functools.cache
-def _emulator_binary() -> str:
-    folder = tempfile.TemporaryDirectory(prefix="netlab-")
-    _keep.append(folder)  # removed when the interpreter ends
-    binary = str(Path(folder.name, "netemu"))
+def _build(binary: Path) -> None:
     done = subprocess.run(
-        ["gcc", "-O2", "-o", binary, str(SOURCE)], capture_output=True, text=True, timeout=START_LIMIT_S
+        ["gcc", "-O2", "-o", str(binary), str(SOURCE)], capture_output=True, text=True, timeout=START_LIMIT_S
     )
     if done.returncode:
         raise ClusterError(f"gcc could not build {SOURCE.name}: {done.stderr}")
-    return binary
-
-
-_keep: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _address(host: int) -> str:
