@@ -30,8 +30,8 @@ class AllReduceBench:
     """Times all-reduces one after another, the arms in turns.
 
     A sample is as many calls of one arm as take about ``min_sample_s``, of which the slowest rank's time per call
-    counts. Each round takes one sample of every arm, and every round begins with another arm. Before, each arm sums
-    ones, and the sum is checked.
+    counts. Calls follow each other without a barrier, which ranks would leave at different times. Each round takes one
+    sample of every arm, and every round begins with another arm. Before, each arm sums ones, and the sum is checked.
 
     Arguments:
         algorithms: null means ``auto`` and every algorithm there is.
@@ -47,7 +47,7 @@ class AllReduceBench:
     dtypes: Sequence[str]
     num_rounds: int
     algorithms: Sequence[str] | None = None
-    min_sample_s: float = 0.02
+    min_sample_s: float = 0.2
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

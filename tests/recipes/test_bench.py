@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "allreduce.max_bytes=4096",
     "allreduce.num_rounds=2",
+    "allreduce.min_sample_s=0.01",
     "steps.gradients=[linear_8mib]",
     "steps.num_rounds=1",
     "steps.num_steps=2",
