@@ -132,7 +132,7 @@ def picture(rows: Sequence[Row], link_bytes_per_s: float | None, title: str) -> 
     for axes, (section, case) in zip(figure.subplots(1, max(1, len(cases)), squeeze=False)[0], cases, strict=False):
         of_case = [row for row in rows if (row.section, row.case) == (section, case)]
         axes.set_title(f"{section}: {case}")
-        if section == "allreduce":
+        if len({row.num_bytes for row in of_case}) > 1 and section == "allreduce":
             _draw_sizes(axes, of_case, link_bytes_per_s)
         else:
             _draw_bars(axes, of_case, link_bytes_per_s)
@@ -157,12 +157,12 @@ def _draw_bars(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) -
     medians_ms = [1e3 * row.median_s for row in rows]
     below = [1e3 * (row.median_s - min(row.times_s)) for row in rows]
     above = [1e3 * (max(row.times_s) - row.median_s) for row in rows]
-    bars = axes.bar([row.arm.replace(", ", ",\n") for row in rows], medians_ms, yerr=[below, above], capsize=4)
-    axes.bar_label(bars, [f"{time_ms:.4g}" for time_ms in medians_ms], label_type="center", color="white")
+    names = [row.arm.replace(", ", ",\n") + f"\n{time_ms:.4g}" for row, time_ms in zip(rows, medians_ms, strict=True)]
+    bars = axes.bar(names, medians_ms, yerr=[below, above], capsize=4, color="tab:blue", alpha=0.8)
     for bar, row in zip(bars, rows, strict=True):
         if (bound_s := row.bound_s(link_bytes_per_s)) is not None:
             axes.hlines(1e3 * bound_s, bar.get_x(), bar.get_x() + bar.get_width(), "black", "dashed")
-    axes.set_ylabel("ms per step; dashed: byte bound")
+    axes.set_ylabel("ms: median, least and most" + ("; dashed: byte bound" if link_bytes_per_s else ""))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
