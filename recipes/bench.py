@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
             launched.append(fabric)
             fabric.launch()
         topology = Topology.discover()
-        world = CommPlan().describe(topology)
+        world = CommPlan().describe(topology).partition(";")[0]
         fabric.print(world)
         rows = list[bench_report.Row]()
         for row in measure(benches, fabric, topology):

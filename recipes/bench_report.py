@@ -39,7 +39,7 @@ class Row:
     num_bytes: int
     num_nodes: int
     times_s: tuple[float, ...]
-    backward_s: float | None = None
+    backward_s: float = 0.0
 
     @property
     def median_s(self) -> float:
@@ -57,16 +57,20 @@ class Row:
         return 2 * (self.num_nodes - 1) / self.num_nodes * self.num_bytes / link_bytes_per_s
 
 
-def hidden_share(bare: Row, both: Row) -> float:
-    """The share of a step without arithmetic that a backward hides: 1 = nothing is left beside the backward.
+def hidden_share(rows: Sequence[Row]) -> float:
+    """The share of the communication that a backward as long hides; 1 = all of it.
 
-    >>> bare = Row(section="overlap", case="x", arm="a", num_bytes=1, num_nodes=2, times_s=(2.0,))
-    >>> both = Row(section="overlap", case="x", arm="b", num_bytes=1, num_nodes=2, times_s=(2.5,), backward_s=2.0)
-    >>> hidden_share(bare, both)
+        1 - (step with backward - the same without communication) / (step - the same without communication)
+
+    ``rows``: the step, without communication, with backward, with backward and without communication.
+
+    >>> times_s = (3.0, 1.0, 3.5, 3.0)
+    >>> rows = [Row(section="overlap", case="", arm="", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
+    >>> hidden_share(rows)
     0.75
     """
-    assert both.backward_s is not None
-    return 1 - (both.median_s - both.backward_s) / bare.median_s
+    bare_s, silent_s, both_s, silent_both_s = (row.median_s for row in rows)
+    return 1 - (both_s - silent_both_s) / (bare_s - silent_s)
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
@@ -104,8 +108,9 @@ def markdown(rows: Sequence[Row], link_bytes_per_s: float | None) -> str:
     text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     overlap = [row for row in rows if row.section == "overlap"]
-    for bare, both in zip(overlap[::2], overlap[1::2], strict=True):
-        text.append(f"\n{both.case}, {both.arm}: {hidden_share(bare, both):.1%} of {1e3 * bare.median_s:.4g} ms hidden")
+    for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
+        hidden, step, silent = hidden_share(of_case), of_case[0].median_s, of_case[1].median_s
+        text.append(f"\n{of_case[0].case}, {of_case[0].arm}: {hidden:.1%} of {1e3 * (step - silent):.4g} ms hidden")
     return "\n".join(text)
 
 

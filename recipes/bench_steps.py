@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,25 +17,16 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import Topology
 from recipes.bench_allreduce import slowest, synchronize
 from recipes.bench_report import Row
+from recipes.bench_rivals import CompressedDDPStrategy, SilentStrategy
 from recipes.gradient_sets import GRADIENT_SETS, GradientSet, numel
 
 STOCK, COMPRESSED = "ddp", "fp16_compress"
-
-
-class CompressedDDPStrategy(DDPStrategy):
-    """``ddp`` with torch's ``fp16_compress_hook`` on every device; Lightning would register it on CUDA only."""
-
-    def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        self.model.register_comm_hook(None, fp16_compress_hook)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +34,8 @@ class Arm:
     """A strategy and a precision, by a name.
 
     ``ddp``: stock Lightning in fp32. ``fp16_compress``: the same with torch's hook. ``auto`` or the name of an
-    algorithm: ours, ``precision="16-true"``. The same with ``_fp32`` behind it: ours, in fp32.
+    algorithm: ours, ``precision="16-true"``. The same with ``_fp32`` behind it: ours, in fp32. ``is_silent``: ours, but
+    nothing is averaged.
 
     >>> Arm(name="two_level").precision, Arm(name="auto_fp32").precision, Arm(name="fp16_compress").wire_itemsize
     ('16-true', '32-true', 2)
@@ -52,6 +44,7 @@ class Arm:
     name: str
     bucket_bytes: int | None = None
     timeout_s: float = 300.0
+    is_silent: bool = False
 
     @property
     def precision(self) -> Any:
@@ -71,7 +64,8 @@ class Arm:
         if self.name == COMPRESSED:
             return CompressedDDPStrategy(timeout=timeout)
         algorithm: Any = self.name.removesuffix("_fp32")
-        return HybridAllReduceStrategy(algorithm=algorithm, bucket_bytes=self.bucket_bytes, timeout=timeout)
+        ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
+        return ours(algorithm=algorithm, bucket_bytes=self.bucket_bytes, timeout=timeout)
 
 
 class StepClock(Callback):
@@ -141,15 +135,19 @@ class StepBench:
                 yield from self._overlap(fit, gradients, self.overlap, topology)
 
     def _overlap(self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology) -> Iterator[Row]:
-        """The arm without arithmetic, and with a backward that waits as long as such a step takes."""
+        """Steps with and without communication; these without arithmetic, and with a backward that waits as long."""
         arm = self._arm(name)
-        backward_s = statistics.median(fit(gradients, arm, backward_s=0.0))
-        bare_s, both_s = list[float](), list[float]()
+        silent = replace(arm, is_silent=True)
+        with_s, without_s = (statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent))
+        backward_s = max(0.0, with_s - without_s)
+        cases = [(arm, 0.0), (silent, 0.0), (arm, backward_s), (silent, backward_s)]
+        times_s: list[list[float]] = [[] for _ in cases]
         for _ in range(self.num_rounds):
-            bare_s += fit(gradients, arm, backward_s=0.0)
-            both_s += fit(gradients, arm, backward_s=backward_s)
-        yield self._row("overlap", gradients, f"{name}, no arithmetic", topology, bare_s)
-        yield self._row("overlap", gradients, f"{name}, backward of {backward_s:.3f} s", topology, both_s, backward_s)
+            for (each, wait_s), samples in zip(cases, times_s, strict=True):
+                samples += fit(gradients, each, backward_s=wait_s)
+        for (each, wait_s), samples in zip(cases, times_s, strict=True):
+            words = f"{name}{', silent' * each.is_silent}{f', backward of {wait_s:.3f} s' * bool(wait_s)}"
+            yield self._row("overlap", gradients, words, topology, samples, wait_s)
 
     def _arm(self, name: str) -> Arm:
         return Arm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
@@ -183,7 +181,7 @@ class StepBench:
         arm: str,
         topology: Topology,
         times_s: Sequence[float],
-        backward_s: float | None = None,
+        backward_s: float = 0.0,
     ) -> Row:
         name = arm.partition(",")[0]
         return Row(
