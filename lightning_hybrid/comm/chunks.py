@@ -94,7 +94,7 @@ class Flight:
         return done.value()
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        """Let whoever waits for the future raise. (``set_exception`` would reach DDP as a failed cast.)"""
+        """Let whoever waits for the future raise; by ``set_exception`` it would reach DDP as a failed cast."""
         self.error, self.cause = error, cause
         self.done.set_result(None)
 

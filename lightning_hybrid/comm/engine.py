@@ -230,7 +230,7 @@ class CommEngine:
         return self._order.value if self.plan.check_order and self.topology.world_size > 1 else None
 
     def _check_of(self, key: str, record: str) -> Callable[[], None]:
-        """What compares a bucket's contents with those of other ranks before it is sent: sizes that differ kill Gloo."""
+        """What compares a bucket with those of other ranks before it is sent: sizes that differ kill Gloo."""
         value = f"{record}; all so far: {self._order.value:016x}"
 
         def check() -> None:

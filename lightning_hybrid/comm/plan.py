@@ -1,4 +1,4 @@
-"""What is decided before training starts: how large a bucket is, which all-reduce carries it, and in how many pieces."""
+"""What is decided before training starts: how large a bucket is, which all-reduce carries it, in how many pieces."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class CommPlan:
             raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
-                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16: each costs "
-                "every rank a thread and a process group per stage, and beyond 4 none was seen to help."
+                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16: each "
+                "costs every rank a thread and a process group per stage, and beyond 4 none was seen to help."
             )
 
     def bucket(self, *, index: int, numel: int, dtype: str, num_bytes: int, topology: NodeShape) -> BucketPlan:

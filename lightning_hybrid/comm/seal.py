@@ -1,4 +1,4 @@
-"""A seal on the order of sums: did every rank hand over the same tensors, in the same order, up to here?
+"""A seal on the order of sums: that every rank handed over the same tensors, in the same order, up to here.
 
 Gloo matches collectives by order of arrival and nothing else: two ranks that hand over two buckets of equal size in
 different order get sums of different buckets, without a word. So every rank keeps a rolling hash of what it handed

@@ -231,7 +231,7 @@ class CommGroups:
             _destroy(group)
 
     def destroy_stage(self, stage: str) -> None:
-        """Free the groups of one stage (not shared ones): ranks that wait in a collective of it learn so by an error."""
+        """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
         group, self._of_stage[stage] = self._of_stage.get(stage), None
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]

@@ -186,7 +186,7 @@ def test_a_rank_that_gives_up_tells_the_others(four_ranks):
         assert waited_s < 3
 
 
-# ------------------------------------------------------------------------------------------------------------ afterwards
+# ----------------------------------------------------------------------------------------------------------- afterwards
 
 
 def train_fail_and_train_again():
@@ -306,8 +306,11 @@ def cycles(num_cycles):
         engine.close()
         del engine
         counts.append(
-            tuple(map(len, (os.listdir("/proc/self/task"), dist.distributed_c10d._world.pg_map)))
-            + (len(os.listdir("/proc/self/fd")),)
+            (
+                len(os.listdir("/proc/self/task")),
+                len(dist.distributed_c10d._world.pg_map),
+                len(os.listdir("/proc/self/fd")),
+            )
         )
     return counts
 
