@@ -220,12 +220,16 @@ def count_after_cycles(num_cycles):
             engine.submit(torch.ones(1), bucket_index=0)
         del engine
         counts.append((len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)))
+    deadline_s = time.monotonic() + 10  # threads that end are a moment late to leave /proc, longer on a busy machine
+    while counts[-1] > max(counts[1:4]) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        counts[-1] = (len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map))
     return counts
 
 
 def test_no_thread_and_no_group_is_left_behind(two_ranks):
     for counts in two_ranks.run(count_after_cycles, 12):
-        assert counts[-1] <= max(counts[1:4])  # threads that end are a moment late to leave /proc
+        assert counts[-1] <= max(counts[1:4])
 
 
 def close_with_work_in_flight():
