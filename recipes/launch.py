@@ -26,6 +26,7 @@ import torch
 import torch.distributed
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from lightning.fabric import Fabric
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -173,13 +174,13 @@ def quieten() -> None:
 
 
 @contextmanager
-def job() -> Iterator[list[pl.Trainer]]:
+def job() -> Iterator[list[pl.Trainer | Fabric]]:
     """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
 
-    Yields a list; put the trainer into it, so that the ranks it started are waited for.
+    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for.
     """
     quieten()
-    before, argv, trainers = dict(os.environ), sys.argv, list[pl.Trainer]()
+    before, argv, trainers = dict(os.environ), sys.argv, list[pl.Trainer | Fabric]()
     sys.argv = [argv[0], *command_of_this_job()]
     hydra = HydraConfig.get()
     with read_write(

@@ -1,0 +1,36 @@
+"""Strategies to compare with: torch's fp16 compression, and ours without its communication."""
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid import HybridAllReduceStrategy
+
+# No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
+# classes themselves and refuses strings.
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """``ddp`` with torch's ``fp16_compress_hook`` on every device; Lightning would register it on CUDA only."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(None, fp16_compress_hook)
+
+
+class SilentStrategy(HybridAllReduceStrategy):
+    """Ours in everything but that each rank keeps its own gradients: what a step costs beside communication."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(None, keep_bucket)
+
+
+def keep_bucket(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A hook that hands a bucket back at once, as it is."""
+    future: Future[Tensor] = Future()
+    future.set_result(bucket.buffer())
+    return future

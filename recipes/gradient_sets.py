@@ -1,0 +1,130 @@
+"""Shapes of the gradients of known networks, and a network that has these gradients and next to no arithmetic.
+
+What a step costs beyond arithmetic is decided by the shapes alone: which tensors share a bucket, in which order they
+are ready, how many bytes travel. So that is all of a network that a benchmark of communication needs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def alexnet_shapes() -> list[tuple[int, ...]]:
+    """Parameters of AlexNet in one column (Krizhevsky 2014, arXiv:1404.5997), in the order of the layers.
+
+    >>> numel(alexnet_shapes()), len(alexnet_shapes())
+    (61100840, 16)
+    """
+    convolutions = [(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3)]
+    linears = [(4096, 9216), (4096, 4096), (1000, 4096)]
+    return [shape for weight in [*convolutions, *linears] for shape in (weight, weight[:1])]
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """Parameters of ResNet-50 (He et al. 2015, arXiv:1512.03385), in the order of the layers.
+
+    Convolutions have no bias; each is followed by weight and bias of its normalisation.
+
+    >>> numel(resnet50_shapes()), len(resnet50_shapes())
+    (25557032, 161)
+    """
+
+    def convolution(num_out: int, num_in: int, kernel: int) -> list[tuple[int, ...]]:
+        return [(num_out, num_in, kernel, kernel), (num_out,), (num_out,)]
+
+    shapes, num_in = convolution(64, 3, 7), 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            shapes += convolution(width, num_in, 1) + convolution(width, width, 3) + convolution(4 * width, width, 1)
+            if block == 0:  # the shortcut changes its width
+                shapes += convolution(4 * width, num_in, 1)
+            num_in = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def linear_8mib_shapes() -> list[tuple[int, ...]]:
+    """Eight linear layers of 512 x 512: 8 MiB of fp32 gradients and 16 KiB of biases.
+
+    >>> numel(linear_8mib_shapes()) * 4 / 2**20
+    8.015625
+    """
+    return [(512, 512), (512,)] * 8
+
+
+GRADIENT_SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "linear_8mib": linear_8mib_shapes,
+    "alexnet": alexnet_shapes,
+    "resnet50": resnet50_shapes,
+}
+
+
+def numel(shapes: Shapes) -> int:
+    """Number of elements in all.
+
+    >>> numel([(2, 3), (4,)])
+    10
+    """
+    return sum(math.prod(shape) for shape in shapes)
+
+
+class GradientSet(pl.LightningModule):
+    """Parameters of given shapes, whose gradients become ready one by one from the last to the first.
+
+    Backward makes each gradient by one pass over memory. Gradients differ from rank to rank.
+
+    Args:
+        shapes: In the order of the layers.
+        backward_s: Backward waits this long in all, each gradient in proportion to its size, as the host does while an
+            accelerator computes: the processor is free meanwhile.
+    """
+
+    def __init__(self, shapes: Shapes, *, backward_s: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.seconds_per_element = backward_s / numel(shapes)
+        self._noise: Tensor | None = None
+
+    def on_fit_start(self) -> None:
+        """Draw what this rank's gradients are made of."""
+        largest = max(self.layers, key=Tensor.numel)
+        generator = torch.Generator().manual_seed(self.global_rank)
+        noise = torch.randn(largest.numel(), generator=generator) * 1e-3
+        self._noise = noise.to(dtype=largest.dtype, device=self.device)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """A loss, zero and fp32, that depends on every parameter."""
+        loss = torch.zeros((), device=self.device)
+        for parameter in self.layers:
+            loss = _Layer.apply(loss, parameter, self._noise, self.seconds_per_element * parameter.numel())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The cheapest there is."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class _Layer(torch.autograd.Function):
+    """Hands its input on; the gradient of the parameter is noise times the gradient of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, noise: Tensor, wait_s: float) -> Tensor:
+        ctx.shape, ctx.noise, ctx.wait_s = parameter.shape, noise, wait_s
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.wait_s:
+            time.sleep(ctx.wait_s)
+        noise = ctx.noise[: ctx.shape.numel()].view(ctx.shape)
+        return grad, torch.mul(noise, grad), None, None

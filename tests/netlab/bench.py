@@ -1,0 +1,51 @@
+"""``recipes/bench.py`` on an emulated cluster, in one command:
+
+    python -m tests.netlab.bench --hosts 2 --ranks 2 --mbit 100 --delay-us 200 allreduce.max_bytes=8388608
+
+What follows the options goes to the recipe, as on a real cluster; so does the links' rate, for the byte bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.netlab.cluster import Cluster, ClusterError, why_not
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "bench.py"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.netlab.bench", description=__doc__.partition(":")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--mbit", type=float, default=100.0, help="rate of each host's link in each direction, Mbit/s")
+    parser.add_argument("--delay-us", type=float, default=200.0, help="one way")
+    parser.add_argument("--interleave", action="store_true", help="ranks go round the hosts instead of host by host")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="then everything is ended")
+    parser.add_argument("overrides", nargs="*", help="of conf/bench.yaml")
+    asked = parser.parse_args()
+    if reason := why_not():
+        sys.exit(f"error: {reason}")
+    order = "interleaved" if asked.interleave else "host by host"
+    about = f"emulated: {asked.hosts} hosts x {asked.ranks} ranks {order}, {asked.mbit:g} Mbit/s, {asked.delay_us:g} us"
+    known = [f"link_bytes_per_s={asked.mbit * 1e6 / 8:g}", f"about='{about}'"]
+    with Cluster(
+        num_hosts=asked.hosts,
+        ranks_per_host=asked.ranks,
+        mbit_per_s=asked.mbit,
+        delay_us=asked.delay_us,
+        interleave=asked.interleave,
+    ) as cluster:
+        try:
+            command = [sys.executable, str(RECIPE), *known, *asked.overrides]
+            cluster.run(command, timeout_s=asked.limit_s, show_rank_zero=True)
+        except ClusterError as error:
+            sys.exit(f"error: {error}")
+        sent = ", ".join(f"{num_bytes / 1e6:.1f}" for num_bytes in cluster.traffic().sent_bytes)
+        print(f"sent by each host: {sent} MB")
+
+
+if __name__ == "__main__":
+    main()
