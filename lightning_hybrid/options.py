@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid.comm import CommPlan
 
 STRATEGY_NAME = "hybrid_allreduce"
 _DTYPES = {
@@ -67,8 +71,52 @@ def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int
     return int(cap_mb * 2**20)
 
 
-def dtype_from(setting: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype that ``comm_dtype`` names.
+def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
+    """The plan given, or read from the file of that path, or made from the two options that need none.
+
+    Raises:
+        ValueError: a plan and one of the options were given, or a value cannot work.
+    """
+    if plan is None:
+        made = CommPlan(algorithm=algorithm)
+        return made if bucket_bytes is None else dataclasses.replace(made, bucket_bytes=bucket_bytes)
+    if algorithm != "auto" or bucket_bytes is not None:
+        raise ValueError(
+            f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
+            "`bucket_bytes` out, or the plan."
+        )
+    return plan if isinstance(plan, CommPlan) else CommPlan.from_json(Path(plan).read_text())
+
+
+def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's buckets as ``bucket_cap_mb_list``; empty where torch has no such option, or the user gave it.
+
+    DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
+    with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
+    Gradients of several dtypes go into buckets of their own, to which no one list can be fitted.
+
+    >>> bucket_caps_for_ddp(nn.Linear(256, 256), CommPlan(last_bucket_bytes=1024), {})    # bias first, weight last
+    {'bucket_cap_mb_list': [0.0009765625, 0.25]}
+    """
+    if (
+        "bucket_cap_mb_list" in ddp_kwargs
+        or "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters
+    ):
+        return {}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if len({parameter.dtype for parameter in trained}) != 1:
+        return {}
+    caps = plan.bucket_caps([parameter.numel() * parameter.element_size() for parameter in reversed(trained)])
+    caps = [cap for cap in caps if cap]
+    if len(caps) < 2:
+        return {}
+    if ddp_kwargs.get("find_unused_parameters"):
+        caps.reverse()
+    return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
+
+
+def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -> torch.dtype | None:
+    """The dtype that an option names.
 
     Raises:
         ValueError: for any other.
@@ -80,7 +128,7 @@ def dtype_from(setting: str | torch.dtype | None) -> torch.dtype | None:
         return setting
     if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
         return _DTYPES[setting.removeprefix("torch.")]
-    raise ValueError(f"`comm_dtype` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
+    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
 
 
 def refuse_nothing_to_train(module: nn.Module) -> None:

@@ -18,7 +18,6 @@ One training step, as water flows; ``tests/test_one_step.py`` walks the same sta
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -44,8 +43,10 @@ from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.loss_scale import LossScale
 from lightning_hybrid.options import (
     STRATEGY_NAME,
+    bucket_caps_for_ddp,
     dtype_from,
     one_bucket_size,
+    plan_from,
     refuse_nothing_to_train,
     refuse_unknown_options,
 )
@@ -60,12 +61,16 @@ class HybridAllReduceStrategy(DDPStrategy):
     hyper-parameter is changed behind the user: in particular the learning rate is not multiplied by anything.
 
     Args:
-        algorithm: ``"flat"`` (one all-reduce over all ranks), ``"hierarchical"`` (reduce in the node, ring of node
-            leaders, broadcast in the node), ``"two_level"`` (scatter-reduce in the node, all-reduce across nodes,
-            gather in the node), or ``"auto"``: per bucket the one that fits its bytes and the topology.
+        algorithm: ``"flat"`` (one all-reduce over all ranks), ``"parallel_flat"`` (several at once),
+            ``"hierarchical"`` (reduce in the node, ring of node leaders, broadcast in the node), ``"two_level"``
+            (scatter-reduce in the node, all-reduce across nodes, gather in the node), or ``"auto"``: per bucket the
+            one that fits its bytes and the topology.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
+        plan: all of how buckets are made and carried: a :class:`~lightning_hybrid.comm.CommPlan` or the path of its
+            JSON. Instead of ``algorithm`` and ``bucket_bytes``.
         comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
+        comm_dtype_across_nodes: as ``comm_dtype``, but between nodes only: sums inside a node keep more digits.
         loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
             :class:`~lightning_hybrid.loss_scale.LossScale`.
         timeout: for every collective of training; a peer that died becomes an error after this time.
@@ -84,10 +89,12 @@ class HybridAllReduceStrategy(DDPStrategy):
 
     def __init__(
         self,
-        algorithm: Literal["auto", "flat", "hierarchical", "two_level"] = "auto",
+        algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto",
         ranks_per_node: int | None = None,
         bucket_bytes: int | None = None,
+        plan: CommPlan | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
+        comm_dtype_across_nodes: str | torch.dtype | None = None,
         loss_scale: str | float | LossScale | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -101,11 +108,10 @@ class HybridAllReduceStrategy(DDPStrategy):
     ) -> None:
         refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceStrategy).parameters)
         bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
-        self._plan = CommPlan(algorithm=algorithm)
-        if bucket_bytes is not None:
-            self._plan = dataclasses.replace(self._plan, bucket_bytes=bucket_bytes)
+        self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._ranks_per_node = ranks_per_node
         self._comm_dtype = dtype_from(comm_dtype)
+        self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
         self._loss_scale = loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
@@ -184,7 +190,12 @@ class HybridAllReduceStrategy(DDPStrategy):
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
             if parameter.requires_grad or name in ignored
         }
-        super().configure_ddp()
+        own = self._ddp_kwargs
+        self._ddp_kwargs = {**own, **bucket_caps_for_ddp(self.model, self._plan, own)}
+        try:
+            super().configure_ddp()
+        finally:
+            self._ddp_kwargs = own
 
     def _register_ddp_hooks(self) -> None:
         """Build topology, groups and engine, and register the hook: on every device type, CPU included."""
@@ -192,7 +203,12 @@ class HybridAllReduceStrategy(DDPStrategy):
         topology = Topology.discover() if self._ranks_per_node is None else self._topology_as_told()
         assert self._timeout is not None
         self._engine = CommEngine(
-            topology=topology, plan=self._plan, timeout=self._timeout, device=self.root_device, trace=CommTrace()
+            topology=topology,
+            plan=self._plan,
+            timeout=self._timeout,
+            device=self.root_device,
+            trace=CommTrace(),
+            dtype_across_nodes=self._dtype_across_nodes,
         )
         state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
         self.model.register_comm_hook(state, average_bucket)
@@ -309,7 +325,9 @@ class HybridAllReduceStrategy(DDPStrategy):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """As DDP, with our own strategy's name in the advice on unused parameters."""
+        """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters."""
+        if self._engine is not None:
+            self._engine.abort(f"{type(exception).__name__}: {exception}")
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
             told = exception.args[0].replace(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import time
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,8 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid.comm import CommPlan
 from tests import toy
 
 # ---- the same as plain DDP where nothing else was asked for ----------------------------------------------------------
@@ -449,3 +454,79 @@ def test_resume_in_mid_epoch_continues_after_the_saved_batch(two_ranks, tmp_path
     for rank in range(2):
         assert resumed[rank][1] == whole[rank][1] - 3
         assert toy.same_bits(resumed[rank][0], whole[rank][0])
+
+
+# ------------------------------------------------------------------------------------------------ buckets and failures
+
+
+class Wide(toy.Toy):
+    """A layer of 64 KiB between the small ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[5] = torch.nn.Sequential(
+            torch.nn.Linear(48, 128), torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 16)
+        )
+
+
+def buckets_of_a_wide_fit(options):
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_end(self, trainer, module):
+            seen.extend(trainer.strategy._engine.buckets)
+
+    plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000)
+    strategy = HybridAllReduceStrategy(plan=plan, **options)
+    toy.trainer(strategy=strategy, callbacks=[Looks()], max_epochs=1).fit(Wide(), toy.loader())
+    return [(bucket.index, bucket.num_bytes) for bucket in seen]
+
+
+@pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch's DDP has one size for all buckets",
+)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_ddps_buckets_are_the_plans_and_the_last_is_small(two_ranks, options):
+    for buckets in two_ranks.run(buckets_of_a_wide_fit, options):
+        last = max(index for index, _ in buckets)
+        assert last >= 3
+        assert any(num_bytes == 128 * 128 * 4 for _, num_bytes in buckets)  # too large for the others: alone
+        assert (last, 64) in buckets or min(size for index, size in buckets if index == last) <= 1000
+
+
+def fit_that_one_rank_leaves(rank):
+    """An error in the user's code on one rank, while the other waits for its gradients; then a new fit."""
+
+    class Breaks(toy.Toy):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and dist.get_rank() == rank:
+                raise FloatingPointError("of the user")
+            return super().training_step(batch, batch_idx)
+
+    start = time.monotonic()
+    error = toy.error_of(toy.trainer(max_epochs=1).fit, Breaks(), toy.loader())
+    seconds = time.monotonic() - start
+    dist.barrier()
+    module = toy.Toy()
+    toy.trainer(max_epochs=1).fit(module, toy.loader())
+    return error, seconds, toy.weights(module)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_one_ranks_code_ends_the_fit_on_all_and_a_new_fit_works(two_ranks, rank):
+    results = two_ranks.run(fit_that_one_rank_leaves, rank)
+    assert results[rank][0] == "FloatingPointError: of the user"
+    assert f"comm: rank {rank} gave up: FloatingPointError: of the user" in results[1 - rank][0]
+    assert all(seconds < 6 for _, seconds, _ in results)
+    assert results[0][2].keys() == results[1][2].keys()
+
+
+def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
+    plan = CommPlan(algorithm="hierarchical", chunk_bytes=12345)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert HybridAllReduceStrategy(plan=str(tmp_path / "plan.json"))._plan == plan
+    for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
+        with pytest.raises(ValueError, match=r"^`plan` .* leave `algorithm` and `bucket_bytes` out, or the plan"):
+            HybridAllReduceStrategy(plan=plan, **options)

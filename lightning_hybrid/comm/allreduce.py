@@ -41,10 +41,12 @@ class Job:
     """One tensor on its way through the stages of an algorithm.
 
     ``flat``: 1-D, contiguous; summed in place. ``shard``: this rank's part of it between two-level stages.
+    ``dtype_across``: that in which it travels between nodes, where that is narrower than its own; None: its own.
     """
 
     flat: Tensor
     topology: Topology
+    dtype_across: torch.dtype | None = None
     shard: Tensor | None = None
 
 
@@ -61,7 +63,18 @@ class Stage:
 
 
 def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(job.flat, group=group)
+    _sum_across_(job.flat, job, group)
+
+
+def _sum_across_(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
+    """All-reduce of a group that spans nodes, if any does: where they are several, in the dtype for that."""
+    dtype = job.dtype_across
+    if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
+        dist.all_reduce(flat, group=group)
+        return
+    wire = flat.to(dtype)
+    dist.all_reduce(wire, group=group)
+    flat.copy_(wire)
 
 
 def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
@@ -91,7 +104,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(job.flat if job.shard is None else job.shard, group=group)
+    _sum_across_(job.flat if job.shard is None else job.shard, job, group)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
@@ -168,6 +181,11 @@ def flat_sum_(flat: Tensor, groups: CommGroups) -> Tensor:
     ``groups`` must hold the stages of the algorithm. Raises ``ValueError`` for a tensor of another shape.
     """
     return _sum_(flat, groups, "flat")
+
+
+def parallel_flat_sum_(flat: Tensor, groups: CommGroups) -> Tensor:
+    """Sum over all ranks as ``flat_sum_``: of one tensor alone the same; an engine sends pieces of it side by side."""
+    return _sum_(flat, groups, "parallel_flat")
 
 
 def hierarchical_sum_(flat: Tensor, groups: CommGroups) -> Tensor:

@@ -15,38 +15,27 @@ On CUDA there are no threads: the same stages are put on one side stream in the 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import uuid
 import warnings
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.agreement import Order, OrderError, agree_on
 from lightning_hybrid.comm.allreduce import STAGES, Job, run_stage, stage_scopes
 from lightning_hybrid.comm.chunks import Flight, Piece
 from lightning_hybrid.comm.lanes import Lanes
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
-from lightning_hybrid.comm.seal import OrderHash
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
-from lightning_hybrid.comm.watch import Standing, Watch, differing, private_store
+from lightning_hybrid.comm.watch import Standing, Watch, private_store
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
-
-NUM_RECENT = 64
-"""How many records of buckets a rank remembers, to say where it went another way than others."""
-
-
-class OrderError(RuntimeError):
-    """Ranks handed over different tensors, or in different order."""
 
 
 class CommEngine:
@@ -61,6 +50,8 @@ class CommEngine:
         timeout: of every collective; a rank that waits longer for the others fails.
         device: where tensors will be. ``cuda``: a side stream carries them; else threads do.
         trace: counts what is submitted; None makes one.
+        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's; inside the
+            node they keep their own. None: their own everywhere.
 
     Warns once, on rank 0, where the plan cannot be followed to the letter on this topology. Raises ``ValueError`` on
     every rank where plan or topology differ between ranks.
@@ -74,11 +65,13 @@ class CommEngine:
         timeout: timedelta,
         device: torch.device,
         trace: CommTrace | None = None,
+        dtype_across_nodes: torch.dtype | None = None,
     ) -> None:
         self.topology = topology
         self.plan = plan
         self.device = device
         self.trace = CommTrace() if trace is None else trace
+        self.dtype_across_nodes = dtype_across_nodes
         self._timeout = timeout
         self._lock = threading.Lock()
         self._in_flight: dict[Flight, None] = {}  # in the order of submits
@@ -86,13 +79,11 @@ class CommEngine:
         self._is_closed = False
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
-        self._order, self._layout, self._known_layouts = OrderHash(), OrderHash(), set[int]()
-        self._num_submitted = 0
-        self._recent: deque[str] = deque(maxlen=NUM_RECENT)
+        self._order = Order()
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
-        token = agree_on(plan, topology, device) if topology.world_size > 1 else ""
+        token = agree_on(plan, topology, device, dtype_across_nodes) if topology.world_size > 1 else ""
         algorithms = plan.algorithms(topology)
         on_cuda = device.type == "cuda"
         num_parallel_groups = 1 if on_cuda else plan.num_parallel_groups
@@ -141,7 +132,7 @@ class CommEngine:
         with self._lock:  # counts, queues and closing see submits in one order
             self._raise_unless_usable()
             seal = self._note(flight, is_last=is_last)
-            flight.cut(lambda part: Job(flat=part, topology=self.topology), seal=seal)
+            flight.cut(self._job, seal=seal)
             if self._stream is not None:
                 return self._submit_to_stream(flight, self._stream, is_last=is_last)
             self.trace.begin(num_bytes=flight.bucket.num_bytes, is_last=is_last)
@@ -152,6 +143,9 @@ class CommEngine:
                 self._land(piece)
         assert future is not None
         return future
+
+    def _job(self, flat: Tensor) -> Job:
+        return Job(flat=flat, topology=self.topology, dtype_across=self.dtype_across_nodes)
 
     def bucket_plan(self, index: int, flat: Tensor) -> BucketPlan:
         """What is decided for this tensor; remembered by index, number of elements and dtype."""
@@ -213,21 +207,11 @@ class CommEngine:
 
     def _note(self, flight: Flight, *, is_last: bool) -> int | None:
         """Put the flight into the order; returns the seal that it shall carry, None if none."""
-        bucket = flight.bucket
-        record = f"bucket {bucket.index} ({bucket.numel} x {bucket.dtype}, {bucket.algorithm} x {bucket.num_chunks})"
-        if is_last:
-            record += ", the last"
-        self._order.add(record)
-        self._layout.add(record)
-        self._recent.append(record)
-        self._num_submitted += 1
-        if self._watch is not None and self._layout.value not in self._known_layouts:
-            self._known_layouts.add(self._layout.value)
-            flight.check = self._check_of(f"order/{self._num_submitted}", record)
-        if not is_last:
-            return None
-        self._layout = OrderHash()
-        return self._order.value if self.plan.check_order and self.topology.world_size > 1 else None
+        record = self._order.add(flight.bucket, is_last=is_last)
+        if self._watch is not None and record is not None:
+            flight.check = self._check_of(f"order/{self._order.num_submitted}", record)
+        is_sealed = is_last and self.plan.check_order and self.topology.world_size > 1
+        return self._order.value if is_sealed else None
 
     def _check_of(self, key: str, record: str) -> Callable[[], None]:
         """What compares a bucket with those of other ranks before it is sent: sizes that differ kill Gloo."""
@@ -250,10 +234,10 @@ class CommEngine:
                 piece = next((p for p in oldest.pieces if p.place.startswith("in ")), oldest.pieces[0])
                 place = f"bucket {oldest.bucket.index} {piece.place} of the {oldest.bucket.algorithm} all-reduce"
             return Standing(
-                num_submitted=self._num_submitted,
+                num_submitted=self._order.num_submitted,
                 order=f"{self._order.value:016x}",
                 place=place,
-                recent=tuple(self._recent),
+                recent=tuple(self._order.recent),
             )
 
     def _stalled_s(self) -> float:
@@ -332,7 +316,7 @@ class CommEngine:
             try:
                 flat.record_stream(stream)
                 flight.admit()
-                job = Job(flat=flat, topology=self.topology)
+                job = self._job(flat)
                 for stage in STAGES[flight.bucket.algorithm]:
                     stage_name = stage.name
                     run_stage(stage, job, self._groups)
@@ -346,23 +330,6 @@ class CommEngine:
             future: Future[Tensor] = Future(devices=[self.device])
             future.set_result(result)  # records an event on this stream; whoever waits makes its stream wait for it
         return future
-
-
-def agree_on(plan: CommPlan, topology: Topology, device: torch.device) -> str:
-    """Compare plan and topology over all ranks of WORLD; returns a word that is the same on all and new each time.
-
-    Collective: every rank of WORLD must call it. Raises ``ValueError``, on every rank, that names what differs.
-    """
-    own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
-    gathered: list[tuple[dict, str]] = [({}, "")] * topology.world_size
-    dist.all_gather_object(gathered, (own, uuid.uuid4().hex))
-    difference = differing([values for values, _ in gathered])
-    if difference:
-        raise ValueError(
-            f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
-            "`strategy` options, from one configuration."
-        )
-    return gathered[0][1]
 
 
 def _comes_from_others(error: Exception) -> bool:

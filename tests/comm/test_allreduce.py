@@ -7,11 +7,24 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.comm.allreduce import STAGES, flat_sum_, hierarchical_sum_, stage_scopes, two_level_sum_
+from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm.allreduce import (
+    STAGES,
+    flat_sum_,
+    hierarchical_sum_,
+    parallel_flat_sum_,
+    stage_scopes,
+    two_level_sum_,
+)
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from tests.comm.layouts import integers, is_even, layouts, name, reals
 
-SUMS = {"flat": flat_sum_, "hierarchical": hierarchical_sum_, "two_level": two_level_sum_}
+SUMS = {
+    "flat": flat_sum_,
+    "parallel_flat": parallel_flat_sum_,
+    "hierarchical": hierarchical_sum_,
+    "two_level": two_level_sum_,
+}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMELS = [0, 1, 2, 3, 5, 4096, 10007]
 CASES = [
@@ -138,3 +151,42 @@ def test_stage_names_are_unique():
     """A name is a queue and a process group: shared by two algorithms, its order could differ between ranks."""
     names = [stage.name for stages in STAGES.values() for stage in stages]
     assert len(set(names)) == len(names)
+
+
+def sum_in_halves_across(nodes, algorithm, numel):
+    """Single precision in the node, fp16 between nodes."""
+    topology = Topology(rank=dist.get_rank(), nodes=nodes)
+    plan = CommPlan(algorithm=algorithm)
+    engine = CommEngine(
+        topology=topology,
+        plan=plan,
+        timeout=timedelta(seconds=20),
+        device=torch.device("cpu"),
+        dtype_across_nodes=torch.float16,
+    )
+    flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
+    engine.close()
+    return flat
+
+
+@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("nodes", [((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))], ids=name)
+def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_ranks, algorithm, nodes):
+    """N node sums are rounded once each, and N - 1 times as they are added: gamma_N of fp16, and gamma_4 of fp32.
+
+    ``flat`` knows no node sums: every rank's tensor is one. One node: single precision throughout.
+    """
+    addends = torch.stack([reals(rank, 5003, torch.float32).double() for rank in range(4)])
+    num_addends = len(nodes) if algorithm in ("hierarchical", "two_level") else 4
+    if len(nodes) == 1:
+        num_addends = 0
+    bound = (gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)) * addends.abs().sum(0) + num_addends * 2**-25
+    results = four_ranks.run(sum_in_halves_across, nodes, algorithm, 5003)
+    error = (results[0].double() - addends.sum(0)).abs()
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert (error <= bound).all()
+    assert error.max() > 1e-4 or len(nodes) == 1  # the narrow wire was used
+
+
+def gamma(count, unit_roundoff):
+    return count * unit_roundoff / (1 - count * unit_roundoff)

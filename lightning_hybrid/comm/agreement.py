@@ -1,0 +1,84 @@
+"""What must be alike on all ranks, and how each rank keeps book of it: the plan, and the order of tensors."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.comm.seal import OrderHash
+from lightning_hybrid.comm.topology import Topology
+from lightning_hybrid.comm.watch import differing
+
+NUM_RECENT = 64
+"""How many records of buckets a rank remembers, to say where it went another way than others."""
+
+
+class OrderError(RuntimeError):
+    """Ranks handed over different tensors, or in different order."""
+
+
+class Order:
+    """The tensors handed over so far, in order.
+
+    ``value``: hash of all of them. ``recent``: the latest records. A step's beginning is *known* once it was seen.
+    """
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self.recent: deque[str] = deque(maxlen=NUM_RECENT)
+        self._all, self._step = OrderHash(), OrderHash()
+        self._known: set[int] = set()
+
+    @property
+    def value(self) -> int:
+        """64 bits that differ where two ranks' orders do."""
+        return self._all.value
+
+    def add(self, bucket: BucketPlan, *, is_last: bool) -> str | None:
+        """One tensor more; its record where no step began like this before, None where one did.
+
+        >>> bucket = CommPlan().bucket(index=0, numel=4, dtype="float32", num_bytes=16, topology=Topology(rank=0,
+        ...     nodes=((0, 1),)))
+        >>> order = Order()
+        >>> order.add(bucket, is_last=True)
+        'bucket 0 (4 x float32, flat x 1), the last'
+        >>> order.add(bucket, is_last=True) is None
+        True
+        """
+        record = f"bucket {bucket.index} ({bucket.numel} x {bucket.dtype}, {bucket.algorithm} x {bucket.num_chunks})"
+        if is_last:
+            record += ", the last"
+        self.num_submitted += 1
+        self.recent.append(record)
+        self._all.add(record)
+        self._step.add(record)
+        is_new = self._step.value not in self._known
+        self._known.add(self._step.value)
+        if is_last:
+            self._step = OrderHash()
+        return record if is_new else None
+
+
+def agree_on(
+    plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
+) -> str:
+    """Compare plan and topology over all ranks of WORLD; returns a word that is the same on all and new each time.
+
+    Collective: every rank of WORLD must call it. Raises ``ValueError``, on every rank, that names what differs.
+    """
+    own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
+    own["dtype_across_nodes"] = str(dtype_across_nodes)
+    gathered: list[tuple[dict, str]] = [({}, "")] * topology.world_size
+    dist.all_gather_object(gathered, (own, uuid.uuid4().hex))
+    difference = differing([values for values, _ in gathered])
+    if difference:
+        raise ValueError(
+            f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
+            "`strategy` options, from one configuration."
+        )
+    return gathered[0][1]
