@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -71,6 +72,7 @@ class HybridAllReduceStrategy(DDPStrategy):
             JSON. Instead of ``algorithm`` and ``bucket_bytes``.
         comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
         comm_dtype_across_nodes: as ``comm_dtype``, but between nodes only: sums inside a node keep more digits.
+        trace_dir: directory of a timeline of every bucket and stage, ``rank<r>.json``, for Perfetto; None: none.
         loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
             :class:`~lightning_hybrid.loss_scale.LossScale`.
         timeout: for every collective of training; a peer that died becomes an error after this time.
@@ -95,6 +97,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         plan: CommPlan | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
+        trace_dir: str | None = None,
         loss_scale: str | float | LossScale | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -112,6 +115,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         self._ranks_per_node = ranks_per_node
         self._comm_dtype = dtype_from(comm_dtype)
         self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
+        self._trace_dir = trace_dir
         self._loss_scale = loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
@@ -207,7 +211,7 @@ class HybridAllReduceStrategy(DDPStrategy):
             plan=self._plan,
             timeout=self._timeout,
             device=self.root_device,
-            trace=CommTrace(),
+            trace=CommTrace(keep_events=self._trace_dir is not None),
             dtype_across_nodes=self._dtype_across_nodes,
         )
         state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
@@ -342,6 +346,8 @@ class HybridAllReduceStrategy(DDPStrategy):
         try:
             if engine is not None:
                 engine.close()
+                if self._trace_dir is not None:
+                    engine.trace.write(Path(self._trace_dir) / f"rank{self.global_rank}.json", rank=self.global_rank)
         finally:
             self._averaged_parameters = None
             super().teardown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 
 import lightning.pytorch as pl
@@ -530,3 +531,15 @@ def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
     for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
         with pytest.raises(ValueError, match=r"^`plan` .* leave `algorithm` and `bucket_bytes` out, or the plan"):
             HybridAllReduceStrategy(plan=plan, **options)
+
+
+def fit_with_a_timeline(trace_dir):
+    toy.trainer(strategy=HybridAllReduceStrategy(trace_dir=trace_dir), max_epochs=1).fit(toy.Toy(), toy.loader())
+
+
+def test_a_fit_leaves_a_timeline_per_rank(two_ranks, tmp_path):
+    two_ranks.run(fit_with_a_timeline, str(tmp_path))
+    for rank in range(2):
+        events = json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
+        assert {"backward, from its first bucket on", "bucket 0"} <= {event["name"] for event in events}
+        assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")

@@ -60,6 +60,7 @@ class Flight:
     cause: BaseException | None = None
     pieces: list[Piece] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
+    traced_s: float = 0.0
     _num_open: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

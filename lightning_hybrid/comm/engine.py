@@ -135,7 +135,9 @@ class CommEngine:
             flight.cut(self._job, seal=seal)
             if self._stream is not None:
                 return self._submit_to_stream(flight, self._stream, is_last=is_last)
-            self.trace.begin(num_bytes=flight.bucket.num_bytes, is_last=is_last)
+            flight.traced_s = self.trace.begin(
+                num_bytes=flight.bucket.num_bytes, is_last=is_last, least_bytes_across=self._least_across(flight.bucket)
+            )
             self._in_flight[flight] = None
             is_sent = self._lanes.put(flight.pieces, flight.bucket.algorithm)
         if not is_sent:  # one rank alone
@@ -143,6 +145,12 @@ class CommEngine:
                 self._land(piece)
         assert future is not None
         return future
+
+    def _least_across(self, bucket: BucketPlan) -> float:
+        """Bytes that every node must send for a bucket: 2 (N - 1) / N of what travels between nodes."""
+        num_nodes, itemsize = self.topology.num_nodes, bucket.num_bytes / max(1, bucket.numel)
+        narrow = itemsize if self.dtype_across_nodes is None else min(itemsize, self.dtype_across_nodes.itemsize)
+        return 2 * (num_nodes - 1) / num_nodes * bucket.numel * narrow
 
     def _job(self, flat: Tensor) -> Job:
         return Job(flat=flat, topology=self.topology, dtype_across=self.dtype_across_nodes)
@@ -265,7 +273,7 @@ class CommEngine:
             if flight not in self._in_flight:  # another stage failed meanwhile
                 return
             del self._in_flight[flight]
-            self.trace.end()
+            self.trace.end(flight.bucket, flight.traced_s)
         flight.done.set_result(result)
 
     def _fail(self, piece: Piece, stage: str, cause: Exception) -> None:

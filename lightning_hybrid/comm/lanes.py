@@ -107,7 +107,8 @@ class Lanes:
                 self._on_failed(piece, lane.stage.name, error)
                 continue
             finally:
-                self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s)
+                num_bytes = piece.part.numel() * piece.part.element_size()
+                self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s, num_bytes)
             if lane.successor is None:
                 self._on_landed(piece)
             else:

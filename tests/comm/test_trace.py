@@ -1,4 +1,8 @@
+import json
 import threading
+from types import SimpleNamespace
+
+import pytest
 
 from lightning_hybrid.comm.trace import CommSummary, CommTrace
 
@@ -82,3 +86,65 @@ def test_counts_survive_many_threads():
     assert sum(summary.num_buckets for summary in drained) == 8000
     assert sum(summary.num_bytes for summary in drained) == 24000
     assert all(summary.busy_s >= 0 for summary in drained)
+
+
+def bucket(index, num_bytes=8):
+    return SimpleNamespace(index=index, num_bytes=num_bytes, algorithm="flat")
+
+
+def test_each_bucket_is_exposed_from_the_one_done_before_it():
+    """Handed over at 0, 1 and, the last, 2; done at 1.5 (hidden by backward), 4 and 7."""
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    trace.begin(num_bytes=8, is_last=False)
+    clock.now_s = 1
+    trace.begin(num_bytes=8, is_last=False)
+    clock.now_s = 1.5
+    trace.end(bucket(0))
+    clock.now_s = 2
+    trace.begin(num_bytes=8, is_last=True)
+    for clock.now_s, index in ((4, 1), (7, 2)):
+        trace.end(bucket(index))
+    summary = trace.drain()
+    assert summary.exposed_by_bucket_s == {1: 2.0, 2: 3.0}
+    assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
+
+
+def test_achieved_is_the_least_time_by_the_time_taken():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    trace.begin(num_bytes=100, is_last=True, least_bytes_across=150.0)
+    clock.now_s = 2
+    trace.end(bucket(0))
+    summary = trace.drain()
+    assert summary.achieved(bytes_per_s=100.0) == pytest.approx(0.75)
+    assert trace.drain().achieved(bytes_per_s=100.0) is None
+
+
+def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):
+    clock = Clock()
+    trace = CommTrace(clock=clock, keep_events=True)
+    began_s = trace.begin(num_bytes=8, is_last=False)
+    clock.now_s = 1
+    trace.begin(num_bytes=16, is_last=True)
+    clock.now_s = 3
+    trace.stage(bucket(0), "all_reduce", 0, 0.5, 4)
+    trace.end(bucket(0), began_s)
+    trace.write(tmp_path / "deeper" / "rank2.json", rank=2)
+    events = json.loads((tmp_path / "deeper" / "rank2.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = [(rows[e["tid"]], e["name"], e["ts"], e["dur"], e["args"].get("bytes")) for e in events if e["ph"] == "X"]
+    assert shown == [
+        ("backward", "backward, from its first bucket on", 0.0, 1e6, None),
+        ("flat.0 all_reduce", "bucket 0", 0.5e6, 2.5e6, 4),
+        ("buckets", "bucket 0", 0.0, 3e6, 8),
+    ]
+    assert {event["pid"] for event in events} == {2}
+
+
+def test_without_being_asked_no_event_is_kept():
+    trace = CommTrace()
+    trace.begin(num_bytes=8, is_last=True)
+    trace.stage(bucket(0), "all_reduce", 0, 0.0, 8)
+    trace.end(bucket(0))
+    assert trace._events == []
