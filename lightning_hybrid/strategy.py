@@ -18,6 +18,7 @@ One training step, as water flows; ``tests/test_one_step.py`` walks the same sta
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -100,7 +101,9 @@ class HybridAllReduceStrategy(DDPStrategy):
     ) -> None:
         refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceStrategy).parameters)
         bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
-        self._plan = CommPlan(algorithm=algorithm, **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}))
+        self._plan = CommPlan(algorithm=algorithm)
+        if bucket_bytes is not None:
+            self._plan = dataclasses.replace(self._plan, bucket_bytes=bucket_bytes)
         self._ranks_per_node = ranks_per_node
         self._comm_dtype = dtype_from(comm_dtype)
         self._loss_scale = loss_scale

@@ -61,9 +61,9 @@ class Ranks:
         self.pool = pool
         self.world_size = world_size
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S) -> list[Any]:
         """What ``fn(*args)`` returned on each rank, in rank order."""
-        return self.pool.run(fn, *args, world_size=self.world_size, timeout_s=timeout_s)
+        return self.pool.run(fn, *args, world_size=self.world_size, timeout_s=timeout_s, grace_s=grace_s)
 
 
 class RankPool:
@@ -86,7 +86,12 @@ class RankPool:
         return Ranks(self, world_size)
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 60.0
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout_s: float = 60.0,
+        grace_s: float = GRACE_S,
     ) -> list[Any]:
         """What ``fn(*args)`` returned on each of the first ``world_size`` ranks (default: all)."""
         world_size = self.num_ranks if world_size is None else world_size
@@ -99,7 +104,7 @@ class RankPool:
             pipe.send_bytes(pickle.dumps((self._generation, world_size)))
             pipe.send_bytes(call)
         try:
-            replies, left = self._collect(range(world_size), timeout_s)
+            replies, left = self._collect(range(world_size), timeout_s, grace_s)
         except BaseException:  # Ctrl-C: the ranks still run
             self.stop()
             raise
@@ -116,7 +121,7 @@ class RankPool:
             self._live_world_size = None
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
-    def _collect(self, ranks: range, timeout_s: float) -> tuple[dict[int, tuple], list[int]]:
+    def _collect(self, ranks: range, timeout_s: float, grace_s: float) -> tuple[dict[int, tuple], list[int]]:
         """Replies by rank, and the ranks that gave none in time."""
         deadline = time.monotonic() + timeout_s
         waiting = {self._pipes[rank]: rank for rank in ranks}
@@ -131,7 +136,7 @@ class RankPool:
                     self._processes[rank].join(timeout=1)
                     replies[rank] = ("error", f"the process died, exit code {self._processes[rank].exitcode}")
                 if replies[rank][0] == "error":
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         return replies, sorted(waiting.values())
 
     def _stacks_of(self, ranks: list[int]) -> dict[int, str]:

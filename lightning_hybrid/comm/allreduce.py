@@ -1,7 +1,9 @@
-"""Three ways to sum a flat tensor over all ranks, each a sequence of stages.
+"""Four ways to sum a flat tensor over all ranks, each a sequence of stages.
 
     flat            all_reduce
                       everywhere
+    parallel_flat   parallel_all_reduce
+                      flat, of pieces in several groups at once
     hierarchical    reduce            -> ring                -> broadcast
                       to the node's        all-reduce of the      to the node's
                       leader               leaders                other ranks
@@ -111,6 +113,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     "flat": (Stage(name="all_reduce", scope="world", run=_all_reduce),),
+    "parallel_flat": (Stage(name="parallel_all_reduce", scope="world", run=_all_reduce),),
     "hierarchical": (
         Stage(name="reduce", scope="node", run=_reduce_to_leader),
         Stage(name="ring", scope="leaders", run=_all_reduce),
@@ -124,18 +127,35 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
 }
 
 
-def stage_scopes(algorithms: Iterable[Algorithm]) -> dict[str, Scope]:
-    """The scope of every stage of these algorithms, by name: what ``CommGroups`` is built from.
+def columns_of(algorithm: Algorithm, num_parallel_groups: int) -> int:
+    """How many independent sets of groups an algorithm uses: ``flat`` is one collective and uses one."""
+    return 1 if algorithm == "flat" else num_parallel_groups
+
+
+def group_name(stage: Stage, column: int = 0) -> str:
+    """Name of a stage's groups in a column: that of the stage in the first one."""
+    return f"{stage.name}.{column}" if column else stage.name
+
+
+def stage_scopes(algorithms: Iterable[Algorithm], *, num_parallel_groups: int = 1) -> dict[str, Scope]:
+    """The scope of every stage of these algorithms, by group name: what ``CommGroups`` is built from.
 
     >>> stage_scopes(["flat", "hierarchical"])
     {'all_reduce': 'world', 'reduce': 'node', 'ring': 'leaders', 'broadcast': 'node'}
+    >>> list(stage_scopes(["flat", "parallel_flat"], num_parallel_groups=2))
+    ['all_reduce', 'parallel_all_reduce', 'parallel_all_reduce.1']
     """
-    return {stage.name: stage.scope for algorithm in algorithms for stage in STAGES[algorithm]}
+    return {
+        group_name(stage, column): stage.scope
+        for algorithm in algorithms
+        for column in range(columns_of(algorithm, num_parallel_groups))
+        for stage in STAGES[algorithm]
+    }
 
 
-def run_stage(stage: Stage, job: Job, groups: CommGroups) -> None:
+def run_stage(stage: Stage, job: Job, groups: CommGroups, *, column: int = 0) -> None:
     """Do one stage of a job; nothing where this rank has nobody to talk to, or there is nothing to add."""
-    group = groups.of(stage.name)
+    group = groups.of(group_name(stage, column))
     if group is not None and job.flat.numel() > 0:
         stage.run(job, group)
 

@@ -2,65 +2,51 @@
 
     submit(bucket 0), submit(bucket 1), ...                                 caller: enqueues and returns
         -> [reduce]     bucket 2        one queue, one thread
-        -> [ring]       bucket 1        and one process group
-        -> [broadcast]  bucket 0        for every stage
+        -> [ring]       bucket 1        and one process group                lanes.py
+        -> [broadcast]  bucket 0        for every stage and column
         -> finish -> future
 
-A stage has one predecessor, so its queue, and with it the order of collectives on its group, is the order of submits
-on every rank. Sums of buckets handed over in different order on two ranks would be wrong without any error.
+Large buckets go in chunks (chunks.py). What must be alike on all ranks is checked: the plan when the engine is made,
+each bucket's contents when they are first seen, the order of everything once per step (seal.py). What fails on one
+rank fails on all (watch.py).
 
 On CUDA there are no threads: the same stages are put on one side stream in the order of submits.
 """
 
 from __future__ import annotations
 
-import queue
+import json
 import threading
 import time
+import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.allreduce import STAGES, Job, Stage, run_stage, stage_scopes
-from lightning_hybrid.comm.plan import Algorithm, CommPlan
+from lightning_hybrid.comm.allreduce import STAGES, Job, run_stage, stage_scopes
+from lightning_hybrid.comm.chunks import Flight, Piece
+from lightning_hybrid.comm.lanes import Lanes
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.comm.seal import OrderHash
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
+from lightning_hybrid.comm.watch import Standing, Watch, differing, private_store
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
 
-
-@dataclass(eq=False)
-class _Flight:
-    """A submitted tensor: what to do with it, and the future that tells when it is done."""
-
-    job: Job
-    bucket_index: int
-    algorithm: Algorithm
-    finish: Callable[[Tensor], Tensor]
-    done: Future = field(default_factory=Future)
-    error: RuntimeError | None = None
-
-    def result(self, done: Future) -> Tensor:
-        """The tensor; raises where the flight failed. Run by ``Future.then``."""
-        if self.error is not None:
-            raise RuntimeError(str(self.error)) from self.error.__cause__
-        return done.value()
+NUM_RECENT = 64
+"""How many records of buckets a rank remembers, to say where it went another way than others."""
 
 
-@dataclass(eq=False)
-class _Lane:
-    """A stage with its queue and thread. None in the queue ends the thread, and then its successor's."""
-
-    stage: Stage
-    successor: _Lane | None
-    queue: queue.SimpleQueue[_Flight | None] = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread | None = None
+class OrderError(RuntimeError):
+    """Ranks handed over different tensors, or in different order."""
 
 
 class CommEngine:
@@ -71,12 +57,13 @@ class CommEngine:
 
     Arguments:
         topology: seen from this rank.
-        plan: chooses the algorithm of each tensor by its bytes.
+        plan: chooses the algorithm of each tensor by its bytes, and its chunks.
         timeout: of every collective; a rank that waits longer for the others fails.
         device: where tensors will be. ``cuda``: a side stream carries them; else threads do.
         trace: counts what is submitted; None makes one.
 
-    Warns once, on rank 0, where the plan cannot be followed to the letter on this topology.
+    Warns once, on rank 0, where the plan cannot be followed to the letter on this topology. Raises ``ValueError`` on
+    every rank where plan or topology differ between ranks.
     """
 
     def __init__(
@@ -94,17 +81,43 @@ class CommEngine:
         self.trace = CommTrace() if trace is None else trace
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._in_flight: set[_Flight] = set()
-        self._failure: RuntimeError | None = None
+        self._in_flight: dict[Flight, None] = {}  # in the order of submits
+        self._failure: tuple[str, BaseException | None] | None = None
         self._is_closed = False
+        self._close_limit_s: float | None = None
+        self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
+        self._order, self._layout, self._known_layouts = OrderHash(), OrderHash(), set[int]()
+        self._num_submitted = 0
+        self._recent: deque[str] = deque(maxlen=NUM_RECENT)
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
+        token = agree_on(plan, topology, device) if topology.world_size > 1 else ""
         algorithms = plan.algorithms(topology)
         on_cuda = device.type == "cuda"
-        self._groups = CommGroups(topology=topology, scopes=stage_scopes(algorithms), timeout=timeout, share=on_cuda)
+        num_parallel_groups = 1 if on_cuda else plan.num_parallel_groups
+        scopes = stage_scopes(algorithms, num_parallel_groups=num_parallel_groups)
+        self._groups = CommGroups(topology=topology, scopes=scopes, timeout=timeout, share=on_cuda)
         self._stream = torch.cuda.Stream(device) if on_cuda else None
-        self._lanes: dict[Algorithm, list[_Lane]] = {} if on_cuda else {name: self._start(name) for name in algorithms}
+        self._lanes = Lanes(
+            algorithms=() if on_cuda else algorithms,
+            num_parallel_groups=num_parallel_groups,
+            groups=self._groups,
+            trace=self.trace,
+            on_landed=self._land,
+            on_failed=self._fail,
+            has_failed=lambda: self._failure is not None,
+        )
+        self._watch: Watch | None = None
+        if topology.world_size > 1:
+            self._watch = Watch(
+                store=private_store(f"lightning_hybrid/{token}"),
+                rank=topology.rank,
+                world_size=topology.world_size,
+                standing=self._standing,
+                stalled_s=self._stalled_s,
+                on_failure=lambda error: self._fail_all(error, None),
+            )
 
     def submit(
         self,
@@ -117,158 +130,242 @@ class CommEngine:
         """Sum ``flat`` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds ``finish(flat)``, computed where the last stage ran. ``bucket_index`` names the tensor in
-        errors, ``is_last`` marks the end of a step in the trace.
+        errors, ``is_last`` marks the end of a step: with it the order of everything so far is compared over ranks.
 
-        Where any stage of any tensor fails, the future of every tensor in flight raises one ``RuntimeError`` that
-        names rank, bucket, stage, algorithm and cause, and so does every later call of this method.
+        Where any stage of any tensor fails on any rank, on every rank the future of every tensor in flight raises one
+        ``RuntimeError`` that names rank, bucket, stage, algorithm and cause, and so does every later call of this
+        method. So it does where ranks submit different tensors, or die, or come to a halt.
         """
-        num_bytes = flat.numel() * flat.element_size()
-        flight = _Flight(
-            job=Job(flat=flat, topology=self.topology),
-            bucket_index=bucket_index,
-            algorithm=self.plan.algorithm_for(num_bytes, self.topology),
-            finish=finish,
-        )
-        if self._stream is not None:
-            return self._submit_to_stream(flight, self._stream, num_bytes=num_bytes, is_last=is_last)
-        future = flight.done.then(flight.result)
-        with self._lock:  # counts, queue and closing see submits in one order
+        flight = Flight(flat=flat, bucket=self.bucket_plan(bucket_index, flat), finish=finish)
+        future = flight.done.then(flight.result) if self._stream is None else None
+        with self._lock:  # counts, queues and closing see submits in one order
             self._raise_unless_usable()
-            self.trace.begin(num_bytes=num_bytes, is_last=is_last)
-            self._in_flight.add(flight)
-            lanes = self._lanes[flight.algorithm]
-            if lanes:
-                lanes[0].queue.put(flight)
-        if not lanes:  # one rank alone
-            self._land(flight)
+            seal = self._note(flight, is_last=is_last)
+            flight.cut(lambda part: Job(flat=part, topology=self.topology), seal=seal)
+            if self._stream is not None:
+                return self._submit_to_stream(flight, self._stream, is_last=is_last)
+            self.trace.begin(num_bytes=flight.bucket.num_bytes, is_last=is_last)
+            self._in_flight[flight] = None
+            is_sent = self._lanes.put(flight.pieces, flight.bucket.algorithm)
+        if not is_sent:  # one rank alone
+            for piece in flight.pieces:
+                self._land(piece)
+        assert future is not None
         return future
+
+    def bucket_plan(self, index: int, flat: Tensor) -> BucketPlan:
+        """What is decided for this tensor; remembered by index, number of elements and dtype."""
+        key = (index, flat.numel(), flat.dtype)
+        if key not in self._buckets:
+            self._buckets[key] = self.plan.bucket(
+                index=index,
+                numel=flat.numel(),
+                dtype=str(flat.dtype).removeprefix("torch."),
+                num_bytes=flat.numel() * flat.element_size(),
+                topology=self.topology,
+            )
+        return self._buckets[key]
+
+    @property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        """Every bucket that was handed over so far, by contents."""
+        return tuple(sorted(self._buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype)))
+
+    def abort(self, reason: str) -> None:
+        """Fail here and on every other rank, with ``reason``: for errors outside that keep this rank from going on.
+
+        Does nothing after a failure or ``close``.
+        """
+        with self._lock:
+            if self._failure is not None or self._is_closed:
+                return
+        error = f"comm: rank {self.topology.rank} gave up: {reason}"
+        self._fail_all(error if self._watch is None else self._watch.raise_alarm(error), None)
 
     def close(self) -> None:
         """End the threads and free the groups. May be called again.
 
         Healthy, it waits for what is in flight. After a failure it waits ``FAILED_CLOSE_LIMIT_S`` for stages to come
-        back; one that is still inside a collective then is left there, with its groups, and a warning says so.
+        back; one that is still inside a collective then is left there, with its group, and a warning says so.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            has_failed = self._failure is not None
-        lanes = [lane for of_algorithm in self._lanes.values() for lane in of_algorithm]
-        for lane in lanes if has_failed else [of_algorithm[0] for of_algorithm in self._lanes.values() if of_algorithm]:
-            lane.queue.put(None)
-        limit_s = FAILED_CLOSE_LIMIT_S if has_failed else self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
-        deadline_s = time.monotonic() + limit_s
-        stuck = []
-        for lane in lanes:
-            assert lane.thread is not None
-            lane.thread.join(max(0.0, deadline_s - time.monotonic()))
-            if lane.thread.is_alive():
-                stuck.append(lane.stage.name)
+        healthy_until_s = time.monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
+
+        def limit_s() -> float:
+            if self._failure is not None and self._close_limit_s is None:
+                self._close_limit_s = time.monotonic() + FAILED_CLOSE_LIMIT_S
+            return (healthy_until_s if self._close_limit_s is None else self._close_limit_s) - time.monotonic()
+
+        stuck = self._lanes.end(limit_s=limit_s)
+        if self._watch is not None:
+            self._watch.leave()
         if stuck:
             warnings.warn(
                 f"comm: rank {self.topology.rank} closed while stages {stuck} were still waiting for other ranks: "
                 "their process groups are left as they are",
                 stacklevel=2,
             )
-        else:
-            self._groups.destroy()
 
-    # ------------------------------------------------------------------------------------------------ CPU: threads
+    # ------------------------------------------------------------------------------------- what must be alike on ranks
 
-    def _start(self, algorithm: Algorithm) -> list[_Lane]:
-        """Lanes of an algorithm, first stage first, without the stages in which this rank has nobody to talk to."""
-        lanes: list[_Lane] = []
-        for stage in reversed(STAGES[algorithm]):
-            if self._groups.of(stage.name) is not None:
-                lane = _Lane(stage=stage, successor=lanes[0] if lanes else None)
-                name = f"comm-{stage.name}"
-                lane.thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
-                lane.thread.start()
-                lanes.insert(0, lane)
-        return lanes
+    def _note(self, flight: Flight, *, is_last: bool) -> int | None:
+        """Put the flight into the order; returns the seal that it shall carry, None if none."""
+        bucket = flight.bucket
+        record = f"bucket {bucket.index} ({bucket.numel} x {bucket.dtype}, {bucket.algorithm} x {bucket.num_chunks})"
+        if is_last:
+            record += ", the last"
+        self._order.add(record)
+        self._layout.add(record)
+        self._recent.append(record)
+        self._num_submitted += 1
+        if self._watch is not None and self._layout.value not in self._known_layouts:
+            self._known_layouts.add(self._layout.value)
+            flight.check = self._check_of(f"order/{self._num_submitted}", record)
+        if not is_last:
+            return None
+        self._layout = OrderHash()
+        return self._order.value if self.plan.check_order and self.topology.world_size > 1 else None
 
-    def _serve(self, lane: _Lane) -> None:
-        for flight in iter(lane.queue.get, None):
-            if self._failure is not None:  # it has been told already
-                continue
-            try:
-                run_stage(lane.stage, flight.job, self._groups)
-            except Exception as error:
-                self._fail(flight, lane.stage.name, error)
-                continue
-            if lane.successor is None:
-                self._land(flight)
+    def _check_of(self, key: str, record: str) -> Callable[[], None]:
+        """What compares a bucket with those of other ranks before it is sent: sizes that differ kill Gloo."""
+        value = f"{record}; all so far: {self._order.value:016x}"
+
+        def check() -> None:
+            assert self._watch is not None
+            first = self._watch.compare(key, value)
+            if first != value:
+                raise OrderError(f"this rank hands over {value}, and another {first}")
+
+        return check
+
+    def _standing(self) -> Standing:
+        with self._lock:
+            oldest = next(iter(self._in_flight), None)
+            if oldest is None:
+                place = "with no bucket in flight"
             else:
-                lane.successor.queue.put(flight)
-        if lane.successor is not None:
-            lane.successor.queue.put(None)
+                piece = next((p for p in oldest.pieces if p.place.startswith("in ")), oldest.pieces[0])
+                place = f"bucket {oldest.bucket.index} {piece.place} of the {oldest.bucket.algorithm} all-reduce"
+            return Standing(
+                num_submitted=self._num_submitted,
+                order=f"{self._order.value:016x}",
+                place=place,
+                recent=tuple(self._recent),
+            )
 
-    def _land(self, flight: _Flight) -> None:
+    def _stalled_s(self) -> float:
+        with self._lock:
+            oldest = next(iter(self._in_flight), None)
+            return 0.0 if oldest is None else time.monotonic() - oldest.began_s
+
+    # ------------------------------------------------------------------------------------------- the end of a flight
+
+    def _land(self, piece: Piece) -> None:
+        flight = piece.flight
+        place = "order"
         try:
-            result = flight.finish(flight.job.flat)
+            is_broken = piece.close()
+            if is_broken is not None and bool(is_broken):
+                raise OrderError("the order of buckets in this step was not the same on all ranks")
+            if not flight.land():
+                return
+            place = "finish"
+            result = flight.finish(flight.flat)
         except Exception as error:
-            self._fail(flight, "finish", error)
+            self._fail(piece, place, error)
             return
         with self._lock:
             if flight not in self._in_flight:  # another stage failed meanwhile
                 return
-            self._in_flight.remove(flight)
+            del self._in_flight[flight]
             self.trace.end()
         flight.done.set_result(result)
 
-    def _fail(self, flight: _Flight, stage: str, cause: Exception) -> None:
+    def _fail(self, piece: Piece, stage: str, cause: Exception) -> None:
+        """A stage raised: tell everybody, learn who is to blame, and give everything up."""
+        noticed = self._explain(piece.flight.bucket, stage, cause)
+        if self._watch is None:
+            error = f"comm: {noticed}."
+        elif isinstance(cause, OrderError) or _comes_from_others(cause):
+            error = self._watch.call_roll(noticed)
+        else:
+            error = self._watch.raise_alarm(f"comm: {noticed}.")
+        self._fail_all(error, cause)
+
+    def _fail_all(self, error: str, cause: BaseException | None) -> None:
         with self._lock:
             if self._failure is None:
-                self._failure = self._explain(flight, stage, cause)
-            lost, self._in_flight = self._in_flight, set()
+                lost_note = " The gradients of this step are lost, and this engine takes no more."
+                self._failure = (error + lost_note, cause)
+            lost, self._in_flight = self._in_flight, {}
             for _ in lost:
                 self.trace.end()
-        for each in lost:
-            each.error = self._failure
-            each.done.set_result(None)  # set_exception would reach DDP as a failed cast; `_Flight.result` raises
+        for flight in lost:
+            flight.fail(*self._failure)
+
+    def _explain(self, bucket: BucketPlan, stage: str, cause: Exception) -> str:
+        what = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
+        return (
+            f"rank {self.topology.rank} failed on bucket {bucket.index} in stage `{stage}` of the "
+            f"{bucket.algorithm} all-reduce: {what}"
+        )
+
+    def _raise_unless_usable(self) -> None:
+        if self._failure is not None:
+            error, cause = self._failure
+            raise RuntimeError(error) from cause
+        if self._is_closed:
+            raise RuntimeError("the engine is closed: a bucket was handed over after the strategy's teardown")
 
     # ------------------------------------------------------------------------------------------------ CUDA: a stream
 
-    def _submit_to_stream(
-        self, flight: _Flight, stream: torch.cuda.Stream, *, num_bytes: int, is_last: bool
-    ) -> Future[Tensor]:
+    def _submit_to_stream(self, flight: Flight, stream: torch.cuda.Stream, *, is_last: bool) -> Future[Tensor]:
         """Put every stage on the side stream; the host waits for nothing, and the future carries a CUDA event."""
-        self._raise_unless_usable()
-        self.trace.count_untimed(num_bytes=num_bytes, is_last=is_last)
-        flat = flight.job.flat
+        self.trace.count_untimed(num_bytes=flight.bucket.num_bytes, is_last=is_last)
+        flat = flight.flat
         stage_name = "finish"
         stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients have been written
         with torch.cuda.stream(stream):
             try:
                 flat.record_stream(stream)
-                for stage in STAGES[flight.algorithm]:
+                flight.admit()
+                job = Job(flat=flat, topology=self.topology)
+                for stage in STAGES[flight.bucket.algorithm]:
                     stage_name = stage.name
-                    run_stage(stage, flight.job, self._groups)
+                    run_stage(stage, job, self._groups)
                 stage_name = "finish"
                 result = flight.finish(flat)
                 result.record_stream(stream)
             except Exception as error:
-                self._failure = self._explain(flight, stage_name, error)
-                raise self._failure from error
+                told = f"comm: {self._explain(flight.bucket, stage_name, error)}."
+                self._failure = (told if self._watch is None else self._watch.raise_alarm(told), error)
+                raise RuntimeError(self._failure[0]) from error
             future: Future[Tensor] = Future(devices=[self.device])
             future.set_result(result)  # records an event on this stream; whoever waits makes its stream wait for it
         return future
 
-    # ------------------------------------------------------------------------------------------------------- errors
 
-    def _raise_unless_usable(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(str(self._failure)) from self._failure.__cause__
-        if self._is_closed:
-            raise RuntimeError("the engine is closed: a bucket was handed over after the strategy's teardown")
+def agree_on(plan: CommPlan, topology: Topology, device: torch.device) -> str:
+    """Compare plan and topology over all ranks of WORLD; returns a word that is the same on all and new each time.
 
-    def _explain(self, flight: _Flight, stage: str, cause: Exception) -> RuntimeError:
-        error = RuntimeError(
-            f"comm: rank {self.topology.rank} failed on bucket {flight.bucket_index} in stage `{stage}` of the "
-            f"{flight.algorithm} all-reduce: {type(cause).__name__}: {cause}. The gradients of this step are lost, and "
-            "this engine takes no more. Where other ranks report timeouts or closed connections, this one that does "
-            "not is the cause; where it does itself, look for the rank that does not."
+    Collective: every rank of WORLD must call it. Raises ``ValueError``, on every rank, that names what differs.
+    """
+    own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
+    gathered: list[tuple[dict, str]] = [({}, "")] * topology.world_size
+    dist.all_gather_object(gathered, (own, uuid.uuid4().hex))
+    difference = differing([values for values, _ in gathered])
+    if difference:
+        raise ValueError(
+            f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
+            "`strategy` options, from one configuration."
         )
-        error.__cause__ = cause
-        return error
+    return gathered[0][1]
+
+
+def _comes_from_others(error: Exception) -> bool:
+    """Whether a stage's error is how Gloo or NCCL tells that another rank did not do its part."""
+    words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

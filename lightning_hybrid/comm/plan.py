@@ -1,13 +1,14 @@
-"""What is decided before training starts: how large a bucket is, and which all-reduce carries it."""
+"""What is decided before training starts: how large a bucket is, which all-reduce carries it, in how many pieces."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, Protocol, get_args
 
-Algorithm = Literal["flat", "hierarchical", "two_level"]
+Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 """Names of the all-reduce algorithms in ``allreduce.py``."""
 
 KIB = 1024
@@ -30,14 +31,44 @@ class NodeShape(Protocol):
         """Ranks on each node; None where nodes differ."""
 
 
+LEAST_CHUNK_BYTES = 64 * KIB
+"""No piece is made smaller than this: its messages would cost more than they hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """What is decided for one bucket. Equal contents get equal plans.
+
+    ``index``, ``numel``, ``dtype`` (without ``torch.``): the contents. ``algorithm``, ``num_chunks``: the decision.
+    """
+
+    index: int
+    numel: int
+    num_bytes: int
+    dtype: str
+    algorithm: Algorithm
+    num_chunks: int
+
+    def describe(self) -> str:
+        """One line.
+
+        >>> BucketPlan(index=0, numel=512, num_bytes=KIB, dtype="float16", algorithm="flat", num_chunks=1).describe()
+        'bucket 0: 512 x float16 = 1 KiB, flat'
+        """
+        pieces = f" in {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        size = f"{self.numel} x {self.dtype} = {_bytes(self.num_bytes)}"
+        return f"bucket {self.index}: {size}, {self.algorithm}{pieces}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommPlan:
-    """Bucket size, and the algorithm for a bucket of given bytes.
+    """Bucket sizes, and for a bucket of given bytes the algorithm and the number of chunks.
 
     ``algorithm="auto"`` is this static rule, and measures nothing:
 
     ================================================  ================================================================
-    one node, or one rank on every node               flat: there is no hierarchy to use
+    one node                                          flat: there is no hierarchy to use, and nothing to wait for
+    one rank on every node                            parallel_flat: no hierarchy either, but a wire to keep busy
     nodes of different size                           hierarchical: shards need as many ranks on every node
     else, fewer than ``hierarchical_below_bytes``     hierarchical: latency counts, and one ring of leaders has less
                                                       of it than a ring for every local rank
@@ -47,10 +78,21 @@ class CommPlan:
     ``two_level`` asked for by name where nodes differ is carried by flat (``fallback`` says so); everything else asked
     for by name is done as asked.
 
+    A chunk is a piece of a bucket that goes through the stages by itself, so that the wire between nodes carries one
+    while another is summed inside the node. On CUDA buckets are not cut: NCCL does that inside.
+
     Arguments:
-        algorithm: ``auto``, ``flat``, ``hierarchical`` or ``two_level``.
-        bucket_bytes: gradients are fused into buckets of about this size. 25 MiB is DistributedDataParallel's own, so
-            that by default the algorithm is the only thing that differs from it.
+        algorithm: ``auto``, ``flat``, ``parallel_flat``, ``hierarchical`` or ``two_level``.
+        bucket_bytes: small tensors are fused up to this size; a larger one travels alone. 25 MiB is
+            DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
+        last_bucket_bytes: as ``bucket_bytes``, for the bucket that is ready last: backward is over then and hides
+            nothing of it.
+        chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size.
+        num_parallel_groups: chunks go round over this many independent sets of process groups. Gloo's ring waits for
+            each message's consent, and a second ring uses the wire meanwhile.
+        check_order: compare, once per step, the order of all buckets over ranks (seal.py). The 128 elements that do it
+            shift where Gloo's ring begins to add, so without them ``flat`` is plain DistributedDataParallel bit for
+            bit, and with them all but the last bucket is.
         hierarchical_below_bytes: see the rule. 1 MiB: on emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s Gloo
             the hierarchical form took 13.5 ms against 17.3 ms at 1 MB and 91.3 ms against 88.9 ms at 8 MB.
 
@@ -64,7 +106,11 @@ class CommPlan:
 
     algorithm: Literal["auto"] | Algorithm = "auto"
     bucket_bytes: int = 25 * MIB
+    last_bucket_bytes: int = MIB
     hierarchical_below_bytes: int = MIB
+    chunk_bytes: int = MIB
+    num_parallel_groups: int = 2
+    check_order: bool = True
 
     def __post_init__(self) -> None:
         names = ("auto", *get_args(Algorithm))
@@ -74,7 +120,64 @@ class CommPlan:
                 "Set `strategy.algorithm=auto` to have it chosen by bucket size and topology."
             )
         _require_whole("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
+        _require_whole("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
         _require_whole("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
+        _require_whole("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
+        if not isinstance(self.check_order, bool):
+            raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
+        if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
+            raise ValueError(
+                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16: each "
+                "costs every rank a thread and a process group per stage, and beyond 4 none was seen to help."
+            )
+
+    def bucket(self, *, index: int, numel: int, dtype: str, num_bytes: int, topology: NodeShape) -> BucketPlan:
+        """The plan of a bucket, by its contents.
+
+        >>> from lightning_hybrid.comm.topology import Topology
+        >>> topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
+        >>> CommPlan().bucket(index=0, numel=2**21, dtype="float16", num_bytes=4 * MIB, topology=topology).describe()
+        'bucket 0: 2097152 x float16 = 4 MiB, two_level in 4 chunks'
+        """
+        algorithm = self.algorithm_for(num_bytes, topology)
+        num_chunks = self.num_chunks_for(num_bytes, algorithm, topology)
+        return BucketPlan(
+            index=index, numel=numel, num_bytes=num_bytes, dtype=dtype, algorithm=algorithm, num_chunks=num_chunks
+        )
+
+    def num_chunks_for(self, num_bytes: int, algorithm: Algorithm, topology: NodeShape) -> int:
+        """Into how many pieces a bucket is cut: one where there are no two stages to overlap."""
+        if algorithm == "flat" or topology.world_size == 1:
+            return 1
+        most = max(1, num_bytes // LEAST_CHUNK_BYTES)
+        if algorithm == "parallel_flat":
+            return min(most, self.num_parallel_groups)
+        if topology.num_nodes == 1 or topology.ranks_per_node == 1:
+            return 1
+        return min(most, -(-num_bytes // self.chunk_bytes)) if num_bytes else 1
+
+    def bucket_caps(self, tensor_bytes: Sequence[int]) -> list[int]:
+        """Bytes of each bucket, for tensors in the order in which their gradients get ready.
+
+        Small tensors are fused until the next would pass ``bucket_bytes``; a larger one travels alone; from the end,
+        tensors are fused up to ``last_bucket_bytes``, and at least the last one is in that bucket.
+
+        >>> CommPlan(bucket_bytes=100, last_bucket_bytes=20).bucket_caps([60, 30, 30, 500, 50, 10, 10])
+        [90, 30, 500, 50, 20]
+        """
+        num_last, last = 0, 0
+        for size in reversed(tensor_bytes):
+            if num_last and last + size > min(self.last_bucket_bytes, self.bucket_bytes):
+                break
+            num_last, last = num_last + 1, last + size
+        caps: list[int] = []
+        open_bytes = 0
+        for size in tensor_bytes[: len(tensor_bytes) - num_last]:
+            if open_bytes and open_bytes + size > self.bucket_bytes:
+                caps.append(open_bytes)
+                open_bytes = 0
+            open_bytes += size
+        return [*caps, *([open_bytes] if open_bytes else []), *([last] if num_last else [])]
 
     def algorithm_for(self, num_bytes: int, topology: NodeShape) -> Algorithm:
         """The algorithm that carries a bucket of ``num_bytes`` bytes on the wire."""
@@ -82,8 +185,10 @@ class CommPlan:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
-        if topology.num_nodes == 1 or topology.ranks_per_node == 1:
+        if topology.num_nodes == 1:
             return "flat"
+        if topology.ranks_per_node == 1:
+            return "parallel_flat"
         if topology.ranks_per_node is None or num_bytes < self.hierarchical_below_bytes:
             return "hierarchical"
         return "two_level"
@@ -110,7 +215,7 @@ class CommPlan:
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
         >>> CommPlan(bucket_bytes=16 * MIB, hierarchical_below_bytes=256 * KIB).describe(topology)
         'comm: 1024 ranks = 128 nodes x 8; fused buckets of 16 MiB; two-level from 256 KiB, hierarchical below; \
-plan c890'
+plan 2cc4'
         """
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         per_node = "of different size" if topology.ranks_per_node is None else f"x {topology.ranks_per_node}"

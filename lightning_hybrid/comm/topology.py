@@ -228,9 +228,20 @@ class CommGroups:
         """Free the groups. May be called again, and after the default group is gone."""
         owned, self._owned, self._of_stage = self._owned, [], {}
         for group in owned:
-            with suppress(ValueError):  # destroying the default group has already destroyed this one
-                if dist.is_initialized():
-                    dist.destroy_process_group(group)
+            _destroy(group)
+
+    def destroy_stage(self, stage: str) -> None:
+        """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
+        group, self._of_stage[stage] = self._of_stage.get(stage), None
+        if group is not None:
+            self._owned = [owned for owned in self._owned if owned is not group]
+            _destroy(group)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # destroying the default group has already destroyed this one
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _several(partition: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -72,6 +72,13 @@ class CommTrace:
                 self._add_times(self._clock())
                 self._busy_since_s = self._exposed_since_s = None
 
+    def now_s(self) -> float:
+        """Seconds on this trace's clock."""
+        return self._clock()
+
+    def stage(self, bucket: object, stage: str, column: int, began_s: float) -> None:
+        """A stage of a piece ended."""
+
     def count_untimed(self, *, num_bytes: int, is_last: bool) -> None:
         """A bucket was put on a CUDA stream: count it and claim no times."""
         with self._lock:

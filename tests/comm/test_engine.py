@@ -123,7 +123,7 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
 
     undo = replace_stage(algorithm, stage, fail_at_second) if dist.get_rank() == failing_rank else lambda: None
     try:
-        engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm), timeout_s=1.0)
+        engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm, num_parallel_groups=1), timeout_s=30.0)
         start = time.monotonic()
         errors = []
         futures = [engine.submit(torch.ones(5), bucket_index=index) for index in range(3)]
@@ -135,9 +135,10 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
                 errors.append(str(error))
                 break
         for future in futures:
-            with pytest.raises(RuntimeError) as error:
-                future.wait()
-            errors.append(str(error.value))
+            try:
+                future.wait()  # done before the failure became known here
+            except RuntimeError as error:
+                errors.append(str(error))
         waited_s = time.monotonic() - start
         with pytest.raises(RuntimeError) as error:
             engine.submit(torch.ones(5), bucket_index=99)
@@ -152,23 +153,20 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
 
 
 @pytest.mark.parametrize(("algorithm", "stage"), EVERY_STAGE, ids=[stage for _, stage in EVERY_STAGE])
-@pytest.mark.parametrize("failing_rank", [0, 3])
-def test_a_failure_in_any_stage_is_an_error_on_every_rank(four_ranks, algorithm, stage, failing_rank):
-    if stage == "ring" and failing_rank == 3:
-        failing_rank = 2  # rank 3 is no leader
+@pytest.mark.parametrize("failing_rank", range(4))
+def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_ranks, algorithm, stage, failing_rank):
+    if stage == "ring" and failing_rank % 2:
+        failing_rank -= 1  # others are no leaders
     results = four_ranks.run(outcomes_with_a_failure, algorithm, stage, failing_rank)
-    for rank, (errors, waited_s, close_s, threads, num_in_flight) in enumerate(results):
+    expected = f"comm: rank {failing_rank} failed on bucket 1 in stage `{stage}` of the {algorithm} all-reduce: OSError"
+    for errors, waited_s, close_s, threads, num_in_flight in results:
         assert len(errors) >= 2
-        text = errors[-1]
-        assert all(text in error for error in errors)  # one error; a future's carries the callback's words before it
-        assert text.startswith(f"comm: rank {rank} failed on bucket ")
-        assert f"of the {algorithm} all-reduce: " in text
-        assert waited_s < 8  # the groups' timeout is 1 s, and at most one stage waits for another's
+        assert errors[-1].startswith(expected)
+        assert all(errors[-1] in error for error in errors)  # a future's carries the callback's words before it
+        assert waited_s < 3  # the groups' timeout is 30 s; the watch looks within 0.75 s; the rest is a busy machine
         assert close_s < 4
         assert threads == []
         assert num_in_flight == 0
-    expected = f"comm: rank {failing_rank} failed on bucket 1 in stage `{stage}` of the {algorithm} all-reduce: "
-    assert results[failing_rank][0][-1].startswith(expected + "OSError: boom. ")
 
 
 def failing_finish():
@@ -195,7 +193,10 @@ def late_rank_finds_a_timeout():
         engine.close()
         return 0.0
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?i)rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"):
+    behind = "rank 1 stands behind: 0 buckets handed over where others have 1; now with no bucket in flight"
+    with pytest.raises(
+        RuntimeError, match=rf"(?i){behind}.*rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"
+    ):
         engine.submit(torch.ones(1), bucket_index=0).wait()
     waited_s = time.monotonic() - start
     dist.barrier()
@@ -224,7 +225,7 @@ def count_after_cycles(num_cycles):
 
 def test_no_thread_and_no_group_is_left_behind(two_ranks):
     for counts in two_ranks.run(count_after_cycles, 12):
-        assert counts[-1] == counts[1]
+        assert counts[-1] <= max(counts[1:4])  # threads that end are a moment late to leave /proc
 
 
 def close_with_work_in_flight():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.comm.plan import LEAST_CHUNK_BYTES, MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 
 
@@ -17,9 +17,13 @@ def spread(*sizes):
 
 plans = st.builds(
     CommPlan,
-    algorithm=st.sampled_from(["auto", "flat", "hierarchical", "two_level"]),
+    algorithm=st.sampled_from(["auto", "flat", "parallel_flat", "hierarchical", "two_level"]),
     bucket_bytes=st.integers(1, 2**40),
+    last_bucket_bytes=st.integers(1, 2**40),
     hierarchical_below_bytes=st.integers(0, 2**40),
+    chunk_bytes=st.integers(1, 2**40),
+    num_parallel_groups=st.integers(1, 16),
+    check_order=st.booleans(),
 )
 
 
@@ -28,7 +32,7 @@ plans = st.builds(
     [
         ((1,), "flat", "flat"),
         ((8,), "flat", "flat"),
-        ((1, 1, 1), "flat", "flat"),
+        ((1, 1, 1), "parallel_flat", "parallel_flat"),
         ((2, 2), "hierarchical", "two_level"),
         ((2, 1), "hierarchical", "hierarchical"),
     ],
@@ -41,7 +45,7 @@ def test_auto_follows_its_rule(sizes, small, large):
     assert plan.fallback(topology) is None
 
 
-@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+@pytest.mark.parametrize("algorithm", ["flat", "parallel_flat", "hierarchical", "two_level"])
 @pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1), (2, 2)])
 def test_an_algorithm_asked_for_by_name_is_used(algorithm, sizes):
     plan, topology = CommPlan(algorithm=algorithm), spread(*sizes)
@@ -93,11 +97,18 @@ def test_a_plan_file_with_an_error_is_refused(text, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": "ring"}, r"^`algorithm` \(='ring'\) must be one of auto, flat, hierarchical, two_level"),
+        (
+            {"algorithm": "ring"},
+            r"^`algorithm` \(='ring'\) must be one of auto, flat, parallel_flat, hierarchical, two_level",
+        ),
         ({"bucket_bytes": 0}, r"^`bucket_bytes` \(=0\) must be a whole number of bytes, 1 or more"),
         ({"bucket_bytes": 1e6}, r"^`bucket_bytes` \(=1000000.0\)"),
         ({"bucket_bytes": True}, r"^`bucket_bytes` \(=True\)"),
         ({"hierarchical_below_bytes": -1}, r"^`hierarchical_below_bytes` \(=-1\)"),
+        ({"last_bucket_bytes": 0}, r"^`last_bucket_bytes` \(=0\)"),
+        ({"chunk_bytes": 0}, r"^`chunk_bytes` \(=0\)"),
+        ({"num_parallel_groups": 0}, r"^`num_parallel_groups` \(=0\) must be a whole number from 1 to 16"),
+        ({"check_order": 1}, r"^`check_order` \(=1\) must be true or false"),
     ],
 )
 def test_values_outside_the_rules_are_refused(values, message):
@@ -127,3 +138,44 @@ def test_a_plan_is_a_value():
 )
 def test_the_line_says_what_was_chosen(plan, sizes, line):
     assert plan.describe(spread(*sizes)) == line + plan.plan_hash[:4]
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+@given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41))
+def test_chunks_are_never_smaller_than_the_least_nor_made_for_nothing(plan, sizes, num_bytes):
+    topology = spread(*sizes)
+    bucket = plan.bucket(index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology)
+    assert bucket.num_chunks >= 1
+    assert bucket.num_chunks == 1 or num_bytes // bucket.num_chunks >= LEAST_CHUNK_BYTES
+    if bucket.algorithm == "flat" or topology.world_size == 1:
+        assert bucket.num_chunks == 1
+    assert bucket == plan.bucket(index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology)
+
+
+def test_one_host_is_plain_flat_and_nothing_extra():
+    for num_bytes in (0, 1, MIB, 2**30):
+        bucket = CommPlan().bucket(index=0, numel=1, dtype="float32", num_bytes=num_bytes, topology=spread(8))
+        assert (bucket.algorithm, bucket.num_chunks) == ("flat", 1)
+
+
+@given(plans, st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 2000), st.integers(1, 500))
+def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket_bytes, last_bucket_bytes):
+    plan = dataclasses.replace(plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes)
+    caps = plan.bucket_caps(sizes)
+    assert sum(caps) == sum(sizes)
+    rest = iter(sizes)
+    buckets = []
+    for cap in caps:  # every bucket ends where a tensor does
+        bucket = []
+        while sum(bucket) < cap:
+            bucket.append(next(rest))
+        assert sum(bucket) == cap
+        buckets.append(bucket)
+    for index, bucket in enumerate(buckets):
+        assert len(bucket) == 1 or sum(bucket) <= bucket_bytes
+        if index < len(buckets) - 2:  # full: the next tensor would not have fitted
+            assert sum(bucket) + buckets[index + 1][0] > bucket_bytes
+    if buckets:
+        assert len(buckets[-1]) == 1 or sum(buckets[-1]) <= min(last_bucket_bytes, bucket_bytes)

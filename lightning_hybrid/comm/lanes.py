@@ -1,0 +1,149 @@
+"""The threads of the stages: for each a queue, a thread and a process group, in columns.
+
+    column 0    [reduce] -> [ring] -> [broadcast]          pieces 0, 2, 4, ...
+    column 1    [reduce] -> [ring] -> [broadcast]          pieces 1, 3, 5, ...
+
+A lane has one predecessor, so its queue, and with it the order of collectives on its group, is the order in which
+pieces were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_hybrid.comm.allreduce import STAGES, Stage, columns_of, group_name, run_stage
+from lightning_hybrid.comm.chunks import Piece
+from lightning_hybrid.comm.plan import Algorithm
+from lightning_hybrid.comm.topology import CommGroups
+from lightning_hybrid.comm.trace import CommTrace
+
+
+@dataclass(eq=False)
+class _Lane:
+    """None in the queue ends the thread, and then its successor's."""
+
+    stage: Stage
+    column: int
+    is_first: bool = False
+    successor: _Lane | None = None
+    queue: queue.SimpleQueue[Piece | None] = field(default_factory=queue.SimpleQueue)
+    thread: threading.Thread | None = None
+
+
+class Lanes:
+    """All lanes of an engine.
+
+    Arguments:
+        algorithms: those whose lanes are started. A stage in which this rank has nobody to talk to has no lane.
+        num_parallel_groups: columns of each, but of ``flat``.
+        groups: of every stage and column.
+        trace: told when each stage begins and ends.
+        on_landed, on_failed: called from a lane's thread, after the last stage of a piece or where a stage raised.
+        has_failed: whether pieces are to be dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithms: Sequence[Algorithm],
+        num_parallel_groups: int,
+        groups: CommGroups,
+        trace: CommTrace,
+        on_landed: Callable[[Piece], None],
+        on_failed: Callable[[Piece, str, Exception], None],
+        has_failed: Callable[[], bool],
+    ) -> None:
+        self._groups = groups
+        self._trace = trace
+        self._on_landed = on_landed
+        self._on_failed = on_failed
+        self._has_failed = has_failed
+        self._num_put: dict[Algorithm, int] = dict.fromkeys(algorithms, 0)
+        self._columns: dict[Algorithm, list[list[_Lane]]] = {
+            algorithm: [self._start(algorithm, column) for column in range(columns_of(algorithm, num_parallel_groups))]
+            for algorithm in algorithms
+        }
+
+    def _start(self, algorithm: Algorithm, column: int) -> list[_Lane]:
+        lanes = [
+            _Lane(stage=stage, column=column)
+            for stage in STAGES[algorithm]
+            if self._groups.of(group_name(stage, column)) is not None
+        ]
+        for index, lane in enumerate(lanes):
+            lane.is_first, lane.successor = index == 0, lanes[index + 1] if index + 1 < len(lanes) else None
+            name = f"comm-{group_name(lane.stage, column)}"
+            lane.thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+            lane.thread.start()
+        return lanes
+
+    def put(self, pieces: Sequence[Piece], algorithm: Algorithm) -> bool:
+        """Send pieces on their way, round the columns; False where this rank has nobody to talk to."""
+        columns = self._columns[algorithm]
+        if not columns[0]:
+            return False
+        for piece in pieces:
+            columns[self._num_put[algorithm] % len(columns)][0].queue.put(piece)
+            self._num_put[algorithm] += 1
+        return True
+
+    def _serve(self, lane: _Lane) -> None:
+        for piece in iter(lane.queue.get, None):
+            if self._has_failed():  # it has been told already
+                continue
+            piece.place = f"in stage `{lane.stage.name}`"
+            began_s = self._trace.now_s()
+            try:
+                if lane.is_first:
+                    piece.flight.admit()
+                    piece.open()
+                run_stage(lane.stage, piece.job, self._groups, column=lane.column)
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the group, whose end sets other ranks free
+                self._on_failed(piece, lane.stage.name, error)
+                continue
+            finally:
+                self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s)
+            if lane.successor is None:
+                self._on_landed(piece)
+            else:
+                piece.place = f"waiting for stage `{lane.successor.stage.name}`"
+                lane.successor.queue.put(piece)
+            del piece  # a lane that waits keeps no gradients alive
+        if lane.successor is not None:
+            lane.successor.queue.put(None)
+
+    def end(self, *, limit_s: Callable[[], float]) -> list[str]:
+        """End the threads after what they were given, and free their groups; the lanes that would not end.
+
+        ``limit_s`` is asked again and again: how long, from now on, a stage may still be waited for. After a failure
+        each lane frees its group as soon as it is out of it, which lets ranks go that wait there for this one.
+        """
+        lanes = [lane for columns in self._columns.values() for column in columns for lane in column]
+        for lane in lanes:
+            if lane.is_first:
+                lane.queue.put(None)
+        told_all = False
+        while any(self._is_alive(lane) for lane in lanes) and limit_s() > 0:
+            if self._has_failed():
+                if not told_all:  # a predecessor that hangs would never tell
+                    for lane in lanes:
+                        lane.queue.put(None)
+                    told_all = True
+                for lane in lanes:
+                    if not self._is_alive(lane):
+                        self._groups.destroy_stage(group_name(lane.stage, lane.column))
+            waiting = next((lane for lane in lanes if self._is_alive(lane)), None)
+            if waiting is not None and waiting.thread is not None:
+                waiting.thread.join(0.02)
+        stuck = [lane for lane in lanes if self._is_alive(lane)]
+        if not stuck:
+            self._groups.destroy()
+        return [group_name(lane.stage, lane.column) for lane in stuck]
+
+    def _is_alive(self, lane: _Lane) -> bool:
+        return lane.thread is not None and lane.thread.is_alive()
