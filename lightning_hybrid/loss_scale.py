@@ -191,6 +191,19 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
     return StaticLossScale(float(setting))
 
 
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """Whether no element is inf or nan: bool, 0-dim, on the tensors' device. Both survive a minimum and a maximum.
+
+    >>> all_finite([torch.ones(2)]), all_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
+    (tensor(True), tensor(False))
+    """
+    if tensors[0].is_cuda:  # few launches for all tensors; on a CPU this norm is 20 times slower than `aminmax`
+        extremes = list(torch._foreach_norm(tensors, float("inf")))
+    else:
+        extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
+    return torch.isfinite(torch.stack(extremes)).all()
+
+
 def _check_power_of_two(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(f"`{name}` (={value!r}) must be a positive power of two.")
