@@ -85,7 +85,15 @@ def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int 
             f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
             "`bucket_bytes` out, or the plan."
         )
-    return plan if isinstance(plan, CommPlan) else CommPlan.from_json(Path(plan).read_text())
+    if isinstance(plan, CommPlan):
+        return plan
+    try:
+        return CommPlan.from_json(Path(plan).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
+            "`CommPlan(...).to_json()`, or leave `strategy.plan` out."
+        ) from error
 
 
 def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:

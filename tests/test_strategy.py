@@ -211,6 +211,8 @@ def test_registered_names_are_ddps_names():
         ({"algorithm": "ring"}, r"`algorithm` \(='ring'\)"),
         ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\)"),
         ({"bucket_bytes": 2**20, "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `bucket_bytes` \(=1048576\)"),
+        ({"plan": "no/such/plan.json"}, r"`plan` \(='no/such/plan.json'\) must be the path of a plan"),
+        ({"plan": __file__}, r"`plan` \(=.*test_strategy.py'\) must be the path of a plan"),
         ({"comm_dtype": "int8"}, r"`comm_dtype` \(='int8'\)"),
         ({"loss_scale": 1000}, r"`loss_scale` \(=1000.0\) must be a power of two"),
         ({"ddp_comm_hook": print}, r"`ddp_comm_hook` .* it is the communication hook"),
