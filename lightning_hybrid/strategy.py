@@ -216,7 +216,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         )
         state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
         self.model.register_comm_hook(state, average_bucket)
-        rank_zero_info(self._plan.describe(topology))
+        rank_zero_info(self._plan.describe(topology, on_cuda=self.root_device.type == "cuda"))
 
     def _topology_as_told(self) -> Topology:
         assert self._ranks_per_node is not None

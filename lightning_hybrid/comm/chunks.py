@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.allreduce import Job
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
-from lightning_hybrid.comm.seal import attach_seal, broken_seal
+from lightning_hybrid.comm.seal import SealedCopy
 
 ALIGNMENT = 16
 """Pieces begin at multiples of this many elements, so that vector instructions find them aligned."""
@@ -20,41 +21,78 @@ ALIGNMENT = 16
 SEALED_BYTES_LIMIT = 4 * MIB
 SEALED_NUMEL = 16 * KIB
 
+MOST_SIZES_KEPT = 4
+"""Sealed copies of so many sizes are kept; before DistributedDataParallel rebuilds its buckets there are two."""
+
+
+class SealedCopies:
+    """Those not in use, by size and dtype: a step seals one piece, and most steps the same."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[SealedCopy]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, part: Tensor) -> SealedCopy:
+        """One for this tensor."""
+        with self._lock:
+            free = self._free.get((part.numel(), part.dtype))
+            if free:
+                return free.pop()
+        return SealedCopy(part.numel(), part.dtype, part.device)
+
+    def give_back(self, copy: SealedCopy) -> None:
+        """It is in use no more. Of other sizes none is kept: there is one sealed piece in a step."""
+        key = copy.body.numel(), copy.body.dtype
+        with self._lock:
+            if key not in self._free and len(self._free) >= MOST_SIZES_KEPT:
+                self._free.clear()
+            self._free.setdefault(key, []).append(copy)
+
 
 @dataclass(eq=False)
 class Piece:
-    """A part of a tensor on its way through the stages: they see ``job``, whose tensor may have a seal behind it."""
+    """A part of a tensor on its way through the stages: they see ``job``, whose tensor may have a seal behind it.
+
+    ``is_last``: nothing follows it in this step.
+    """
 
     flight: Flight
     part: Tensor
     job: Job
     place: str = "waiting for its first stage"
     seal: int | None = None
+    is_last: bool = False
+    _copy: SealedCopy | None = None
 
-    def open(self) -> None:
+    def open(self, copies: SealedCopies) -> None:
         """Before the first stage."""
         if self.seal is not None:
-            self.job.flat = attach_seal(self.part, self.seal)
+            self._copy = copies.take(self.part)
+            self._copy.fill(self.part, self.seal)
+            self.job.flat = self._copy.whole
 
-    def close(self) -> Tensor | None:
-        """After the last: the sum is where it belongs; returns whether the seal is broken, None if there is none."""
-        if self.seal is None:
-            return None
-        self.part.copy_(self.job.flat[: self.part.numel()])
-        return broken_seal(self.job.flat, self.seal)
+    def close(self, copies: SealedCopies) -> bool:
+        """After the last: the sum is where it belongs; returns whether the seal is broken."""
+        if self._copy is None or self.seal is None:
+            return False
+        self.part.copy_(self._copy.body)
+        is_broken = bool(self._copy.is_broken(self.seal))
+        copies.give_back(self._copy)
+        return is_broken
 
 
 @dataclass(eq=False)
 class Flight:
     """A tensor in the air: what to do with it, and the future that tells when it is done.
 
-    ``check``: run once, before the first piece is sent.
+    ``check``: run once, before the first piece is sent. ``is_last``: of its step.
     """
 
     flat: Tensor
     bucket: BucketPlan
     finish: Callable[[Tensor], Tensor]
     check: Callable[[], None] | None = None
+    is_last: bool = False
     done: Future = field(default_factory=Future)
     error: str | None = None
     cause: BaseException | None = None
@@ -72,6 +110,7 @@ class Flight:
             parts[-1:] = parts[-1].split([parts[-1].numel() - SEALED_NUMEL, SEALED_NUMEL])
         self.pieces = [Piece(flight=self, part=part, job=job(part)) for part in parts]
         self.pieces[-1].seal = seal
+        self.pieces[-1].is_last = self.is_last
         self._num_open = len(self.pieces)
 
     def admit(self) -> None:
@@ -101,14 +140,25 @@ class Flight:
 
 
 def cut(flat: Tensor, *, num_pieces: int) -> list[Tensor]:
-    """Consecutive views of ``flat`` (1-D): at most ``num_pieces``, at least one, alike but for the last.
+    """Consecutive views of ``flat`` (1-D): at most ``num_pieces``, at least one.
+
+    Of four or more the first and the last are a quarter of the others: while the first is in its first stage, and the
+    last in its last, no other stage has anything to do.
 
     >>> import torch
     >>> [piece.numel() for piece in cut(torch.zeros(100), num_pieces=3)]
     [48, 48, 4]
+    >>> [piece.numel() for piece in cut(torch.zeros(1600), num_pieces=4)]
+    [160, 640, 640, 160]
     >>> [piece.numel() for piece in cut(torch.zeros(0), num_pieces=3)]
     [0]
     """
-    numel = -(-flat.numel() // num_pieces)
-    numel = -(-numel // ALIGNMENT) * ALIGNMENT
-    return list(flat.split(numel)) if flat.numel() else [flat]
+    if not flat.numel():
+        return [flat]
+    quarters = 4 * num_pieces - 6 if num_pieces >= 4 else num_pieces
+    step = -(-flat.numel() // (quarters * ALIGNMENT)) * ALIGNMENT
+    if num_pieces < 4:
+        return list(flat.split(step))
+    first, rest = flat[:step], flat[step:]
+    middle = -(-max(0, rest.numel() - step) // ((num_pieces - 2) * ALIGNMENT)) * ALIGNMENT
+    return [first, *(piece for piece in rest.split(max(middle, ALIGNMENT)) if piece.numel())]

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from lightning_hybrid.comm.agreement import Order, OrderError, agree_on
 from lightning_hybrid.comm.allreduce import STAGES, Job, run_stage, stage_scopes
-from lightning_hybrid.comm.chunks import Flight, Piece
+from lightning_hybrid.comm.chunks import Flight, Piece, SealedCopies
 from lightning_hybrid.comm.lanes import Lanes
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
@@ -80,12 +80,13 @@ class CommEngine:
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
         self._order = Order()
+        self._copies = SealedCopies()
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
         token = agree_on(plan, topology, device, dtype_across_nodes) if topology.world_size > 1 else ""
-        algorithms = plan.algorithms(topology)
         on_cuda = device.type == "cuda"
+        algorithms = plan.algorithms(topology, on_cuda=on_cuda)
         num_parallel_groups = 1 if on_cuda else plan.num_parallel_groups
         scopes = stage_scopes(algorithms, num_parallel_groups=num_parallel_groups)
         self._groups = CommGroups(topology=topology, scopes=scopes, timeout=timeout, share=on_cuda)
@@ -94,6 +95,7 @@ class CommEngine:
             algorithms=() if on_cuda else algorithms,
             num_parallel_groups=num_parallel_groups,
             groups=self._groups,
+            copies=self._copies,
             trace=self.trace,
             on_landed=self._land,
             on_failed=self._fail,
@@ -127,7 +129,7 @@ class CommEngine:
         ``RuntimeError`` that names rank, bucket, stage, algorithm and cause, and so does every later call of this
         method. So it does where ranks submit different tensors, or die, or come to a halt.
         """
-        flight = Flight(flat=flat, bucket=self.bucket_plan(bucket_index, flat), finish=finish)
+        flight = Flight(flat=flat, bucket=self.bucket_plan(bucket_index, flat), finish=finish, is_last=is_last)
         future = flight.done.then(flight.result) if self._stream is None else None
         with self._lock:  # counts, queues and closing see submits in one order
             self._raise_unless_usable()
@@ -165,6 +167,7 @@ class CommEngine:
                 dtype=str(flat.dtype).removeprefix("torch."),
                 num_bytes=flat.numel() * flat.element_size(),
                 topology=self.topology,
+                on_cuda=self.device.type == "cuda",
             )
         return self._buckets[key]
 
@@ -259,8 +262,7 @@ class CommEngine:
         flight = piece.flight
         place = "order"
         try:
-            is_broken = piece.close()
-            if is_broken is not None and bool(is_broken):
+            if piece.close(self._copies):
                 raise OrderError("the order of buckets in this step was not the same on all ranks")
             if not flight.land():
                 return

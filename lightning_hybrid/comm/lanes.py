@@ -5,6 +5,9 @@
 
 A lane has one predecessor, so its queue, and with it the order of collectives on its group, is the order in which
 pieces were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
+
+A thread that has done its stage on the last piece of a step, after which nothing can come to it, does the next stage too
+where that stands idle: the step waits for this piece, and waking another thread takes time.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.comm.allreduce import STAGES, Stage, columns_of, group_name, run_stage
-from lightning_hybrid.comm.chunks import Piece
+from lightning_hybrid.comm.chunks import Piece, SealedCopies
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import CommGroups
 from lightning_hybrid.comm.trace import CommTrace
@@ -24,14 +27,21 @@ from lightning_hybrid.comm.trace import CommTrace
 
 @dataclass(eq=False)
 class _Lane:
-    """None in the queue ends the thread, and then its successor's."""
+    """None in the queue ends the thread, and then its successor's. The counts of pieces have one writer each."""
 
     stage: Stage
     column: int
     is_first: bool = False
     successor: _Lane | None = None
+    num_put: int = 0
+    num_done: int = 0
     queue: queue.SimpleQueue[Piece | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
+
+    def put(self, piece: Piece) -> None:
+        """Called by one thread at a time."""
+        self.num_put += 1
+        self.queue.put(piece)
 
 
 class Lanes:
@@ -41,6 +51,7 @@ class Lanes:
         algorithms: those whose lanes are started. A stage in which this rank has nobody to talk to has no lane.
         num_parallel_groups: columns of each, but of ``flat``.
         groups: of every stage and column.
+        copies: where pieces get memory for their seals.
         trace: told when each stage begins and ends.
         on_landed, on_failed: called from a lane's thread, after the last stage of a piece or where a stage raised.
         has_failed: whether pieces are to be dropped.
@@ -52,12 +63,14 @@ class Lanes:
         algorithms: Sequence[Algorithm],
         num_parallel_groups: int,
         groups: CommGroups,
+        copies: SealedCopies,
         trace: CommTrace,
         on_landed: Callable[[Piece], None],
         on_failed: Callable[[Piece, str, Exception], None],
         has_failed: Callable[[], bool],
     ) -> None:
         self._groups = groups
+        self._copies = copies
         self._trace = trace
         self._on_landed = on_landed
         self._on_failed = on_failed
@@ -87,36 +100,43 @@ class Lanes:
         if not columns[0]:
             return False
         for piece in pieces:
-            columns[self._num_put[algorithm] % len(columns)][0].queue.put(piece)
+            columns[self._num_put[algorithm] % len(columns)][0].put(piece)
             self._num_put[algorithm] += 1
         return True
 
     def _serve(self, lane: _Lane) -> None:
         for piece in iter(lane.queue.get, None):
-            if self._has_failed():  # it has been told already
-                continue
-            piece.place = f"in stage `{lane.stage.name}`"
-            began_s = self._trace.now_s()
-            try:
-                if lane.is_first:
-                    piece.flight.admit()
-                    piece.open()
-                run_stage(lane.stage, piece.job, self._groups, column=lane.column)
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the group, whose end sets other ranks free
-                self._on_failed(piece, lane.stage.name, error)
-                continue
-            finally:
-                num_bytes = piece.part.numel() * piece.part.element_size()
-                self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s, num_bytes)
-            if lane.successor is None:
-                self._on_landed(piece)
-            else:
-                piece.place = f"waiting for stage `{lane.successor.stage.name}`"
-                lane.successor.queue.put(piece)
+            self._pass_through(lane, piece)
+            lane.num_done += 1
             del piece  # a lane that waits keeps no gradients alive
         if lane.successor is not None:
             lane.successor.queue.put(None)
+
+    def _pass_through(self, lane: _Lane, piece: Piece) -> None:
+        """Do this stage, and see to the next."""
+        if self._has_failed():  # it has been told already
+            return
+        piece.place = f"in stage `{lane.stage.name}`"
+        began_s = self._trace.now_s()
+        try:
+            if lane.is_first:
+                piece.flight.admit()
+                piece.open(self._copies)
+            run_stage(lane.stage, piece.job, self._groups, column=lane.column)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the group, whose end sets other ranks free
+            self._on_failed(piece, lane.stage.name, error)
+            return
+        finally:
+            num_bytes = piece.part.numel() * piece.part.element_size()
+            self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s, num_bytes)
+        if lane.successor is None:
+            self._on_landed(piece)
+        elif piece.is_last and lane.successor.num_put == lane.successor.num_done:
+            self._pass_through(lane.successor, piece)
+        else:
+            piece.place = f"waiting for stage `{lane.successor.stage.name}`"
+            lane.successor.put(piece)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
         """End the threads after what they were given, and free their groups; the lanes that would not end.

@@ -185,17 +185,17 @@ def test_a_failure_after_the_sum_is_told_likewise(one_rank):
     one_rank.run(failing_finish)
 
 
-def late_rank_finds_a_timeout():
-    """Rank 1 never comes. Default group: 45 s."""
+def late_rank_finds_a_timeout(late, stage):
+    """Rank ``late`` never comes. Default group: 45 s."""
     engine = engine_over(((0, 1),), timeout_s=1.0)
-    if dist.get_rank() == 1:
+    if dist.get_rank() == late:
         dist.barrier()
         engine.close()
-        return 0.0
+        return 1.0
     start = time.monotonic()
-    behind = "rank 1 stands behind: 0 buckets handed over where others have 1; now with no bucket in flight"
+    behind = f"rank {late} stands behind: 0 buckets handed over where others have 1; now with no bucket in flight"
     with pytest.raises(
-        RuntimeError, match=rf"(?i){behind}.*rank 0 failed on bucket 0 in stage `all_reduce`.*timed out"
+        RuntimeError, match=rf"(?i){behind}.*rank {1 - late} failed on bucket 0 in stage `{stage}`.*timed out"
     ):
         engine.submit(torch.ones(1), bucket_index=0).wait()
     waited_s = time.monotonic() - start
@@ -204,8 +204,9 @@ def late_rank_finds_a_timeout():
     return waited_s
 
 
-def test_the_timeout_is_the_users_not_the_default_groups(two_ranks):
-    assert 0.9 < two_ranks.run(late_rank_finds_a_timeout)[0] < 5
+@pytest.mark.parametrize(("late", "stage"), [(0, "(reduce|broadcast)"), (1, "reduce")])
+def test_the_timeout_is_the_users_not_the_default_groups(two_ranks, late, stage):
+    assert all(0.9 < waited_s < 5 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
 
 
 def count_after_cycles(num_cycles):

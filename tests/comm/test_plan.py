@@ -31,7 +31,7 @@ plans = st.builds(
     ("sizes", "small", "large"),
     [
         ((1,), "flat", "flat"),
-        ((8,), "flat", "flat"),
+        ((8,), "hierarchical", "two_level"),
         ((1, 1, 1), "parallel_flat", "parallel_flat"),
         ((2, 2), "hierarchical", "two_level"),
         ((2, 1), "hierarchical", "hierarchical"),
@@ -154,10 +154,23 @@ def test_chunks_are_never_smaller_than_the_least_nor_made_for_nothing(plan, size
     assert bucket == plan.bucket(index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology)
 
 
-def test_one_host_is_plain_flat_and_nothing_extra():
+def test_one_host_cuts_nothing_and_on_cuda_is_the_backends_own():
     for num_bytes in (0, 1, MIB, 2**30):
-        bucket = CommPlan().bucket(index=0, numel=1, dtype="float32", num_bytes=num_bytes, topology=spread(8))
-        assert (bucket.algorithm, bucket.num_chunks) == ("flat", 1)
+        for on_cuda in (False, True):
+            bucket = CommPlan().bucket(
+                index=0, numel=1, dtype="float32", num_bytes=num_bytes, topology=spread(8), on_cuda=on_cuda
+            )
+            assert bucket.num_chunks == 1
+            assert (bucket.algorithm == "flat") == on_cuda
+    assert CommPlan().algorithms(spread(8), on_cuda=True) == ("flat",)
+
+
+def test_chunks_grow_with_the_nodes_that_a_ring_cuts_them_for():
+    for sizes, num_chunks in (((2, 2), 16), ((2,) * 4, 8), ((2,) * 32, 1)):
+        bucket = CommPlan(algorithm="two_level", chunk_bytes=MIB // 4).bucket(
+            index=0, numel=1, dtype="float32", num_bytes=8 * MIB, topology=spread(*sizes)
+        )
+        assert bucket.num_chunks == num_chunks
 
 
 @given(plans, st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 2000), st.integers(1, 500))

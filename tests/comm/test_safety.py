@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
-from lightning_hybrid.comm.seal import NUM_SEAL_ELEMENTS, OrderHash, attach_seal, broken_seal
+from lightning_hybrid.comm.seal import OrderHash, SealedCopy
 from lightning_hybrid.comm.watch import Standing, differing, name_ranks, verdict
 from tests.comm.layouts import integers
 from tests.rank_pool import RankError
@@ -51,11 +51,13 @@ def error_of(wait):
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
 )
 def test_a_seal_breaks_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
+    total, own = (SealedCopy(2, dtype, torch.device("cpu")) for _ in range(2))
     for given_values in (values, values[:1] * len(values)):
-        total = torch.zeros(NUM_SEAL_ELEMENTS + 2, dtype=dtype)
+        total.whole.zero_()
         for value in given_values:
-            total += attach_seal(torch.ones(2, dtype=dtype), value)
-        broken = [bool(broken_seal(total, value)) for value in given_values]
+            own.fill(torch.ones(2, dtype=dtype), value)
+            total.whole.add_(own.whole)
+        broken = [bool(total.is_broken(value)) for value in given_values]
         assert broken == [len(set(given_values)) > 1] * len(given_values)
 
 

@@ -1,0 +1,154 @@
+"""Sums and copies over host memory by messages that go straight to where they are needed.
+
+    reduce_to_first    others' tensors -> the first rank, which adds them
+    broadcast          the first rank's tensor -> all others
+    scatter_reduce     part r of every tensor -> rank r, which adds them
+    gather_parts       part r of rank r -> all others
+    exchange           every tensor -> every rank, which adds them
+
+Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
+one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
+tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link crowd
+each other, so large tensors between nodes are better off in Gloo's ring (``allreduce.py`` chooses).
+
+Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
+contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Parts begin at multiples of this many elements, so that vector instructions find them aligned."""
+
+_of_thread = threading.local()
+
+
+def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """``flat`` of the group's rank 0 becomes the sum of all; the others' stay."""
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    if me:
+        _send(flat, 0, group).wait()
+        return
+    arrived = _scratch("rows", (size - 1) * flat.numel(), flat.dtype).view(size - 1, flat.numel())
+    arrivals = [_receive(row, rank, group) for rank, row in enumerate(arrived, 1)]
+    _add_up([flat, *arrived], [None, *arrivals], out=flat)
+
+
+def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """``flat`` of the group's rank 0 becomes that of all."""
+    if dist.get_rank(group):
+        _receive(flat, 0, group).wait()
+    else:
+        _wait([_send(flat, rank, group) for rank in range(1, dist.get_world_size(group))])
+
+
+def part_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of ``flat``, a view; it may be empty."""
+    return _parts(flat, dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def scatter_reduce(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """``part_of(flat)`` becomes the sum of all ranks' ``part_of(flat)``; other parts stay."""
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = _parts(flat, size)
+    numel = parts[me].numel()
+    rows = list(_scratch("rows", size * numel, flat.dtype).view(size, numel))
+    arrivals = [_receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)]
+    departures = [_send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()]
+    rows[me] = parts[me]
+    _add_up(rows, arrivals, out=parts[me])
+    _wait(departures)
+
+
+def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Every part of ``flat`` becomes that of its rank."""
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = _parts(flat, size)
+    others = _others(me, size)
+    arrivals = [_receive(parts[rank], rank, group) for rank in others if parts[rank].numel()]
+    departures = [_send(parts[me], rank, group) for rank in others if parts[me].numel()]
+    _wait(arrivals + departures)
+
+
+def exchange(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """``flat`` becomes the sum of all; every rank sends (n - 1) times its bytes."""
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = list(_scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
+    arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
+    departures = [_send(flat, rank, group) for rank in _others(me, size)]
+    rows[me] = flat
+    _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
+
+
+def _parts(flat: Tensor, size: int) -> list[Tensor]:
+    """``size`` consecutive views of equal length; the last ones may be shorter, or empty.
+
+    >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
+    [16, 16, 8, 0]
+    """
+    step = -(-flat.numel() // (size * ALIGNMENT)) * ALIGNMENT
+    return [flat[rank * step : (rank + 1) * step] for rank in range(size)]
+
+
+def _others(me: int, size: int) -> list[int]:
+    """Every other rank, nearest above first: not all begin with the same."""
+    return [(me + distance) % size for distance in range(1, size)]
+
+
+def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    return group.send([tensor], rank, 0)
+
+
+def _receive(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    return group.recv([tensor], rank, 0)
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _add_up(
+    rows: Sequence[Tensor],
+    arrivals: Sequence[dist.Work | None],
+    *,
+    out: Tensor,
+    before_writing: Callable[[], None] = lambda: None,
+) -> None:
+    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into ``out``.
+
+    ``out`` may be one of the rows. ``before_writing`` is run before it is written.
+    """
+    waits = iter(arrivals)
+
+    def arrived(row: Tensor) -> Tensor:
+        if (work := next(waits)) is not None:
+            work.wait()
+        return row
+
+    if len(rows) == 2:  # one addition, hence one rounding, in any dtype
+        first, second = arrived(rows[0]), arrived(rows[1])
+        before_writing()
+        torch.add(first, second, out=out)
+        return
+    total = _scratch("total", out.numel(), torch.promote_types(out.dtype, torch.float32))
+    for index, row in enumerate(rows):
+        total.copy_(arrived(row)) if index == 0 else total.add_(arrived(row))
+    before_writing()
+    out.copy_(total)
+
+
+def _scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this thread, kept: fresh pages cost more than what is done in them."""
+    held: dict[str, Tensor] = _of_thread.__dict__
+    num_bytes = numel * dtype.itemsize
+    if name not in held or held[name].numel() < num_bytes:
+        held[name] = torch.empty(num_bytes, dtype=torch.uint8)
+    return held[name][:num_bytes].view(dtype)
