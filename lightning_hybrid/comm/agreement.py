@@ -46,7 +46,7 @@ class Order:
         ...     nodes=((0, 1),)))
         >>> order = Order()
         >>> order.add(bucket, is_last=True)
-        'bucket 0 (4 x float32, flat x 1), the last'
+        'bucket 0 (4 x float32, hierarchical x 1), the last'
         >>> order.add(bucket, is_last=True) is None
         True
         """

@@ -15,8 +15,8 @@
 4 (k - 1) + 2 (P / k - 1) hops where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
 ``two_level`` moves as few bytes between nodes and lets every rank's link carry 1 / k of them.
 
-``flat`` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too. On the CPU they
-are messages of our own over Gloo (``direct.py``), and between n nodes, by the bytes S of a piece:
+``flat`` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too. On the CPU
+they are messages of our own over Gloo (``direct.py``), and between n nodes, by the bytes S of a piece:
 
     n = 2, or (n - 1) S <= 64 KiB    exchange, 1 round: every rank sends all it has to every other
     S <= 128 KiB                     scatter-reduce and gather, 2 rounds

@@ -8,8 +8,8 @@
 
 Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
 one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
-tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link crowd
-each other, so large tensors between nodes are better off in Gloo's ring (``allreduce.py`` chooses).
+tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link
+crowd each other, so large tensors between nodes are better off in Gloo's ring (``allreduce.py`` chooses).
 
 Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
 contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.
@@ -50,7 +50,7 @@ def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def part_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of ``flat``, a view; it may be empty."""
+    """The part of this rank of ``flat``, a view; it may be empty."""
     return _parts(flat, dist.get_world_size(group))[dist.get_rank(group)]
 
 

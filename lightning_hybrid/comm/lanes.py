@@ -6,7 +6,7 @@
 A lane has one predecessor, so its queue, and with it the order of collectives on its group, is the order in which
 pieces were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
 
-A thread that has done its stage on the last piece of a step, after which nothing can come to it, does the next stage too
+A thread that has done its stage on the last piece of a step, after which nothing comes to it, does the next stage too
 where that stands idle: the step waits for this piece, and waking another thread takes time.
 """
 

@@ -89,9 +89,9 @@ class CommPlan:
             DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
         last_bucket_bytes: as ``bucket_bytes``, for the bucket that is ready last: backward is over then and hides
             nothing of it.
-        chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size times the number
-            of nodes, as a ring cuts each again into one part per node: of 512 KiB at 2 nodes an all-reduce of 8 MiB
-            took 696 ms at 100 Mbit/s where of 1 MiB it took 712; at 4 nodes 1104 and 1067.
+        chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size times the
+            number of nodes, as a ring cuts each again into one part per node: of 512 KiB at 2 nodes an all-reduce of
+            8 MiB took 696 ms at 100 Mbit/s where of 1 MiB it took 712; at 4 nodes 1104 and 1067.
         num_parallel_groups: chunks go round over this many independent sets of process groups. Gloo's ring waits for
             each message's consent, and a second ring uses the wire meanwhile.
         check_order: compare, once per step, the order of all buckets over ranks (seal.py). The 128 elements that do it
@@ -143,7 +143,7 @@ class CommPlan:
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
         >>> CommPlan().bucket(index=0, numel=2**21, dtype="float16", num_bytes=4 * MIB, topology=topology).describe()
-        'bucket 0: 2097152 x float16 = 4 MiB, two_level in 4 chunks'
+        'bucket 0: 2097152 x float16 = 4 MiB, two_level in 8 chunks'
         """
         algorithm = self.algorithm_for(num_bytes, topology, on_cuda=on_cuda)
         num_chunks = self.num_chunks_for(num_bytes, algorithm, topology)
@@ -223,7 +223,7 @@ class CommPlan:
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
         >>> CommPlan(bucket_bytes=16 * MIB, hierarchical_below_bytes=256 * KIB).describe(topology)
         'comm: 1024 ranks = 128 nodes x 8; fused buckets of 16 MiB; two-level from 256 KiB, hierarchical below; \
-plan 2cc4'
+plan 6854'
         """
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         per_node = "of different size" if topology.ranks_per_node is None else f"x {topology.ranks_per_node}"

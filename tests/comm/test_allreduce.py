@@ -101,7 +101,7 @@ def test_any_layout_size_and_dtype(rank_pool, world_size):
 
 
 def num_roundings(algorithm, nodes, num_bytes):
-    """Of each element of a sum of 16-bit numbers, at most: one where they are added in fp32, one a hop in Gloo's ring."""
+    """Of each element of a sum of 16-bit numbers: one where they are added in fp32, one a hop in Gloo's ring."""
     num_nodes, is_ring = len(nodes), num_bytes > SCATTER_BYTES and len(nodes) > 2
     if algorithm == "flat" or (algorithm == "parallel_flat" and (num_nodes < 4 or is_ring)):
         return 3
