@@ -32,6 +32,7 @@ from lightning_hybrid.comm.lanes import Lanes
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
+from lightning_hybrid.comm.traffic import Traffic, traffic_of
 from lightning_hybrid.comm.watch import Standing, Watch, private_store
 
 FAILED_CLOSE_LIMIT_S = 5.0
@@ -79,6 +80,7 @@ class CommEngine:
         self._is_closed = False
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
+        self._traffic: dict[BucketPlan, Traffic] = {}
         self._order = Order()
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
@@ -136,7 +138,7 @@ class CommEngine:
             if self._stream is not None:
                 return self._submit_to_stream(flight, self._stream, is_last=is_last)
             flight.traced_s = self.trace.begin(
-                num_bytes=flight.bucket.num_bytes, is_last=is_last, least_bytes_across=self._least_across(flight.bucket)
+                num_bytes=flight.bucket.num_bytes, is_last=is_last, traffic=self.traffic(flight.bucket)
             )
             self._in_flight[flight] = None
             is_sent = self._lanes.put(flight.pieces, flight.bucket.algorithm)
@@ -146,11 +148,15 @@ class CommEngine:
         assert future is not None
         return future
 
-    def _least_across(self, bucket: BucketPlan) -> float:
-        """Bytes that every node must send for a bucket: 2 (N - 1) / N of what travels between nodes."""
-        num_nodes, itemsize = self.topology.num_nodes, bucket.num_bytes / max(1, bucket.numel)
-        narrow = itemsize if self.dtype_across_nodes is None else min(itemsize, self.dtype_across_nodes.itemsize)
-        return 2 * (num_nodes - 1) / num_nodes * bucket.numel * narrow
+    def traffic(self, bucket: BucketPlan) -> Traffic:
+        """Bytes on the links of the busiest node for one sum of a bucket."""
+        if bucket not in self._traffic:
+            narrow = self.dtype_across_nodes
+            across = bucket.num_bytes if narrow is None else min(bucket.num_bytes, bucket.numel * narrow.itemsize)
+            self._traffic[bucket] = traffic_of(
+                bucket.algorithm, self.topology, bucket.num_bytes, num_bytes_across=across
+            )
+        return self._traffic[bucket]
 
     def _job(self, flat: Tensor) -> Job:
         return Job(flat=flat, topology=self.topology, dtype_across=self.dtype_across_nodes)
@@ -273,7 +279,7 @@ class CommEngine:
             if flight not in self._in_flight:  # another stage failed meanwhile
                 return
             del self._in_flight[flight]
-            self.trace.end(flight.bucket, flight.traced_s)
+            self.trace.end(flight.bucket, flight.traced_s, self.traffic(flight.bucket))
         flight.done.set_result(result)
 
     def _fail(self, piece: Piece, stage: str, cause: Exception) -> None:
@@ -316,7 +322,12 @@ class CommEngine:
 
     def _submit_to_stream(self, flight: Flight, stream: torch.cuda.Stream, *, is_last: bool) -> Future[Tensor]:
         """Put every stage on the side stream; the host waits for nothing, and the future carries a CUDA event."""
-        self.trace.count_untimed(num_bytes=flight.bucket.num_bytes, is_last=is_last)
+        self.trace.count_untimed(
+            num_bytes=flight.bucket.num_bytes,
+            is_last=is_last,
+            bucket=flight.bucket,
+            traffic=self.traffic(flight.bucket),
+        )
         flat = flight.flat
         stage_name = "finish"
         stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients have been written
