@@ -15,7 +15,7 @@ from tests.held import growth
 
 NUM_CYCLES = 50
 MOST_BYTES = 4 * 2**20
-"""Of growth over all cycles: 80 KiB for each. Three times what was seen; Python's and Gloo's arenas are never at rest."""
+"""Of growth over all cycles: 80 KiB for each. Over three times what was seen; arenas of memory are never at rest."""
 
 
 class Tiny(toy.Toy):

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_hybrid"
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"loss_scale", "precision", "strategy"},
     "options": {"comm"},
-    "strategy": {"precision", "loss_scale", "options", "comm", "data.prefetch"},
+    "strategy": {"precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch"},
     "precision": {"loss_scale", "masters", "half_arithmetic", "scheduler_guard"},
     "callbacks": {"metrics", "communication", "comm.summary", "comm.trace"},
     "communication": {"metrics", "comm.summary"},

@@ -33,7 +33,7 @@ from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
 from lightning_hybrid.comm.traffic import Traffic, traffic_of
-from lightning_hybrid.comm.watch import Standing, Watch, private_store
+from lightning_hybrid.comm.watch import IDLE, Standing, Watch, private_store, short
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
@@ -190,6 +190,18 @@ class CommEngine:
         error = f"comm: rank {self.topology.rank} gave up: {reason}"
         self._fail_all(error if self._watch is None else self._watch.raise_alarm(error), None)
 
+    def explain(self, error: BaseException) -> str:
+        """What to say of a collective of somebody else's that failed here: which rank is the cause, then ``error``.
+
+        Fails this engine on every rank, as ``abort`` does, but with the verdict of the roll, which all are asked to
+        answer. An error that already tells why the engine failed is left as it is.
+        """
+        if self._failure is None and not self._is_closed:
+            noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
+            self._fail_all(f"comm: {noticed}." if self._watch is None else self._watch.call_roll(noticed), error)
+        told = "" if self._failure is None else self._failure[0]
+        return str(error) if told in str(error) else f"{told} Seen here as {type(error).__name__}: {error}"
+
     def close(self) -> None:
         """End the threads and free the groups. May be called again.
 
@@ -243,7 +255,7 @@ class CommEngine:
         with self._lock:
             oldest = next(iter(self._in_flight), None)
             if oldest is None:
-                place = "with no bucket in flight"
+                place = IDLE
             else:
                 piece = next((p for p in oldest.pieces if p.place.startswith("in ")), oldest.pieces[0])
                 place = f"bucket {oldest.bucket.index} {piece.place} of the {oldest.bucket.algorithm} all-reduce"

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
 from lightning_hybrid.comm.seal import NUM_SEAL_ELEMENTS, OrderHash, attach_seal, broken_seal
-from lightning_hybrid.comm.watch import Standing, differing, name_ranks, verdict
+from lightning_hybrid.comm.watch import IDLE, Standing, differing, name_ranks, verdict
 from tests.comm.layouts import integers
 from tests.held import growth
 from tests.rank_pool import RankError
@@ -320,6 +320,7 @@ def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 AT_TWO = Standing(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"))
+IDLE_TWO = Standing(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
 AT_ONE = Standing(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
 STRAYED = Standing(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
 LONG_AGO = Standing(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
@@ -336,6 +337,8 @@ LEFT = Standing(num_submitted=2, order="b", place="gone", has_left=True)
         ([AT_TWO, AT_TWO, STRAYED], "rank 2 handed over z where ranks 0, 1 handed over y"),
         ([AT_ONE, AT_TWO, STRAYED], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
+        ([IDLE_TWO, IDLE_TWO], "every rank answers and has averaged the same buckets: one that is slow, or hangs,"),
+        ([AT_TWO, IDLE_TWO], "every rank answers, so the network"),
         ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (rank 0: bucket 1 in stage"),
     ],
 )

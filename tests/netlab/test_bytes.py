@@ -81,7 +81,7 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
     claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES)
     across = max(of_rank[algorithm, dtype][1] for of_rank in found)
     inside = max(of_rank[algorithm, dtype][2] for of_rank in found)
-    print(f"{algorithm} {dtype}: {across / NUM_BYTES:.4f} of the buffer between hosts and {inside / NUM_BYTES:.4f} inside")
+    print(f"{algorithm} {dtype}: {across / NUM_BYTES:.4f} of the buffer between hosts, {inside / NUM_BYTES:.4f} inside")
     print(f"claimed {claim.across / NUM_BYTES:.4f} and {claim.inside / NUM_BYTES:.4f}")
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16  # barriers, where nothing else is sent
