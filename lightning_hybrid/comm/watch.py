@@ -301,7 +301,13 @@ class Watch:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error is a backend's own, of a collective or of the store: not one of the user's code."""
+    """Whether an error is a backend's own, of a collective or of the store: not one of the user's code.
+
+    >>> is_of_a_collective(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    True
+    >>> is_of_a_collective(RuntimeError("the database's connection timed out"))
+    False
+    """
     text = str(error).lower()
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text)
 
