@@ -43,10 +43,10 @@ def fit_that_one_rank_dies_in(rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_before_its_forward_is_named_by_the_other(two_ranks, rank):
     with pytest.raises(RankError) as error:
-        two_ranks.run(fit_that_one_rank_dies_in, rank, grace_s=20.0)
+        two_ranks.run(fit_that_one_rank_dies_in, rank, grace_s=30.0)
     seconds, words = words_of(error)
     assert words.count(f"comm: rank {rank} does not answer: its process is dead, stopped or unreachable.") == 1
-    assert seconds < 10
+    assert seconds < 20  # soon: the collective itself waits for 45
 
 
 def fit_that_rank_zero_leaves_by_an_error():
@@ -66,11 +66,11 @@ def fit_that_rank_zero_leaves_by_an_error():
 @pytest.mark.slow
 def test_an_error_before_the_forward_reaches_the_other_in_its_own_words(two_ranks):
     with pytest.raises(RankError) as error:
-        two_ranks.run(fit_that_rank_zero_leaves_by_an_error, grace_s=20.0)
+        two_ranks.run(fit_that_rank_zero_leaves_by_an_error, grace_s=30.0)
     seconds, words = words_of(error)
     assert words.count("comm: rank 0 gave up: FloatingPointError: of the user") == 1
     assert "Seen here as RuntimeError: " in words
-    assert seconds < 12
+    assert seconds < 20  # soon: the collective itself waits for 45
 
 
 def fit_with_a_broken_database(rank):
