@@ -134,8 +134,8 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert summary["world_size"] == 2
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-    lines = [line.split()[0] for line in out.strip().splitlines()[-5:]]
-    assert lines == ["test", "throughput", "skipped", "run", "picture"]
+    lines = [line.split()[0] for line in out.strip().splitlines()[-6:]]
+    assert lines == ["test", "throughput", "skipped", "communication", "run", "picture"]
 
 
 @pytest.mark.slow
