@@ -17,7 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lightning_hybrid import communication
 from lightning_hybrid import metrics as m
+from lightning_hybrid.comm.summary import CommSummary
+from lightning_hybrid.comm.trace import CommTrace
 
 
 class SeedEachStep(Callback):
@@ -90,8 +93,10 @@ class TrainingMetrics(Callback):
         self._num_steps += 1
         if not _is_logged_step(trainer):
             return
-        values = self._train_metrics(trainer, outputs)
-        pl_module.log_dict(values | self._clock_metrics(trainer), batch_size=1)
+        trace = _comm_trace(trainer)
+        comm = CommSummary() if trace is None else trace.drain()  # also where it is not logged: a window's is its own
+        values = self._train_metrics(trainer, outputs) | communication.byte_metrics(comm)
+        pl_module.log_dict(values | self._clock_metrics(trainer, comm), batch_size=1)
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -113,17 +118,21 @@ class TrainingMetrics(Callback):
             values[m.TRAIN_SKIPPED_STEPS] = float(num_skipped_steps)
         return values
 
-    def _clock_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
+    def _clock_metrics(self, trainer: pl.Trainer, comm: CommSummary) -> dict[str, float]:
         elapsed_s = time.perf_counter() - self._window_began_s - self._paused_s
-        trace = getattr(trainer.strategy, "comm_trace", None)
-        comm = None if trace is None else trace.drain()  # also where it is not logged: a window's is its own
         if not self._window_is_warm:
             return {}
-        values = {m.IMAGES_PER_S: self._window_images / elapsed_s}
-        if comm is not None and comm.num_steps and comm.exposed_s is not None:
-            values[m.COMM_EXPOSED_S] = comm.exposed_s / comm.num_steps
-            values[m.COMM_EXPOSED_SHARE] = comm.exposed_s / elapsed_s
-        return values
+        rate = _link_bytes_per_s(trainer)
+        values = communication.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=rate)
+        return {m.IMAGES_PER_S: self._window_images / elapsed_s} | values
+
+
+def _comm_trace(trainer: pl.Trainer) -> CommTrace | None:
+    return getattr(trainer.strategy, "comm_trace", None)
+
+
+def _link_bytes_per_s(trainer: pl.Trainer) -> float | None:
+    return getattr(trainer.strategy, "link_bytes_per_s", None)
 
 
 def _is_logged_step(trainer: pl.Trainer) -> bool:
@@ -144,12 +153,13 @@ def _num_images(batch: Any) -> int:
 class RunReport(Callback):
     """A picture and a summary of the run, written by rank zero when fitting ends, and again when testing does.
 
-        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, communication share against steps
-        <run_dir>/summary.json   every metric's last value, throughput, and what the run was
+        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, communication share against steps; buckets
+        <run_dir>/summary.json   every metric's last value, throughput, communication, and what the run was
 
-    The curves travel in the checkpoint, so the report of a resumed run shows all of it. It reads what other callbacks
-    (`TrainingMetrics`, to be listed before it) and the module log. With `fast_dev_run` nothing is written. `table` is
-    the summary in five lines, to be printed when all is over.
+    Curves and sums travel in the checkpoint, so the report of a resumed run tells of all of it. Curves are what other
+    callbacks (`TrainingMetrics`, to be listed before it) and the module log; communication is rank zero's, of every
+    step since the first. With `fast_dev_run` nothing is written. `table` is the summary in six lines, to be printed
+    when all is over.
 
     Args:
         run_dir: Where to write; None = the trainer's `default_root_dir`.
@@ -159,18 +169,40 @@ class RunReport(Callback):
         self.run_dir = run_dir
         self.curves: dict[str, list[tuple[int, float]]] = {}
         self._last_step = 0
+        self._comm_before: CommSummary | None = None  # of fits that are over; None: none had a trace
+        self._trace: CommTrace | None = None  # of the fit that runs
 
     def state_dict(self) -> dict[str, Any]:
-        """The curves so far."""
-        return {"curves": {name: list(points) for name, points in self.curves.items()}}
+        """The curves and sums so far."""
+        comm = self.communication()
+        return {
+            "curves": {name: list(points) for name, points in self.curves.items()},
+            "communication": None if comm is None else comm.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the curves of the interrupted run."""
+        """Continue those of the interrupted run; a checkpoint from before communication was kept has none."""
         self.curves = {name: [tuple(p) for p in points] for name, points in state_dict["curves"].items()}
+        comm = state_dict.get("communication")
+        self._comm_before = None if comm is None else CommSummary.from_state_dict(comm)
+        self._trace = None
+
+    def communication(self) -> CommSummary | None:
+        """What this rank communicated since the first step; None where the strategy does not tell."""
+        if self._trace is None:
+            return self._comm_before
+        now = self._trace.total()
+        return now if self._comm_before is None else self._comm_before + now
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A step is recorded once, also where several batches make it."""
         self._last_step = trainer.global_step
+        self._comm_before = self.communication()  # of a fit that was interrupted
+        self._trace = _comm_trace(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the sums: the trace goes with the strategy's engine."""
+        self._comm_before, self._trace = self.communication(), None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -196,7 +228,7 @@ class RunReport(Callback):
 
     def _record(self, trainer: pl.Trainer, groups: tuple[str, ...]) -> None:
         for name, value in trainer.callback_metrics.items():
-            if name in m.METRICS and name.startswith(groups):
+            if m.metric_of(name) is not None and name.startswith(groups):
                 self.curves.setdefault(name, []).append((trainer.global_step, float(value)))
 
     def last(self, name: str) -> float | None:
@@ -209,14 +241,30 @@ class RunReport(Callback):
         points = self.curves.get(m.IMAGES_PER_S)
         return statistics.harmonic_mean([value for _, value in points]) if points else None
 
+    def exposed_s(self) -> float | None:
+        """Seconds per step of exposed communication, mean over all logged steps."""
+        points = self.curves.get(m.COMM_EXPOSED_S)
+        return statistics.mean([value for _, value in points]) if points else None
+
+    def exposed_share(self) -> float | None:
+        """Exposed communication as a part of the time of all logged steps: each by its time, as they vary."""
+        step_s = {step: 1 / images_per_s for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ())}
+        shares = dict(self.curves.get(m.COMM_EXPOSED_SHARE, ()))
+        weights = {step: step_s[step] for step in shares if step in step_s}
+        exposed_s = sum(shares[step] * weight for step, weight in weights.items())
+        return exposed_s / sum(weights.values()) if weights else None
+
     def _folder(self, trainer: pl.Trainer) -> Path:
         return Path(self.run_dir or trainer.default_root_dir)
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
         """What `summary.json` holds."""
+        comm = self.communication()
+        rate = _link_bytes_per_s(trainer)
         return {
-            "metrics": {name: self.last(name) for name in m.METRICS if name in self.curves},
+            "metrics": {name: self.last(name) for name in (*m.METRICS, *self.curves) if name in self.curves},
             "images_per_s": self.images_per_s(),
+            "communication": None if comm is None else communication.section(comm, link_bytes_per_s=rate),
             "num_steps": trainer.global_step,
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
@@ -225,7 +273,7 @@ class RunReport(Callback):
         }
 
     def table(self, trainer: pl.Trainer) -> str:
-        """The end of a run in five lines."""
+        """The end of a run in six lines."""
         folder = self._folder(trainer).resolve()
         accuracy, speed, plugin = self.last(m.TEST_ACC), self.images_per_s(), trainer.precision_plugin
         has_scale = getattr(plugin, "loss_scale", None) is not None
@@ -234,6 +282,12 @@ class RunReport(Callback):
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%}",
             "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",
             "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
+            "communication": communication.line(
+                self.communication(),
+                exposed_s=self.exposed_s(),
+                exposed_share=self.exposed_share(),
+                link_bytes_per_s=_link_bytes_per_s(trainer),
+            ),
             "run directory": str(folder),
             "picture": "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.png"),
         }
@@ -249,9 +303,10 @@ class RunReport(Callback):
         self.figure(trainer).savefig(folder / "run.png", dpi=110)
 
     def figure(self, trainer: pl.Trainer) -> Figure:
-        """The five panels; the sixth place holds the table."""
-        figure = Figure(figsize=(15, 7.5), layout="constrained")
-        loss, accuracy, rate, scale, share, text = figure.subplots(2, 3).flat
+        """Six panels, and the table under them."""
+        figure = Figure(figsize=(15, 9), layout="constrained")
+        panels, text = figure.subfigures(2, 1, height_ratios=(5, 1))  # type: ignore[misc]
+        loss, accuracy, rate, scale, share, buckets = panels.subplots(2, 3).flat
         self._draw(loss, "loss", (m.TRAIN_LOSS, m.VAL_LOSS))
         self._draw(accuracy, "accuracy", (m.VAL_ACC, m.TEST_ACC))
         self._draw(rate, "learning rate", (m.TRAIN_LR,))
@@ -260,11 +315,11 @@ class RunReport(Callback):
             scale.set_yscale("log", base=2)
         self._draw(share, "exposed communication, share of step", (m.COMM_EXPOSED_SHARE,))
         share.set_ylim(bottom=0)
-        text.axis("off")
+        communication.draw_buckets(buckets, self.communication())
         rows = [row for row in self.table(trainer).splitlines() if not row.startswith(("run dir", "picture"))]
         strategy = f"strategy       {type(trainer.strategy).__name__}"
         lines = [*rows, f"precision      {trainer.precision}", strategy]
-        text.text(0, 1, "\n".join(lines), family="monospace", va="top")
+        text.text(0.03, 0.95, "\n".join(lines), family="monospace", va="top")
         return figure
 
     def _draw(self, axes: Axes, title: str, names: tuple[str, ...]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan
 
@@ -137,6 +139,60 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -
     if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
         return _DTYPES[setting.removeprefix("torch.")]
     raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
+
+
+def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:
+    """The bytes per second that an option gives.
+
+    Raises:
+        ValueError: it is no number above zero, or not finite.
+
+    >>> rate_from(125_000_000), rate_from(None)
+    (125000000.0, None)
+    """
+    if setting is None:
+        return None
+    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 < setting < math.inf:
+        raise ValueError(
+            f"`{name}` (={setting!r}) must be None or a number of bytes per second above zero: it is what a node's "
+            "link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where it is not known."
+        )
+    return float(setting)
+
+
+def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Check that ``module`` has every parameter that an optimizer trains: DDP would not average others.
+
+    Raises:
+        ValueError: names optimizer and group.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise ValueError(
+                    f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
+                    "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
+                    "Register it (`self.name = torch.nn.Parameter(...)`) in `__init__` or `configure_model`."
+                )
+
+
+def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
+    """Check, before a step, that DDP averages all that it trains; ``averaged``: by ``id``.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in averaged:
+                names = {id(p): name for name, p in module.named_parameters()}
+                raise RuntimeError(
+                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
+                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
+                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
+                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
+                )
 
 
 def refuse_nothing_to_train(module: nn.Module) -> None:

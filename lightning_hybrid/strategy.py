@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm.watch import is_of_a_collective
 from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.loss_scale import LossScale
 from lightning_hybrid.options import (
@@ -48,8 +49,11 @@ from lightning_hybrid.options import (
     dtype_from,
     one_bucket_size,
     plan_from,
+    rate_from,
+    refuse_foreign_parameters,
     refuse_nothing_to_train,
     refuse_unknown_options,
+    refuse_what_is_not_averaged,
 )
 from lightning_hybrid.precision import MasterWeightPrecision
 
@@ -73,6 +77,8 @@ class HybridAllReduceStrategy(DDPStrategy):
         comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
         comm_dtype_across_nodes: as ``comm_dtype``, but between nodes only: sums inside a node keep more digits.
         trace_dir: directory of a timeline of every bucket and stage, ``rank<r>.json``, for Perfetto; None: none.
+        link_bytes_per_s: rate of a node's link to the others, in each direction; bytes per second. Only for metrics and
+            report, which then say what part of it is achieved.
         loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
             :class:`~lightning_hybrid.loss_scale.LossScale`.
         timeout: for every collective of training; a peer that died becomes an error after this time.
@@ -98,6 +104,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
         trace_dir: str | None = None,
+        link_bytes_per_s: float | None = None,
         loss_scale: str | float | LossScale | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -116,6 +123,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         self._comm_dtype = dtype_from(comm_dtype)
         self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
         self._trace_dir = trace_dir
+        self.link_bytes_per_s = rate_from(link_bytes_per_s)
         self._loss_scale = loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
@@ -232,15 +240,7 @@ class HybridAllReduceStrategy(DDPStrategy):
             # checkpoint's state for them was read, and Lightning 2.6 would drop it: let it build them again.
             trainer.fit_loop._combined_loader = None
         assert self.lightning_module is not None
-        known = {id(parameter) for parameter in self.lightning_module.parameters()}
-        for optimizer in self.optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                if any(id(parameter) not in known for parameter in group["params"]):
-                    raise ValueError(
-                        f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
-                        "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
-                        "Register it (`self.name = torch.nn.Parameter(...)`) in `__init__` or `configure_model`."
-                    )
+        refuse_foreign_parameters(self.optimizers, self.lightning_module)
 
     @property
     def comm_trace(self) -> CommTrace | None:
@@ -274,25 +274,10 @@ class HybridAllReduceStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """As DDP, after checking that every trained parameter is averaged."""
-        if self.world_size > 1:
-            self._refuse_parameters_that_are_not_averaged(optimizer)
+        if self.world_size > 1 and self._averaged_parameters is not None:
+            assert self.lightning_module is not None
+            refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _refuse_parameters_that_are_not_averaged(self, optimizer: Optimizer) -> None:
-        if self._averaged_parameters is None:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in self._averaged_parameters:
-                    assert self.lightning_module is not None
-                    names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-                    raise RuntimeError(
-                        f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape "
-                        f"{tuple(parameter.shape)}) is trained but not averaged: DDP takes the trainable parameters "
-                        "when training starts, and this one was added or unfrozen later, so every rank would train its "
-                        "own copy. Keep it trainable from the start (with lr 0 until it is needed), or start a new fit "
-                        "after unfreezing."
-                    )
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -329,9 +314,16 @@ class HybridAllReduceStrategy(DDPStrategy):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters."""
-        if self._engine is not None:
-            self._engine.abort(f"{type(exception).__name__}: {exception}")
+        """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters.
+
+        Where the error is a collective's of DDP or Lightning, such as the broadcast of buffers, another rank is the
+        cause, and the error says which: it is this error, with more words.
+        """
+        engine = self._engine
+        if engine is not None and is_of_a_collective(exception):
+            exception.args = (engine.explain(exception),)
+        elif engine is not None:
+            engine.abort(f"{type(exception).__name__}: {exception}")
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
             told = exception.args[0].replace(

@@ -1,7 +1,7 @@
 """The table of metrics is complete: what is logged is explained, and the other way round."""
 
 from lightning_hybrid import metrics
-from lightning_hybrid.metrics import METRICS
+from lightning_hybrid.metrics import BUCKET_EXPOSED_S, METRICS, exposed_s_of_bucket, metric_of
 
 
 def test_every_name_has_one_entry():
@@ -14,10 +14,18 @@ def test_every_entry_has_a_group_a_unit_and_a_sentence():
         group, _, name = metric.name.partition("/")
         assert group in ("train", "comm", "throughput", "val", "test")
         assert name.isidentifier()
-        assert metric.unit in ("1", "s", "1/s")
+        assert metric.unit in ("1", "s", "1/s", "B", "B/s")
         assert metric.meaning[0].isupper()
         assert metric.meaning.endswith(".")
 
 
 def test_a_unit_with_time_comes_from_a_clock():
     assert all(metric.from_clock for metric in METRICS.values() if "s" in metric.unit)
+
+
+def test_a_metric_of_a_bucket_is_known_by_its_pattern():
+    assert metric_of(exposed_s_of_bucket(17)) is BUCKET_EXPOSED_S
+    assert BUCKET_EXPOSED_S.from_clock
+    assert all(metric_of(name) is metric for name, metric in METRICS.items())
+    for name in ("comm/exposed_s/bucket_", "comm/exposed_s/bucket_x", "a/comm/exposed_s/bucket_1", "train/other"):
+        assert metric_of(name) is None

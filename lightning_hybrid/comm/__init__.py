@@ -2,7 +2,7 @@
 
 The way of a bucket is ``hook`` (divide, hand over) -> ``engine`` (stages of successive buckets at the same time) ->
 ``allreduce`` (flat, hierarchical or two-level sum). Beside it: ``topology`` (who shares a node; process groups),
-``plan`` (bucket size; algorithm by bytes), ``trace`` (bytes and seconds). In use::
+``plan`` (bucket size; algorithm by bytes), ``traffic`` (bytes on the links), ``trace`` (bytes and seconds). In use::
 
     engine = CommEngine(topology=Topology.discover(), plan=CommPlan(), timeout=timeout, device=device)
     ddp_model.register_comm_hook(HookState(engine=engine), average_bucket)
@@ -13,17 +13,22 @@ The way of a bucket is ``hook`` (divide, hand over) -> ``engine`` (stages of suc
 from lightning_hybrid.comm.engine import CommEngine
 from lightning_hybrid.comm.hook import HookState, average_bucket
 from lightning_hybrid.comm.plan import CommPlan
+from lightning_hybrid.comm.summary import BucketSummary, CommSummary
 from lightning_hybrid.comm.topology import Topology, host_identity, validate_ranks_per_node
-from lightning_hybrid.comm.trace import CommSummary, CommTrace
+from lightning_hybrid.comm.trace import CommTrace
+from lightning_hybrid.comm.traffic import Traffic, traffic_of
 
 __all__ = [
+    "BucketSummary",
     "CommEngine",
     "CommPlan",
     "CommSummary",
     "CommTrace",
     "HookState",
     "Topology",
+    "Traffic",
     "average_bucket",
     "host_identity",
+    "traffic_of",
     "validate_ranks_per_node",
 ]

@@ -32,7 +32,8 @@ from lightning_hybrid.comm.lanes import Lanes
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
-from lightning_hybrid.comm.watch import Standing, Watch, private_store
+from lightning_hybrid.comm.traffic import Traffic, traffic_of
+from lightning_hybrid.comm.watch import IDLE, Standing, Watch, private_store, short
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
@@ -79,6 +80,7 @@ class CommEngine:
         self._is_closed = False
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
+        self._traffic: dict[BucketPlan, Traffic] = {}
         self._order = Order()
         self._copies = SealedCopies()
         fallback = plan.fallback(topology)
@@ -138,7 +140,7 @@ class CommEngine:
             if self._stream is not None:
                 return self._submit_to_stream(flight, self._stream, is_last=is_last)
             flight.traced_s = self.trace.begin(
-                num_bytes=flight.bucket.num_bytes, is_last=is_last, least_bytes_across=self._least_across(flight.bucket)
+                num_bytes=flight.bucket.num_bytes, is_last=is_last, traffic=self.traffic(flight.bucket)
             )
             self._in_flight[flight] = None
             is_sent = self._lanes.put(flight.pieces, flight.bucket.algorithm)
@@ -148,11 +150,15 @@ class CommEngine:
         assert future is not None
         return future
 
-    def _least_across(self, bucket: BucketPlan) -> float:
-        """Bytes that every node must send for a bucket: 2 (N - 1) / N of what travels between nodes."""
-        num_nodes, itemsize = self.topology.num_nodes, bucket.num_bytes / max(1, bucket.numel)
-        narrow = itemsize if self.dtype_across_nodes is None else min(itemsize, self.dtype_across_nodes.itemsize)
-        return 2 * (num_nodes - 1) / num_nodes * bucket.numel * narrow
+    def traffic(self, bucket: BucketPlan) -> Traffic:
+        """Bytes on the links of the busiest node for one sum of a bucket."""
+        if bucket not in self._traffic:
+            narrow = self.dtype_across_nodes
+            across = bucket.num_bytes if narrow is None else min(bucket.num_bytes, bucket.numel * narrow.itemsize)
+            self._traffic[bucket] = traffic_of(
+                bucket.algorithm, self.topology, bucket.num_bytes, num_bytes_across=across
+            )
+        return self._traffic[bucket]
 
     def _job(self, flat: Tensor) -> Job:
         return Job(flat=flat, topology=self.topology, dtype_across=self.dtype_across_nodes)
@@ -186,6 +192,18 @@ class CommEngine:
                 return
         error = f"comm: rank {self.topology.rank} gave up: {reason}"
         self._fail_all(error if self._watch is None else self._watch.raise_alarm(error), None)
+
+    def explain(self, error: BaseException) -> str:
+        """What to say of a collective of somebody else's that failed here: which rank is the cause, then ``error``.
+
+        Fails this engine on every rank, as ``abort`` does, but with the verdict of the roll, which all are asked to
+        answer. An error that already tells why the engine failed is left as it is.
+        """
+        if self._failure is None and not self._is_closed:
+            noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
+            self._fail_all(f"comm: {noticed}." if self._watch is None else self._watch.call_roll(noticed), error)
+        told = "" if self._failure is None else self._failure[0]
+        return str(error) if told in str(error) else f"{told} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End the threads and free the groups. May be called again.
@@ -240,7 +258,7 @@ class CommEngine:
         with self._lock:
             oldest = next(iter(self._in_flight), None)
             if oldest is None:
-                place = "with no bucket in flight"
+                place = IDLE
             else:
                 piece = next((p for p in oldest.pieces if p.place.startswith("in ")), oldest.pieces[0])
                 place = f"bucket {oldest.bucket.index} {piece.place} of the {oldest.bucket.algorithm} all-reduce"
@@ -275,7 +293,7 @@ class CommEngine:
             if flight not in self._in_flight:  # another stage failed meanwhile
                 return
             del self._in_flight[flight]
-            self.trace.end(flight.bucket, flight.traced_s)
+            self.trace.end(flight.bucket, flight.traced_s, self.traffic(flight.bucket))
         flight.done.set_result(result)
 
     def _fail(self, piece: Piece, stage: str, cause: Exception) -> None:
@@ -318,7 +336,12 @@ class CommEngine:
 
     def _submit_to_stream(self, flight: Flight, stream: torch.cuda.Stream, *, is_last: bool) -> Future[Tensor]:
         """Put every stage on the side stream; the host waits for nothing, and the future carries a CUDA event."""
-        self.trace.count_untimed(num_bytes=flight.bucket.num_bytes, is_last=is_last)
+        self.trace.count_untimed(
+            num_bytes=flight.bucket.num_bytes,
+            is_last=is_last,
+            bucket=flight.bucket,
+            traffic=self.traffic(flight.bucket),
+        )
         flat = flight.flat
         stage_name = "finish"
         stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients have been written

@@ -10,61 +10,51 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from lightning_hybrid.comm.summary import BucketSummary, CommSummary
+from lightning_hybrid.comm.traffic import NO_TRAFFIC, Traffic
 
 MOST_EVENTS = 500_000
 """A timeline ends after so many events (about 100 MB of JSON); the counters go on."""
 
 
 class BucketLike(Protocol):
-    """What a timeline says of a bucket."""
+    """What timeline and counters say of a bucket; it can be hashed."""
 
     @property
     def index(self) -> int:
         """Place in the step."""
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @property
     def num_bytes(self) -> int:
         """On the wire."""
+
+    @property
+    def dtype(self) -> str:
+        """On the wire, without ``torch.``."""
 
     @property
     def algorithm(self) -> str:
         """That carries it."""
 
+    @property
+    def num_chunks(self) -> int:
+        """In which it is carried."""
 
-@dataclass(frozen=True, kw_only=True)
-class CommSummary:
-    """What one rank communicated since the last summary.
 
-    ``num_steps``: backward passes that were averaged. ``num_buckets``, ``num_bytes``: handed to the sum, bytes as on
-    the wire, before any algorithm multiplies them. ``busy_s``: time with at least one bucket in flight. ``exposed_s``:
-    the part of it that backward did not hide, from the moment the last bucket of a step was handed over until every
-    bucket of that step was done. Both in seconds of wall clock, and None on CUDA: there a bucket is handed to a stream
-    and the host's clock sees none of it. ``exposed_by_bucket_s``: how much of ``exposed_s`` passed until each bucket
-    (by index) was done, and no other that was done before. ``least_bytes_across``: bytes that every node must send to
-    the others for these buckets, whatever the algorithm: 2 (N - 1) / N of theirs on N nodes.
-    """
+class _Counts:
+    """Of one bucket: its traffic, how often it was averaged, seconds in flight and exposed."""
 
-    num_steps: int
-    num_buckets: int
-    num_bytes: int
-    busy_s: float | None
-    exposed_s: float | None
-    exposed_by_bucket_s: dict[int, float] = field(default_factory=dict)
-    least_bytes_across: float = 0.0
-
-    def achieved(self, *, bytes_per_s: float) -> float | None:
-        """Part of the time in flight that a link of ``bytes_per_s`` between nodes needs at least: 1 is the bound.
-
-        None where no time was taken. At most 1 while the link keeps to its word.
-
-        >>> CommSummary(num_steps=1, num_buckets=1, num_bytes=10, busy_s=2.0, exposed_s=0.0,
-        ...             least_bytes_across=10.0).achieved(bytes_per_s=10.0)
-        0.5
-        """
-        return self.least_bytes_across / bytes_per_s / self.busy_s if self.busy_s else None
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.num_times = 0
+        self.in_flight_s = self.exposed_s = 0.0
 
 
 class CommTrace:
@@ -92,20 +82,21 @@ class CommTrace:
         self._num_in_flight = 0
         self._busy_since_s: float | None = None
         self._exposed_since_s: float | None = None
+        self._drained = CommSummary()
         self._reset()
 
     def _reset(self) -> None:
         self._num_steps = self._num_buckets = self._num_bytes = 0
-        self._busy_s = self._exposed_s = self._least_bytes_across = 0.0
-        self._exposed_by_bucket_s: dict[int, float] = {}
+        self._busy_s = self._exposed_s = 0.0
+        self._least_across = self._across = self._inside = 0.0
+        self._by_bucket: dict[BucketLike, _Counts] = {}
         self._is_timed = True
 
-    def begin(self, *, num_bytes: int, is_last: bool, least_bytes_across: float = 0.0) -> float:
+    def begin(self, *, num_bytes: int, is_last: bool, traffic: Traffic = NO_TRAFFIC) -> float:
         """A bucket was handed over. Each call is followed by one of ``end``. Returns the time."""
         with self._lock:
             now_s = self._clock()
-            self._count(num_bytes, is_last)
-            self._least_bytes_across += least_bytes_across
+            self._count(num_bytes, is_last, traffic)
             self._note_backward(now_s, is_last)
             self._num_in_flight += 1
             if self._busy_since_s is None:
@@ -114,7 +105,7 @@ class CommTrace:
                 self._exposed_since_s = self._last_end_s = now_s
             return now_s
 
-    def end(self, bucket: BucketLike | None = None, began_s: float = 0.0) -> None:
+    def end(self, bucket: BucketLike | None = None, began_s: float = 0.0, traffic: Traffic = NO_TRAFFIC) -> None:
         """A bucket was averaged, or given up (None); ``began_s``: when it was handed over."""
         with self._lock:
             self._num_in_flight -= 1
@@ -123,9 +114,11 @@ class CommTrace:
             now_s = self._clock()
             if bucket is not None:
                 self._event(f"bucket {bucket.index}", "buckets", began_s, now_s, bucket)
+                counts = self._by_bucket.setdefault(bucket, _Counts(traffic))
+                counts.num_times += 1
+                counts.in_flight_s += now_s - began_s
                 if self._exposed_since_s is not None:
-                    exposed = self._exposed_by_bucket_s
-                    exposed[bucket.index] = exposed.get(bucket.index, 0.0) + now_s - self._last_end_s
+                    counts.exposed_s += now_s - self._last_end_s
                     self._last_end_s = now_s
             if self._num_in_flight == 0:
                 self._add_times(now_s)
@@ -178,36 +171,69 @@ class CommTrace:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
-    def count_untimed(self, *, num_bytes: int, is_last: bool) -> None:
+    def count_untimed(
+        self, *, num_bytes: int, is_last: bool, bucket: BucketLike | None = None, traffic: Traffic = NO_TRAFFIC
+    ) -> None:
         """A bucket was put on a CUDA stream: count it and claim no times."""
         with self._lock:
-            self._count(num_bytes, is_last)
+            self._count(num_bytes, is_last, traffic)
+            if bucket is not None:
+                self._by_bucket.setdefault(bucket, _Counts(traffic)).num_times += 1
             self._is_timed = False
 
     def drain(self) -> CommSummary:
         """The counts since the last drain. Times of buckets still in flight are split at this moment."""
         with self._lock:
-            if self._num_in_flight:
-                now_s = self._clock()
-                self._add_times(now_s)
-                self._busy_since_s = now_s
-                self._exposed_since_s = None if self._exposed_since_s is None else now_s
-            summary = CommSummary(
-                num_steps=self._num_steps,
-                num_buckets=self._num_buckets,
-                num_bytes=self._num_bytes,
-                busy_s=self._busy_s if self._is_timed else None,
-                exposed_s=self._exposed_s if self._is_timed else None,
-                exposed_by_bucket_s=self._exposed_by_bucket_s,
-                least_bytes_across=self._least_bytes_across,
-            )
+            summary = self._summary()
+            self._drained += summary
             self._reset()
             return summary
 
-    def _count(self, num_bytes: int, is_last: bool) -> None:
+    def total(self) -> CommSummary:
+        """The counts since the beginning, whoever drains."""
+        with self._lock:
+            return self._drained + self._summary()
+
+    def _summary(self) -> CommSummary:
+        if self._num_in_flight:
+            now_s = self._clock()
+            self._add_times(now_s)
+            self._busy_since_s = now_s
+            self._exposed_since_s = None if self._exposed_since_s is None else now_s
+        buckets = (
+            BucketSummary(
+                index=bucket.index,
+                numel=bucket.numel,
+                num_bytes=bucket.num_bytes,
+                dtype=bucket.dtype,
+                algorithm=bucket.algorithm,
+                num_chunks=bucket.num_chunks,
+                traffic=counts.traffic,
+                num_times=counts.num_times,
+                in_flight_s=counts.in_flight_s if self._is_timed else None,
+                exposed_s=counts.exposed_s if self._is_timed else None,
+            )
+            for bucket, counts in self._by_bucket.items()
+        )
+        return CommSummary(
+            num_steps=self._num_steps,
+            num_buckets=self._num_buckets,
+            num_bytes=self._num_bytes,
+            busy_s=self._busy_s if self._is_timed else None,
+            exposed_s=self._exposed_s if self._is_timed else None,
+            least_bytes_across=self._least_across,
+            bytes_across=self._across,
+            bytes_inside=self._inside,
+            buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
+        )
+
+    def _count(self, num_bytes: int, is_last: bool, traffic: Traffic) -> None:
         self._num_steps += is_last
         self._num_buckets += 1
         self._num_bytes += num_bytes
+        self._least_across += traffic.least_across
+        self._across += traffic.across
+        self._inside += traffic.inside
 
     def _add_times(self, now_s: float) -> None:
         if self._busy_since_s is not None:

@@ -31,6 +31,9 @@ STORE_LIMIT_S = 5.0
 PATIENCE = 4
 """How often in a row the store may leave a word unanswered: another thread of this process may be using it."""
 
+IDLE = "with no bucket in flight"
+"""The place of a rank that waits for no other, as far as the engine knows."""
+
 COMPARE_LIMIT_S = 60.0
 """The same where nothing but patience depends on it."""
 
@@ -86,6 +89,11 @@ def verdict(noticed: str, roll: Sequence[Standing | None]) -> str:
         blame = (
             f"{name_ranks(behind)} {stands} behind: {here[behind[0]].num_submitted} buckets handed over where others "
             f"have {most}; now {here[behind[0]].place}. Look there for a hang, an error or a batch less"
+        )
+    elif all(each.place == IDLE for each in here.values()):
+        blame = (
+            "every rank answers and has averaged the same buckets: one that is slow, or hangs, elsewhere in its step "
+            "is the cause, or the network between them"
         )
     else:
         places = ", ".join(f"rank {rank}: {each.place}" for rank, each in list(here.items())[:8])
@@ -231,7 +239,7 @@ class Watch:
                     self._on_failure(
                         "comm: the store through which the ranks met does not answer: rank 0, or the launcher that "
                         f"keeps it, is dead or unreachable. Rank {self._rank} noticed, now "
-                        f"{self._standing().place}: {_short(error)}."
+                        f"{self._standing().place}: {short(error)}."
                     )
                     return
 
@@ -267,7 +275,7 @@ class Watch:
         except Exception as error:
             return (
                 f"{otherwise} The other ranks could not be told, as the store through which the ranks met does not "
-                f"answer ({_short(error)}): rank 0, or the launcher that keeps it, is dead or unreachable."
+                f"answer ({short(error)}): rank 0, or the launcher that keeps it, is dead or unreachable."
             )
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
@@ -292,7 +300,19 @@ class Watch:
         return answers[0]
 
 
-def _short(error: BaseException) -> str:
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error is a backend's own, of a collective or of the store: not one of the user's code.
+
+    >>> is_of_a_collective(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    True
+    >>> is_of_a_collective(RuntimeError("the database's connection timed out"))
+    False
+    """
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text)
+
+
+def short(error: BaseException) -> str:
     """Type and first line: torch's store errors end in a C++ stack."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
 from lightning_hybrid.comm.seal import OrderHash, SealedCopy
-from lightning_hybrid.comm.watch import Standing, differing, name_ranks, verdict
+from lightning_hybrid.comm.watch import IDLE, Standing, differing, name_ranks, verdict
 from tests.comm.layouts import integers
+from tests.held import growth
 from tests.rank_pool import RankError
 
 CPU = torch.device("cpu")
@@ -302,33 +303,26 @@ def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, a
                 assert torch.equal(flat, sum(addends))
 
 
-def cycles(num_cycles):
-    """OS threads, process groups and open files, after each open-use-close."""
-    counts = []
-    for _ in range(num_cycles):
-        engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
-        engine.submit(torch.ones(10), bucket_index=0, is_last=True).wait()
-        engine.close()
-        del engine
-        counts.append(
-            (
-                len(os.listdir("/proc/self/task")),
-                len(dist.distributed_c10d._world.pg_map),
-                len(os.listdir("/proc/self/fd")),
-            )
-        )
-    return counts
+def open_use_close():
+    engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
+    engine.submit(torch.ones(10), bucket_index=0, is_last=True).wait()
+    engine.close()
+
+
+def growth_over_engines(num_cycles):
+    return growth(open_use_close, num_warm_up=5, num_cycles=num_cycles)
 
 
 @pytest.mark.slow
 def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
-    for counts in two_ranks.run(cycles, 50):
-        assert all(last <= max(first) for last, first in zip(counts[-1], zip(*counts[1:6], strict=True), strict=True))
+    for more in two_ranks.run(growth_over_engines, 50):
+        assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 AT_TWO = Standing(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"))
+IDLE_TWO = Standing(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
 AT_ONE = Standing(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
 STRAYED = Standing(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
 LONG_AGO = Standing(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
@@ -345,6 +339,8 @@ LEFT = Standing(num_submitted=2, order="b", place="gone", has_left=True)
         ([AT_TWO, AT_TWO, STRAYED], "rank 2 handed over z where ranks 0, 1 handed over y"),
         ([AT_ONE, AT_TWO, STRAYED], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
+        ([IDLE_TWO, IDLE_TWO], "every rank answers and has averaged the same buckets: one that is slow, or hangs,"),
+        ([AT_TWO, IDLE_TWO], "every rank answers, so the network"),
         ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (rank 0: bucket 1 in stage"),
     ],
 )

@@ -1,10 +1,12 @@
 import json
 import threading
-from types import SimpleNamespace
 
 import pytest
 
-from lightning_hybrid.comm.trace import CommSummary, CommTrace
+from lightning_hybrid.comm.plan import BucketPlan
+from lightning_hybrid.comm.summary import BucketSummary, CommSummary
+from lightning_hybrid.comm.trace import CommTrace
+from lightning_hybrid.comm.traffic import Traffic
 
 
 class Clock:
@@ -89,7 +91,9 @@ def test_counts_survive_many_threads():
 
 
 def bucket(index, num_bytes=8):
-    return SimpleNamespace(index=index, num_bytes=num_bytes, algorithm="flat")
+    return BucketPlan(
+        index=index, numel=num_bytes // 4, num_bytes=num_bytes, dtype="float32", algorithm="flat", num_chunks=1
+    )
 
 
 def test_each_bucket_is_exposed_from_the_one_done_before_it():
@@ -106,19 +110,101 @@ def test_each_bucket_is_exposed_from_the_one_done_before_it():
     for clock.now_s, index in ((4, 1), (7, 2)):
         trace.end(bucket(index))
     summary = trace.drain()
-    assert summary.exposed_by_bucket_s == {1: 2.0, 2: 3.0}
+    assert summary.exposed_by_bucket_s == {0: 0.0, 1: 2.0, 2: 3.0}
     assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
 
 
 def test_achieved_is_the_least_time_by_the_time_taken():
     clock = Clock()
     trace = CommTrace(clock=clock)
-    trace.begin(num_bytes=100, is_last=True, least_bytes_across=150.0)
+    trace.begin(num_bytes=100, is_last=True, traffic=Traffic(least_across=150.0))
     clock.now_s = 2
     trace.end(bucket(0))
     summary = trace.drain()
     assert summary.achieved(bytes_per_s=100.0) == pytest.approx(0.75)
     assert trace.drain().achieved(bytes_per_s=100.0) is None
+
+
+TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)
+
+
+def one_step(trace, clock, *, num_bytes=8):
+    """Two buckets in flight from 0 to 2 and from 1, where backward ends, to 5 seconds."""
+    start_s = clock.now_s
+    for index in range(2):
+        clock.now_s = start_s + index
+        trace.begin(num_bytes=num_bytes, is_last=index == 1, traffic=TRAFFIC)
+    for index, end_s in ((0, 2), (1, 5)):
+        clock.now_s = start_s + end_s
+        trace.end(bucket(index, num_bytes), start_s + index, TRAFFIC)
+
+
+def bucket_summary(index, num_times, in_flight_s, exposed_s, num_bytes=8):
+    return BucketSummary(
+        index=index,
+        numel=num_bytes // 4,
+        num_bytes=num_bytes,
+        dtype="float32",
+        algorithm="flat",
+        num_chunks=1,
+        traffic=TRAFFIC,
+        num_times=num_times,
+        in_flight_s=in_flight_s,
+        exposed_s=exposed_s,
+    )
+
+
+def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    one_step(trace, clock)
+    one_step(trace, clock)
+    assert trace.drain() == CommSummary(
+        num_steps=2,
+        num_buckets=4,
+        num_bytes=32,
+        busy_s=10.0,
+        exposed_s=8.0,
+        least_bytes_across=40.0,
+        bytes_across=60.0,
+        bytes_inside=80.0,
+        buckets=(bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0)),
+    )
+
+
+def test_the_total_is_that_of_all_windows_whoever_drains():
+    clock = Clock()
+    drained, never = CommTrace(clock=clock), CommTrace(clock=clock)
+    summaries = []
+    for num_bytes in (8, 8, 16):  # DDP makes its buckets anew after the first step
+        for trace in (drained, never):
+            clock.now_s = 0
+            one_step(trace, clock, num_bytes=num_bytes)
+        summaries.append(drained.drain())
+    assert drained.total() == never.total() == summaries[0] + summaries[1] + summaries[2]
+    assert [b.num_times for b in never.total().buckets] == [2, 1, 2, 1]
+    assert never.total().exposed_by_bucket_s == {0: 3.0, 1: 9.0}
+    assert drained.drain() == CommSummary()
+
+
+def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
+    clock = Clock()
+    timed, stream = CommTrace(clock=clock), CommTrace()
+    one_step(timed, clock)
+    stream.count_untimed(num_bytes=8, is_last=True, bucket=bucket(0), traffic=TRAFFIC)
+    total = timed.drain() + stream.drain()
+    assert (total.num_buckets, total.bytes_across, total.busy_s, total.exposed_s) == (3, 45.0, None, None)
+    assert total.buckets == (bucket_summary(0, 2, None, None), bucket_summary(1, 1, 4.0, 3.0))
+    assert total.achieved_bytes_per_s is None
+    assert total.achieved(bytes_per_s=1.0) is None
+
+
+def test_a_summary_travels_in_a_checkpoint():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    one_step(trace, clock)
+    summary = trace.total()
+    assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
 
 
 def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):

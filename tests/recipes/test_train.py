@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid.metrics import METRICS
+from lightning_hybrid.metrics import metric_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "recipes/train.py"]
@@ -49,7 +49,7 @@ def last_checkpoint(run_dir: Path) -> dict:
 def repeatable_curves(checkpoint: dict) -> dict[str, list]:
     """Every value of every metric that does not come from a clock."""
     curves = checkpoint["callbacks"]["RunReport"]["curves"]
-    return {name: points for name, points in curves.items() if not METRICS[name].from_clock}
+    return {name: points for name, points in curves.items() if not metric_of(name).from_clock}
 
 
 def assert_same(a, b, where="") -> None:
@@ -134,8 +134,8 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert summary["world_size"] == 2
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-    lines = [line.split()[0] for line in out.strip().splitlines()[-5:]]
-    assert lines == ["test", "throughput", "skipped", "run", "picture"]
+    lines = [line.split()[0] for line in out.strip().splitlines()[-6:]]
+    assert lines == ["test", "throughput", "skipped", "communication", "run", "picture"]
 
 
 @pytest.mark.slow

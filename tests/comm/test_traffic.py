@@ -1,0 +1,60 @@
+"""Bytes on the links, as arithmetic; tests/netlab/test_bytes.py holds them against what a kernel counted."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lightning_hybrid.comm import Topology, traffic_of
+from lightning_hybrid.comm.plan import Algorithm
+
+ALGORITHMS = get_args(Algorithm)
+
+
+@st.composite
+def topologies(draw):
+    hosts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+    return Topology.from_identities(rank=0, identities=hosts)
+
+
+@given(st.sampled_from(ALGORITHMS), topologies(), st.integers(0, 10**9), st.sampled_from([None, 0.5]))
+def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(algorithm, topology, num_bytes, narrow):
+    assume(algorithm != "two_level" or topology.ranks_per_node is not None)
+    across = None if narrow is None else num_bytes * narrow
+    found = traffic_of(algorithm, topology, num_bytes, num_bytes_across=across)
+    least = 2 * (topology.num_nodes - 1) / topology.num_nodes * (num_bytes if across is None else across)
+    assert found.least_across == pytest.approx(least)
+    assert found.across >= found.least_across * (1 - 1e-12)
+    if algorithm in ("hierarchical", "two_level"):
+        assert found.across == found.least_across
+    assert found.inside >= 0
+
+
+@given(st.sampled_from(ALGORITHMS), st.integers(1, 12))
+def test_one_node_sends_nothing_out_and_lone_ranks_nothing_in(algorithm, num_ranks):
+    together = Topology(rank=0, nodes=(tuple(range(num_ranks)),))
+    assert traffic_of(algorithm, together, 100).across == 0
+    alone = Topology(rank=0, nodes=tuple((rank,) for rank in range(num_ranks)))
+    assert traffic_of(algorithm, alone, 100).inside == 0
+
+
+@given(st.integers(2, 6), st.integers(2, 6))
+def test_a_flat_ring_leaves_a_node_once_or_with_every_rank(num_nodes, ranks_per_node):
+    num_ranks = num_nodes * ranks_per_node
+    blocks = Topology.from_ranks_per_node(rank=0, world_size=num_ranks, ranks_per_node=ranks_per_node)
+    cyclic = Topology.from_identities(rank=0, identities=[rank % num_nodes for rank in range(num_ranks)])
+    edge = 2 * (num_ranks - 1) / num_ranks * 1000
+    assert traffic_of("flat", blocks, 1000).across == pytest.approx(edge)
+    assert traffic_of("flat", cyclic, 1000).across == pytest.approx(ranks_per_node * edge)
+    assert traffic_of("flat", blocks, 1000).inside == pytest.approx((ranks_per_node - 1) * edge)
+
+
+def test_on_one_node_sums_keep_their_dtype():
+    node = Topology(rank=0, nodes=((0, 1),))
+    assert traffic_of("flat", node, 100, num_bytes_across=50) == traffic_of("flat", node, 100)
+
+
+def test_shards_need_nodes_of_equal_size():
+    with pytest.raises(ValueError, match=r"`algorithm` \(='two_level'\) needs nodes of equal size, and these hold \[2"):
+        traffic_of("two_level", Topology(rank=0, nodes=((0, 1), (2,))), 100)

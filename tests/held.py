@@ -1,0 +1,60 @@
+"""What a process holds of the system, for tests that open and close something many times."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+SETTLE_LIMIT_S = 5.0
+"""Gloo's threads and sockets, and the other side's of a pair, end a little after ``destroy`` has returned."""
+
+
+def held() -> dict[str, int]:
+    """OS threads, process groups and open files of this process, now."""
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(cycle: Callable[[], None], *, num_warm_up: int, num_cycles: int) -> dict[str, int]:
+    """How much more is held after ``num_cycles`` cycles than before them, and how many bytes more are resident.
+
+    Both counts are taken at rest: the first where nothing has changed for half a second, the second where it is not
+    above the first any more, or at the deadline. What a cycle leaves behind for good is counted ``num_cycles`` times.
+    Every rank must call it.
+    """
+    for _ in range(num_warm_up):
+        cycle()
+    dist.barrier()
+    before, resident_before = _at_rest(), resident_bytes()
+    for _ in range(num_cycles):
+        cycle()
+    dist.barrier()
+    gc.collect()
+    after, deadline_s = held(), time.monotonic() + SETTLE_LIMIT_S
+    while any(after[name] > before[name] for name in before) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+        after = held()
+    return {**{name: after[name] - before[name] for name in before}, "bytes": resident_bytes() - resident_before}
+
+
+def _at_rest() -> dict[str, int]:
+    gc.collect()
+    seen, since_s, deadline_s = held(), time.monotonic(), time.monotonic() + SETTLE_LIMIT_S
+    while time.monotonic() < min(deadline_s, since_s + 0.5):
+        time.sleep(0.05)
+        if (now := held()) != seen:
+            seen, since_s = now, time.monotonic()
+    return seen
