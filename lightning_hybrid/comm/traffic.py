@@ -41,9 +41,9 @@ def traffic_of(
                           inside = (k - 1) S                       scatter: each rank keeps one shard of k
                                  + (k - 1) S                       gather
 
-    ``e`` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are the
-    seal of a step, fractions of a KiB, and that pieces of few KiB, which nodes exchange whole (allreduce.py), cost N / 2
-    times ``across``. These are the algorithms as they are on the CPU; NCCL chooses its own rings.
+    ``e`` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
+    the seal of a step, fractions of a KiB, and that pieces of few KiB, which nodes exchange whole (allreduce.py), cost
+    N / 2 times ``across``. These are the algorithms as they are on the CPU; NCCL chooses its own rings.
 
     Raises ``ValueError`` for ``two_level`` on nodes of different size, which has no shards there.
 
