@@ -207,6 +207,14 @@ class Cluster:
 
     # ---- use -------------------------------------------------------------------------------------------------------
 
+    def address(self, host: int) -> str:
+        """Of a host's eth0."""
+        return _address(host)
+
+    def namespace(self, host: int) -> str:
+        """The file that ``nsenter --net`` takes to get into a host."""
+        return self._hosts[host]
+
     def traffic(self) -> Traffic:
         """Bytes between hosts since the start, as the emulator counted them."""
         assert self._emulator is not None
