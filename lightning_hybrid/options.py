@@ -81,7 +81,7 @@ def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int 
     """
     if plan is None:
         made = CommPlan(algorithm=algorithm)
-        return made if bucket_bytes is None else dataclasses.replace(made, bucket_bytes=bucket_bytes)
+        return made if bucket_bytes is None else dataclasses.replace(made, bucket_bytes=bucket_bytes, num_buckets=1)
     if algorithm != "auto" or bucket_bytes is not None:
         raise ValueError(
             f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
@@ -103,7 +103,8 @@ def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[s
 
     DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
     with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
-    Gradients of several dtypes go into buckets of their own, to which no one list can be fitted.
+    Gradients of each dtype go into buckets of their own, and one list must do for all: it is made for the dtype that
+    has most bytes. The others, normalisation in fp32 beside half-precision weights, fill none; DDP puts those last.
 
     >>> bucket_caps_for_ddp(nn.Linear(256, 256), CommPlan(last_bucket_bytes=1024), {})    # bias first, weight last
     {'bucket_cap_mb_list': [0.0009765625, 0.25]}
@@ -114,9 +115,10 @@ def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[s
     ):
         return {}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if len({parameter.dtype for parameter in trained}) != 1:
-        return {}
-    caps = plan.bucket_caps([parameter.numel() * parameter.element_size() for parameter in reversed(trained)])
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for parameter in reversed(trained):
+        by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())
+    caps = plan.bucket_caps(max(by_dtype.values(), key=sum, default=[]))
     caps = [cap for cap in caps if cap]
     if len(caps) < 2:
         return {}

@@ -476,7 +476,7 @@ class Wide(toy.Toy):
         )
 
 
-def buckets_of_a_wide_fit(options):
+def buckets_of_a_wide_fit(options, precision):
     seen = []
 
     class Looks(pl.Callback):
@@ -485,8 +485,8 @@ def buckets_of_a_wide_fit(options):
 
     plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000)
     strategy = HybridAllReduceStrategy(plan=plan, **options)
-    toy.trainer(strategy=strategy, callbacks=[Looks()], max_epochs=1).fit(Wide(), toy.loader())
-    return [(bucket.index, bucket.num_bytes) for bucket in seen]
+    toy.trainer(strategy=strategy, callbacks=[Looks()], max_epochs=1, precision=precision).fit(Wide(), toy.loader())
+    return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in seen]
 
 
 @pytest.mark.skipif(
@@ -496,11 +496,28 @@ def buckets_of_a_wide_fit(options):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_ddps_buckets_are_the_plans_and_the_last_is_small(two_ranks, options):
-    for buckets in two_ranks.run(buckets_of_a_wide_fit, options):
-        last = max(index for index, _ in buckets)
+    for buckets in two_ranks.run(buckets_of_a_wide_fit, options, "32-true"):
+        last = max(index for index, *_ in buckets)
         assert last >= 3
-        assert any(num_bytes == 128 * 128 * 4 for _, num_bytes in buckets)  # too large for the others: alone
-        assert (last, 64) in buckets or min(size for index, size in buckets if index == last) <= 1000
+        assert any(num_bytes == 128 * 128 * 4 for _, num_bytes, _ in buckets)  # too large for the others: alone
+        assert min(size for index, size, _ in buckets if index == last) <= 1000
+
+
+@pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch's DDP has one size for all buckets",
+)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_norms_in_fp32_wait_behind_the_halves(two_ranks, options):
+    """DDP hands buckets over by number: one that holds the norm of every layer and came first would stop all others."""
+    for buckets in two_ranks.run(buckets_of_a_wide_fit, options, "16-true"):
+        last = max(index for index, *_ in buckets)
+        halves = [index for index, _, dtype in buckets if dtype == "float16"]
+        singles = [index for index, _, dtype in buckets if dtype == "float32"]
+        assert len(set(halves)) >= 3
+        assert last >= 3
+        assert max(singles) >= last - 1
 
 
 def fit_that_one_rank_leaves(rank):

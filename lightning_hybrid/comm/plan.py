@@ -31,6 +31,9 @@ class NodeShape(Protocol):
         """Ranks on each node; None where nodes differ."""
 
 
+LEAST_FUSED_BYTES = 512 * KIB
+"""Buckets are not made smaller than this only to have more of them."""
+
 LEAST_CHUNK_BYTES = 64 * KIB
 """No piece is made smaller than this: its messages would cost more than they hide."""
 
@@ -87,6 +90,9 @@ class CommPlan:
         algorithm: ``auto``, ``flat``, ``parallel_flat``, ``hierarchical`` or ``two_level``.
         bucket_bytes: small tensors are fused up to this size; a larger one travels alone. 25 MiB is
             DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
+        num_buckets: tensors are fused into smaller buckets than that where it would make fewer than this, but not
+            smaller than 512 KiB: backward hides all but the first of n equal buckets at its begin and the last at its
+            end, so of communication that takes as long as backward it can hide 1 - 1 / n. 1: ``bucket_bytes`` it is.
         last_bucket_bytes: as ``bucket_bytes``, for the bucket that is ready last: backward is over then and hides
             nothing of it.
         chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size times the
@@ -110,6 +116,7 @@ class CommPlan:
 
     algorithm: Literal["auto"] | Algorithm = "auto"
     bucket_bytes: int = 25 * MIB
+    num_buckets: int = 16
     last_bucket_bytes: int = MIB
     hierarchical_below_bytes: int = MIB
     chunk_bytes: int = 256 * KIB
@@ -127,6 +134,10 @@ class CommPlan:
         _require_whole("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
         _require_whole("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
         _require_whole("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
+        if not isinstance(self.num_buckets, int) or isinstance(self.num_buckets, bool) or self.num_buckets < 1:
+            raise ValueError(
+                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more: 1 means: of `bucket_bytes`."
+            )
         if not isinstance(self.check_order, bool):
             raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
@@ -165,21 +176,25 @@ class CommPlan:
     def bucket_caps(self, tensor_bytes: Sequence[int]) -> list[int]:
         """Bytes of each bucket, for tensors in the order in which their gradients get ready.
 
-        Small tensors are fused until the next would pass ``bucket_bytes``; a larger one travels alone; from the end,
-        tensors are fused up to ``last_bucket_bytes``, and at least the last one is in that bucket.
+        Small tensors are fused until the next would pass ``bucket_bytes``, or less (see ``num_buckets``); a larger one
+        travels alone; from the end, tensors are fused up to ``last_bucket_bytes``, and at least the last one is in that
+        bucket.
 
         >>> CommPlan(bucket_bytes=100, last_bucket_bytes=20).bucket_caps([60, 30, 30, 500, 50, 10, 10])
         [90, 30, 500, 50, 20]
+        >>> CommPlan().bucket_caps([MIB] * 32)[:3], CommPlan(num_buckets=1).bucket_caps([MIB] * 32)
+        ([2097152, 2097152, 2097152], [26214400, 6291456, 1048576])
         """
+        fused_bytes = min(self.bucket_bytes, max(sum(tensor_bytes) // self.num_buckets, LEAST_FUSED_BYTES))
         num_last, last = 0, 0
         for size in reversed(tensor_bytes):
-            if num_last and last + size > min(self.last_bucket_bytes, self.bucket_bytes):
+            if num_last and last + size > min(self.last_bucket_bytes, fused_bytes):
                 break
             num_last, last = num_last + 1, last + size
         caps: list[int] = []
         open_bytes = 0
         for size in tensor_bytes[: len(tensor_bytes) - num_last]:
-            if open_bytes and open_bytes + size > self.bucket_bytes:
+            if open_bytes and open_bytes + size > fused_bytes:
                 caps.append(open_bytes)
                 open_bytes = 0
             open_bytes += size
@@ -222,8 +237,8 @@ class CommPlan:
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
         >>> CommPlan(bucket_bytes=16 * MIB, hierarchical_below_bytes=256 * KIB).describe(topology)
-        'comm: 1024 ranks = 128 nodes x 8; fused buckets of 16 MiB; two-level from 256 KiB, hierarchical below; \
-plan 6854'
+        'comm: 1024 ranks = 128 nodes x 8; fused buckets of up to 16 MiB; two-level from 256 KiB, hierarchical below; \
+plan ef19'
         """
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         per_node = "of different size" if topology.ranks_per_node is None else f"x {topology.ranks_per_node}"
@@ -231,7 +246,7 @@ plan 6854'
         used = [name.replace("_", "-") for name in self.algorithms(topology, on_cuda=on_cuda)]
         choice = f"{used[1]} from {_bytes(self.hierarchical_below_bytes)}, {used[0]} below" if used[1:] else used[0]
         return (
-            f"comm: {ranks} = {nodes} {per_node}; fused buckets of {_bytes(self.bucket_bytes)}; {choice}; "
+            f"comm: {ranks} = {nodes} {per_node}; fused buckets of up to {_bytes(self.bucket_bytes)}; {choice}; "
             f"plan {self.plan_hash[:4]}"
         )
 

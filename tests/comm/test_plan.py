@@ -20,6 +20,7 @@ plans = st.builds(
     algorithm=st.sampled_from(["auto", "flat", "parallel_flat", "hierarchical", "two_level"]),
     bucket_bytes=st.integers(1, 2**40),
     last_bucket_bytes=st.integers(1, 2**40),
+    num_buckets=st.integers(1, 100),
     hierarchical_below_bytes=st.integers(0, 2**40),
     chunk_bytes=st.integers(1, 2**40),
     num_parallel_groups=st.integers(1, 16),
@@ -107,6 +108,7 @@ def test_a_plan_file_with_an_error_is_refused(text, message):
         ({"hierarchical_below_bytes": -1}, r"^`hierarchical_below_bytes` \(=-1\)"),
         ({"last_bucket_bytes": 0}, r"^`last_bucket_bytes` \(=0\)"),
         ({"chunk_bytes": 0}, r"^`chunk_bytes` \(=0\)"),
+        ({"num_buckets": 0}, r"^`num_buckets` \(=0\) must be a whole number, 1 or more"),
         ({"num_parallel_groups": 0}, r"^`num_parallel_groups` \(=0\) must be a whole number from 1 to 16"),
         ({"check_order": 1}, r"^`check_order` \(=1\) must be true or false"),
     ],
@@ -126,12 +128,16 @@ def test_a_plan_is_a_value():
 @pytest.mark.parametrize(
     ("plan", "sizes", "line"),
     [
-        (CommPlan(algorithm="flat"), (1,), "comm: 1 rank = 1 node x 1; fused buckets of 25 MiB; flat; plan "),
-        (CommPlan(), (2, 1), "comm: 3 ranks = 2 nodes of different size; fused buckets of 25 MiB; hierarchical; plan "),
+        (CommPlan(algorithm="flat"), (1,), "comm: 1 rank = 1 node x 1; fused buckets of up to 25 MiB; flat; plan "),
+        (
+            CommPlan(),
+            (2, 1),
+            "comm: 3 ranks = 2 nodes of different size; fused buckets of up to 25 MiB; hierarchical; plan ",
+        ),
         (
             CommPlan(bucket_bytes=1536, hierarchical_below_bytes=1000),
             (2, 2),
-            "comm: 4 ranks = 2 nodes x 2; fused buckets of 1.5 KiB; "
+            "comm: 4 ranks = 2 nodes x 2; fused buckets of up to 1.5 KiB; "
             "two-level from 1000 bytes, hierarchical below; plan ",
         ),
     ],
@@ -175,7 +181,7 @@ def test_chunks_grow_with_the_nodes_that_a_ring_cuts_them_for():
 
 @given(plans, st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 2000), st.integers(1, 500))
 def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket_bytes, last_bucket_bytes):
-    plan = dataclasses.replace(plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes)
+    plan = dataclasses.replace(plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1)
     caps = plan.bucket_caps(sizes)
     assert sum(caps) == sum(sizes)
     rest = iter(sizes)
