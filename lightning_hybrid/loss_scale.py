@@ -80,11 +80,16 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """Halve the scale on overflow, double it after ``growth_interval`` clean steps in a row.
 
-        overflow:                        scale <- max(scale * backoff_factor, min_scale);  clean <- 0
-        ``growth_interval`` clean steps: scale <- min(scale * growth_factor,  max_scale);  clean <- 0
+        overflow:                        clean <- 0;  left <- max(left - 1, 0)
+            and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
+        ``growth_interval`` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
 
     The rule of ``torch.amp.GradScaler`` (same defaults), with two bounds that it lacks: without them a long run
     can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
+
+    ``hysteresis`` is the rule of Megatron and DeepSpeed: between two growths, ``hysteresis - 1`` overflows are skipped
+    without a lower scale, every further one lowers it. So a single bad batch does not, and the rate of growth tells
+    how many are single. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
 
     Args:
         init_scale: first scale; a power of two.
@@ -93,6 +98,7 @@ class DynamicLossScale(LossScale):
         growth_interval: clean steps before the scale grows; steps.
         min_scale: lower bound.
         max_scale: upper bound.
+        hysteresis: which overflow since the last growth is the first to lower the scale; 1: each lowers it.
 
     Raises:
         ValueError: for a value that is not a power of two, out of order, or not positive.
@@ -113,6 +119,7 @@ class DynamicLossScale(LossScale):
         growth_interval: int = 2000,
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
+        hysteresis: int = 1,
     ) -> None:
         _check_power_of_two("init_scale", init_scale)
         super().__init__(init_scale)
@@ -131,6 +138,11 @@ class DynamicLossScale(LossScale):
             )
         if not isinstance(growth_interval, int) or growth_interval < 1:
             raise ValueError(f"`growth_interval` (={growth_interval!r}) must be a whole number of steps, at least 1.")
+        if not isinstance(hysteresis, int) or hysteresis < 1:
+            raise ValueError(
+                f"`hysteresis` (={hysteresis!r}) must be a whole number of overflows, at least 1: it says which one is "
+                "the first to lower the scale. 1 is every one, 2 is usual elsewhere."
+            )
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
@@ -141,24 +153,34 @@ class DynamicLossScale(LossScale):
         self.growth_interval = growth_interval
         self.min_scale = min_scale
         self.max_scale = max_scale
+        self.hysteresis = hysteresis
         self.num_clean_steps = torch.tensor(0, dtype=torch.int32)
+        self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
 
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``."""
         super().to(device)
         self.num_clean_steps = self.num_clean_steps.to(device)
+        self.hysteresis_left = self.hysteresis_left.to(device)
 
     def update(self, found_inf: Tensor) -> None:
         """Follow the outcome of one step, on the device."""
         clean = torch.where(found_inf, 0, self.num_clean_steps + 1)
         grow = clean >= self.growth_interval
-        factor = torch.where(found_inf, self.backoff_factor, torch.where(grow, self.growth_factor, 1.0))
+        left = (self.hysteresis_left - found_inf.to(torch.int32)).clamp(min=0)
+        back = torch.where(found_inf & (left == 0), self.backoff_factor, 1.0)
+        factor = torch.where(grow, self.growth_factor, back)
         self.scale = (self.scale * factor).clamp(self.min_scale, self.max_scale)
         self.num_clean_steps = torch.where(grow, 0, clean).to(torch.int32)
+        self.hysteresis_left = torch.where(grow, self.hysteresis, left).to(torch.int32)
 
     def state_dict(self) -> dict[str, float]:
-        """Scale and the number of clean steps since it last changed."""
-        return {"scale": self.value, "num_clean_steps": int(self.num_clean_steps)}
+        """Scale, clean steps since the last overflow or growth, what is left of the hysteresis."""
+        return {
+            "scale": self.value,
+            "num_clean_steps": int(self.num_clean_steps),
+            "hysteresis_left": int(self.hysteresis_left),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's scale, kept within this object's bounds."""
@@ -166,6 +188,8 @@ class DynamicLossScale(LossScale):
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
         self.num_clean_steps = torch.full_like(self.num_clean_steps, int(state.get("num_clean_steps", 0)))
+        left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
+        self.hysteresis_left = torch.full_like(self.hysteresis_left, left)
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:

@@ -97,7 +97,10 @@ class MasterWeights:
         original_dtype = tensor.dtype
         # The clone comes first: at this moment the module holds exact fp32 values, after the cast it does not.
         value = tensor.detach().to(torch.float32, copy=True)
-        master = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        master = value
+        if isinstance(tensor, nn.Parameter):
+            master = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            master.grad_dtype = None  # an optimizer may be handed half gradients
         # A gradient left over from before would have the wrong dtype for the converted parameter.
         tensor.grad = None
         tensor.data = tensor.data.to(self.dtype)

@@ -6,8 +6,7 @@ step, then checkpoint, then teardown.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,19 +15,23 @@ from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hybrid.half_arithmetic import HalfOperandsFullArithmetic
+from lightning_hybrid.handover import (
+    does_all_by_itself,
+    gradients_are_looked_at,
+    prepare_to_skip_,
+    refuse_unless_it_can_be_skipped,
+    skips_by_itself,
+    told,
+)
 from lightning_hybrid.loss_scale import LossScale, all_finite, loss_scale_from
-from lightning_hybrid.masters import MasterWeights
-from lightning_hybrid.scheduler_guard import guard, unguard
-
-# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Whoever still
-# overflows after 40 steps in a row has non-finite numbers that no scale can cure.
-MAX_SKIPPED_STEPS_IN_A_ROW = 40
+from lightning_hybrid.masters import MasterWeights, Twin
+from lightning_hybrid.overflow import Outcome, StepRecord, StepRecords, parameters_of, raise_if_stuck
+from lightning_hybrid.scheduler_guard import ScheduleGuard
 
 
 class MasterWeightPrecision(Precision):
@@ -42,6 +45,15 @@ class MasterWeightPrecision(Precision):
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
         copy                model <- half(w)
 
+    Nothing in a step waits for the device where the optimizer declares ``_step_supports_amp_scaling``, as torch's
+    ``fused=True`` and our LARS and LAMB do: it skips by itself. Any other optimizer costs one wait, for the verdict.
+    LARS and LAMB take over everything from *unscale* to *copy*, in their own passes, from the fp16 gradients, unless
+    clipping or a hook (``handover.gradients_are_looked_at``) is promised fp32 gradients. Then ``p.grad`` is scaled and
+    fp16 also after the step. A schedule by steps costs one wait per step for the step before: ``scheduler_guard``.
+
+    In manual optimization each optimizer has a loss scale of its own. A backward takes the smallest of those whose
+    parameters require gradients at that moment, and they go on from it: with ``toggle_optimizer`` just one.
+
     Parameters keep their identity and their place in ``param_groups``; checkpoints hold the fp32 masters and load
     anywhere. After fit, validate, test and predict the module is fp32 again.
 
@@ -53,7 +65,8 @@ class MasterWeightPrecision(Precision):
 
     Raises:
         ValueError: unknown ``precision``; a ``loss_scale`` that is no power of two; a ``loss_scale`` with bf16.
-        RuntimeError: in training, after 40 skipped steps in a row.
+        RuntimeError: in training, after 40 skipped steps in a row. An optimizer that skips by itself is asked at every
+            ``log_every_n_steps``-th step and at the end.
 
     Source: Micikevicius et al. 2017 (arXiv:1710.03740); fp32 LARS on masters: Jia et al. 2018 (arXiv:1807.11205).
     """
@@ -76,19 +89,28 @@ class MasterWeightPrecision(Precision):
         self.precision = precision
         self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
         self.keep_fp32 = tuple(keep_fp32)
-        self.loss_scale: LossScale | None = None
+        scale = None
         if precision == "16-true":
-            self.loss_scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
-        self.num_skipped_steps = 0
+            scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
+        self.records = StepRecords(scale)
         self.masters: MasterWeights | None = None
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
-        self._guarded: list[LRSchedulerConfig] = []
-        self._num_skipped_in_a_row = 0
-        self._skipped_last: dict[int, bool] = {}
-        self._outcomes: list[Tensor] = []  # found_inf of each optimizer step since the scale was last updated
-        self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}  # parameter id -> (parameter, the gradient we unscaled)
+        self._schedules = ScheduleGuard(self._outcomes_of, self._may_put_off_schedules)
+        self._num_schedules = 0
+        # parameter id -> (parameter, the gradient we unscaled, what we divided it by)
+        self._unscaled: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._last_loss: Tensor | None = None
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale of the first optimizer; None with bf16."""
+        return self.records[0].loss_scale
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps skipped so far, of all optimizers. Waits for the device: for logging, not for every step."""
+        return sum(int(record.num_skipped) for record in self.records)
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -105,8 +127,7 @@ class MasterWeightPrecision(Precision):
         self._device = device
         if self.masters is not None:
             self.masters.follow_device()
-        if self.loss_scale is not None:
-            self.loss_scale.to(device)
+        self.records.to(device)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -120,11 +141,12 @@ class MasterWeightPrecision(Precision):
                 "with one device as well."
             )
         for optimizer in optimizers:
-            _refuse_unless_it_can_be_skipped(optimizer, self.precision)
+            refuse_unless_it_can_be_skipped(optimizer, self.precision)
+            self.records.of(optimizer)
+        self._num_schedules = len(lr_schedulers)
         if self.loss_scale is not None:
             for config in lr_schedulers:
-                guard(config, self._was_skipped)
-                self._guarded.append(config)
+                self._schedules.guard(config)
         return model, optimizers, lr_schedulers
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -154,10 +176,9 @@ class MasterWeightPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The loss times the scale (fp32), and the hooks ``on_before_backward``."""
         self._take_back_unscaling()
-        self._update_scale()
         if self.loss_scale is not None:
             self._last_loss = tensor.detach()
-            tensor = tensor.float() * self.loss_scale.scale
+            tensor = tensor.float() * self.records.scale_for_backward()
         return super().pre_backward(tensor, module)
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
@@ -175,28 +196,53 @@ class MasterWeightPrecision(Precision):
         alike with no further collective.
         """
         assert isinstance(optimizer, Optimizer)
+        record = self.records.of(optimizer)
         closure_result = closure()
+        self.settle_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
+        record.outcome = None
         if closure_result is None and model.automatic_optimization:
             # `training_step` returned None: there was no backward, so there is nothing to unscale or to step with.
             self._after_closure(model, optimizer)
-            self._skipped_last[id(optimizer)] = False
             return closure_result
-        found_inf = self._unscale_(optimizer)
-        self._after_closure(model, optimizer)
-        if found_inf is not None and bool(found_inf):
-            self._skip(optimizer, model)
+        if self._may_hand_over(optimizer, model):
+            self._after_closure(model, optimizer)
+            found_inf = self._step_in_one_pass(optimizer, record, **kwargs)
         else:
-            self._step(optimizer, **kwargs)
+            found_inf = self._unscale_(optimizer, record)
+            self._after_closure(model, optimizer)
+            self._step(optimizer, record, found_inf, **kwargs)
         if found_inf is not None:
-            self._outcomes.append(found_inf)
+            record.count(found_inf)
+            if record.outcome is None and len(self._schedules) > 0:
+                record.outcome = Outcome(found_inf)
+            self._stop_if_stuck(record, model)
         return closure_result
 
+    def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
+        return (
+            does_all_by_itself(optimizer)
+            and not gradients_are_looked_at(optimizer, model)
+            and not any(self._is_unscaled(parameter) for parameter in parameters_of(optimizer))
+        )
+
+    def _step_in_one_pass(self, optimizer: Optimizer, record: StepRecord, **kwargs: Any) -> Tensor | None:
+        """Hand over scaled gradients, the scale, and where the half copies are; say whether any was inf or nan."""
+        assert self.masters is not None
+        with self._masters_hold_gradients(optimizer) as twins:
+            copies = {twin.master: twin.low for twin in twins}
+            with told(optimizer, grad_scale=record.grad_scale, found_inf=None, copies=copies):
+                optimizer.step(**kwargs)
+        if record.loss_scale is None:
+            return None
+        found_inf: Tensor | None = optimizer.last_found_inf  # type: ignore[attr-defined]
+        return torch.zeros((), device=self._device) if found_inf is None else found_inf
+
     @torch.no_grad()
-    def _unscale_(self, optimizer: Optimizer) -> Tensor | None:
-        """Put fp32 gradients, divided by the scale, into ``p.grad``; say whether any is inf or nan (0-dim bool)."""
+    def _unscale_(self, optimizer: Optimizer, record: StepRecord) -> Tensor | None:
+        """Put fp32 gradients, divided by the scale, into ``p.grad``; say whether any is inf or nan: 1.0 or 0.0."""
         assert self.masters is not None
         gradients = []
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             gradient = parameter.grad
             if gradient is None or self._is_unscaled(parameter):
                 continue
@@ -208,17 +254,37 @@ class MasterWeightPrecision(Precision):
             if gradient.dtype is self.dtype:
                 twin = self.masters.twin_of(parameter)
                 parameter.grad = gradient = gradient.float() if twin is None else twin.gradient_fp32()
-            self._unscaled[id(parameter)] = (parameter, gradient)
+            self._unscaled[id(parameter)] = (parameter, gradient, record.grad_scale)
             if gradient.numel() > 0:
                 gradients.append(gradient)
-        if self.loss_scale is None:
+        if record.loss_scale is None:
             return None
-        if not gradients:
-            return torch.zeros((), dtype=torch.bool, device=self._device)
-        torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
-        return ~all_finite(gradients)
+        if not gradients or record.grad_scale is None:
+            return torch.zeros((), device=self._device)
+        torch._foreach_mul_(gradients, record.grad_scale.reciprocal())
+        return (~all_finite(gradients)).float()
 
-    def _step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+    def _step(self, optimizer: Optimizer, record: StepRecord, found_inf: Tensor | None, **kwargs: Any) -> None:
+        """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
+        by_itself = found_inf is not None and skips_by_itself(optimizer)
+        if found_inf is not None and not by_itself:
+            record.outcome = Outcome(bool(found_inf))
+            if record.outcome.was_skipped():
+                return
+        with self._masters_hold_gradients(optimizer) as twins:
+            if by_itself:
+                prepare_to_skip_(optimizer)
+                with told(optimizer, grad_scale=None, found_inf=found_inf):
+                    optimizer.step(**kwargs)
+            else:
+                optimizer.step(**kwargs)
+        with torch.no_grad():
+            if twins:
+                torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
+
+    @contextmanager
+    def _masters_hold_gradients(self, optimizer: Optimizer) -> Iterator[list[Twin]]:
+        """The masters, up to date, stand in the optimizer with the gradients of their low tensors."""
         assert self.masters is not None
         twins = self.masters.of(optimizer)
         for twin in twins:
@@ -227,53 +293,47 @@ class MasterWeightPrecision(Precision):
             twin.master.requires_grad_(twin.low.requires_grad)
         try:
             with self.masters.in_place_of_low(optimizer):
-                optimizer.step(**kwargs)
+                yield twins
         finally:
             for twin in twins:
                 twin.master.grad = None
-        with torch.no_grad():
-            if twins:
-                torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
-        self._skipped_last[id(optimizer)] = False
-        self._num_skipped_in_a_row = 0
 
-    def _skip(self, optimizer: Optimizer, model: LightningModule) -> None:
-        self._skipped_last[id(optimizer)] = True
-        self.num_skipped_steps += 1
-        self._num_skipped_in_a_row += 1
-        if self._num_skipped_in_a_row >= MAX_SKIPPED_STEPS_IN_A_ROW:
-            raise RuntimeError(self._diagnosis(optimizer, model))
+    def _stop_if_stuck(self, record: StepRecord, model: LightningModule) -> None:
+        """Look for endless overflow where the host knows of a skip, and at logged steps; see :meth:`on_train_end`."""
+        outcome, every = record.outcome, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
+        if is_logged or (outcome is not None and outcome.is_known and outcome.was_skipped()):
+            raise_if_stuck(record, model, self._last_loss)
 
-    def _diagnosis(self, optimizer: Optimizer, model: LightningModule) -> str:
-        assert self.loss_scale is not None
-        assert self._last_loss is not None
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        bad = [
-            names.get(id(parameter), "?")
-            for parameter in _parameters(optimizer)
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-        ]
-        loss = float(self._last_loss.float().sum())
-        finite = torch.isfinite(self._last_loss).all()
-        cause = (
-            "The loss itself is finite, so the gradients overflow in backward: look for a division by zero, a log or "
-            "square root at 0, or fp16 activations above 65504 in the layers named."
-            if finite
-            else "The loss itself is not finite: look at the learning rate, at the data of this step, and for a log or "
-            "division of 0 in the loss."
-        )
-        return (
-            f"Gradients were inf or nan for {self._num_skipped_in_a_row} steps in a row, up to global step "
-            f"{model.trainer.global_step}; the loss scale is {self.loss_scale.value:g} and no scale can cure this. "
-            f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
-            f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
-            "checkpoint after the cure."
-        )
+    # ---- schedules -------------------------------------------------------------------------------------------------
 
-    def _was_skipped(self, optimizer: Optimizer | None) -> bool:
-        if optimizer is None:
-            return any(self._skipped_last.values())
-        return self._skipped_last.get(id(optimizer), False)
+    def _outcomes_of(self, optimizer: Optimizer | None) -> Iterable[Outcome]:
+        records = self.records if optimizer is None else [self.records.of(optimizer)]
+        return [record.outcome for record in records if record.outcome is not None]
+
+    def _may_put_off_schedules(self) -> bool:
+        """On CUDA, unless the rate is looked at before the next step: logged, or scheduled by epochs as well."""
+        assert isinstance(self._module, LightningModule)
+        trainer = self._module.trainer
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
+        all_by_steps = len(self._schedules) == self._num_schedules
+        return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
+
+    def settle_schedules(self) -> None:
+        """Make the schedules' steps that wait for an optimizer step's outcome: before a checkpoint, and at the end."""
+        self._schedules.settle()
+
+    def on_train_end(self) -> None:
+        """Settle schedules; endless overflow that no logged step has seen is an error now.
+
+        Raises:
+            RuntimeError: the last 40 steps or more were all skipped.
+        """
+        self.settle_schedules()
+        for record in self.records:
+            assert isinstance(self._module, LightningModule)
+            raise_if_stuck(record, self._module, self._last_loss)
 
     def _is_unscaled(self, parameter: Tensor) -> bool:
         held = self._unscaled.get(id(parameter))
@@ -286,51 +346,23 @@ class MasterWeightPrecision(Precision):
         Usually ``zero_grad`` removed them. Where it did not (``set_to_none=False``, or a manual loop that adds up),
         they return to the model's dtype and to the current scale.
         """
-        for parameter, gradient in self._unscaled.values():
+        for parameter, gradient, divided_by in self._unscaled.values():
             if parameter.grad is gradient:
-                if self.loss_scale is not None:
-                    gradient.mul_(self.loss_scale.scale)
+                if divided_by is not None:
+                    gradient.mul_(divided_by)
                 parameter.grad = gradient.to(parameter.dtype)
         self._unscaled.clear()
-
-    @torch.no_grad()
-    def _update_scale(self) -> None:
-        """Let the scale follow the steps since the last backward.
-
-        Only here, between backward passes: with several optimizers a change between the backward of one and the step
-        of another would unscale the latter by the wrong factor. Scaled gradients still waiting for their step are
-        brought to the new scale (a power of two: exact).
-        """
-        if self.loss_scale is None or not self._outcomes:
-            return
-        old = self.loss_scale.scale
-        self.loss_scale.update(torch.stack(self._outcomes).any())
-        self._outcomes.clear()
-        ratio = self.loss_scale.scale / old
-        for parameter in self._module.parameters() if self._module is not None else ():
-            if parameter.grad is not None and not self._is_unscaled(parameter):
-                parameter.grad.mul_(ratio)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale and skip counters: plain numbers."""
-        if self.loss_scale is None:
-            return {}
-        self._update_scale()
-        return {
-            "loss_scale": self.loss_scale.state_dict(),
-            "num_skipped_steps": self.num_skipped_steps,
-            "num_skipped_in_a_row": self._num_skipped_in_a_row,
-        }
+        """Loss scale and skip counters, the first optimizer's and then the others': plain numbers."""
+        return {} if self.loss_scale is None else self.records.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the checkpoint's loss scale and counters."""
-        if self.loss_scale is None or not state_dict:
-            return
-        self.loss_scale.load_state_dict(state_dict["loss_scale"])
-        self.num_skipped_steps = int(state_dict["num_skipped_steps"])
-        self._num_skipped_in_a_row = int(state_dict["num_skipped_in_a_row"])
+        """Continue with the checkpoint's loss scales and counters."""
+        if self.loss_scale is not None and state_dict:
+            self.records.load_state_dict(state_dict)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
@@ -340,30 +372,7 @@ class MasterWeightPrecision(Precision):
             self.masters.restore()
             self.masters = None
             self._module = None
-        for config in self._guarded:
-            unguard(config)
-        self._guarded.clear()
+        self._schedules.release()
         self._unscaled.clear()
-        self._skipped_last.clear()
+        self.records.release()
         self._last_loss = None
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _refuse_unless_it_can_be_skipped(optimizer: Optimizer, precision: str) -> None:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    owns_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if isinstance(optimizer, LBFGS) or owns_closure:
-        raise MisconfigurationException(
-            f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with "
-            f"precision={precision!r}: gradients have to be unscaled and checked between backward and "
-            "step, and LBFGS-like optimizers evaluate the loss inside `step`. Use another optimizer, or "
-            "precision='32-true'."
-        )
-    if hasattr(optimizer, "consolidate_state_dict"):
-        raise MisconfigurationException(
-            f"`optimizer` (={type(optimizer).__name__}) shards its parameters over ranks and keeps references of its "
-            f"own to them, which master weights cannot replace. Use precision='32-true' or an unsharded optimizer."
-        )

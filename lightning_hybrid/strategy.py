@@ -281,6 +281,12 @@ class HybridAllReduceStrategy(DDPStrategy):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As DDP, once the schedules have moved its rate as far as they are to."""
+        if isinstance(self.precision_plugin, MasterWeightPrecision):
+            self.precision_plugin.settle_schedules()
+        return super().optimizer_state(optimizer)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state in fp32: the masters where there are any."""
         state: dict[str, Any] = super().lightning_module_state_dict()
@@ -312,6 +318,12 @@ class HybridAllReduceStrategy(DDPStrategy):
         return plugin.masters if isinstance(plugin, MasterWeightPrecision) else None
 
     # ---- end -------------------------------------------------------------------------------------------------------
+
+    def on_train_end(self) -> None:
+        """As DDP; schedules come to rest, and endless overflow that no logged step has seen is an error."""
+        super().on_train_end()
+        if isinstance(self.precision_plugin, MasterWeightPrecision):
+            self.precision_plugin.on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
         """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters.

@@ -15,7 +15,9 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"loss_scale", "precision", "strategy"},
     "options": {"comm"},
     "strategy": {"precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch"},
-    "precision": {"loss_scale", "masters", "half_arithmetic", "scheduler_guard"},
+    "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard"},
+    "overflow": {"loss_scale"},
+    "scheduler_guard": {"overflow"},
     "callbacks": {"metrics", "communication", "comm.summary", "comm.trace"},
     "communication": {"metrics", "comm.summary"},
     "comm.__init__": {"comm.topology", "comm.plan", "comm.engine", "comm.hook", "comm.trace"}

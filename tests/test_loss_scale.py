@@ -38,6 +38,35 @@ def test_scale_stays_within_its_bounds_and_lives_on():
     assert scale.value == 8.0
 
 
+def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
+    """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not."""
+    scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
+    seen = []
+    for found_inf in [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW, OVERFLOW]:
+        scale.update(found_inf)
+        seen.append(scale.value)
+    assert seen == [1024, 1024, 512, 256, 256, 512, 512, 256]
+
+
+def test_hysteresis_of_one_is_none():
+    with_it, without = DynamicLossScale(hysteresis=1, growth_interval=3), DynamicLossScale(growth_interval=3)
+    for step in range(40):
+        for scale in (with_it, without):
+            scale.update(torch.tensor(step % 7 in (0, 1)))
+        assert with_it.value == without.value
+
+
+def test_hysteresis_used_up_is_in_the_state():
+    first, second = (DynamicLossScale(init_scale=64.0, hysteresis=2) for _ in range(2))
+    first.update(OVERFLOW)
+    second.load_state_dict(first.state_dict())
+    second.update(OVERFLOW)
+    assert second.value == 32.0
+    second.load_state_dict({"scale": 64.0, "num_clean_steps": 0})  # a checkpoint from before there was one
+    second.update(OVERFLOW)
+    assert second.value == 64.0
+
+
 def test_static_scale_never_moves():
     scale = StaticLossScale(1024.0)
     scale.update(OVERFLOW)
@@ -69,6 +98,7 @@ def test_a_static_scale_asked_for_now_wins_over_the_checkpoints():
         ({"growth_factor": 0.5}, r"`growth_factor` \(=0.5\) must be at least 1"),
         ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be below 1"),
         ({"growth_interval": 0}, r"`growth_interval` \(=0\)"),
+        ({"hysteresis": 0}, r"`hysteresis` \(=0\) must be a whole number of overflows"),
         ({"init_scale": 2.0, "min_scale": 4.0}, r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)"),
     ],
 )

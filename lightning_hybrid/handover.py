@@ -1,0 +1,109 @@
+"""What may be left to an optimizer: to skip a step by itself, or all of unscale, check, update and half copy.
+
+Decided by attributes, never by type, so that any optimizer may join:
+
+    _step_supports_amp_scaling    torch's protocol: the step reads ``grad_scale`` and ``found_inf`` on the device
+    copies, last_found_inf        the step takes half gradients and their scale, finds inf and nan by itself, and writes
+                                  the half-precision copies of the parameters
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import zeros_like
+from torch.optim import LBFGS, SGD, Optimizer
+
+
+def does_all_by_itself(optimizer: Optimizer) -> bool:
+    """Whether ``step`` takes scaled half gradients, skips, and writes the half-precision copies.
+
+    >>> from torch import zeros
+    >>> weights = [zeros(1)]
+    >>> does_all_by_itself(SGD(weights, lr=1.0, fused=True)), skips_by_itself(SGD(weights, lr=1.0, fused=True))
+    (False, True)
+    """
+    return hasattr(optimizer, "copies") and hasattr(optimizer, "last_found_inf")
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether ``step`` leaves everything alone where ``optimizer.found_inf`` is 1, without asking the host.
+
+    torch's fused SGD with dampening is told to the host instead: only its first step leaves dampening out, and where
+    that is skipped no later one does.
+    """
+    if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
+        return False
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or does_all_by_itself(optimizer)
+
+
+def prepare_to_skip_(optimizer: Optimizer) -> None:
+    """Momentum of zeros before the first step of torch's fused SGD: skipped, that step leaves it uninitialised.
+
+    A first momentum of ``momentum * 0 + gradient`` is what SGD starts with. Seen in torch 2.11 to 2.13.
+    """
+    if isinstance(optimizer, SGD):
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
+
+
+def gradients_are_looked_at(optimizer: Optimizer, model: LightningModule) -> bool:
+    """Whether clipping, a hook of the module or a callback, or one of the optimizer reads or writes ``p.grad``.
+
+    They are promised unscaled fp32 gradients. Hooks that run after the step, such as ``on_train_batch_end``, are not.
+    """
+    trainer = model.trainer
+    hooks = ("on_before_optimizer_step", "on_before_zero_grad")
+    return (
+        bool(trainer.gradient_clip_val)
+        or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
+        or bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
+        or any(is_overridden(hook, model) for hook in (*hooks, "configure_gradient_clipping"))
+        or any(
+            is_overridden(hook, callback, parent=Callback)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            for hook in hooks
+        )
+    )
+
+
+@contextmanager
+def told(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
+    """Let the optimizer have these attributes for the time of one step, as ``torch.amp.GradScaler`` does."""
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(optimizer, name)
+
+
+def refuse_unless_it_can_be_skipped(optimizer: Optimizer, precision: str) -> None:
+    """Check that the step can be left out, and that the masters can stand in.
+
+    Raises:
+        MisconfigurationException: the optimizer runs the closure by itself, or shards its parameters.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    owns_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if isinstance(optimizer, LBFGS) or owns_closure:
+        raise MisconfigurationException(
+            f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with "
+            f"precision={precision!r}: gradients have to be unscaled and checked between backward and "
+            "step, and LBFGS-like optimizers evaluate the loss inside `step`. Use another optimizer, or "
+            "precision='32-true'."
+        )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise MisconfigurationException(
+            f"`optimizer` (={type(optimizer).__name__}) shards its parameters over ranks and keeps references of its "
+            f"own to them, which master weights cannot replace. Use precision='32-true' or an unsharded optimizer."
+        )
