@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
+from lightning_hybrid.optim.fused import FusedLars, Kind
 from lightning_hybrid.optim.layerwise import (
     LayerwiseOptimizer,
     add_scaled_,
     as_dtype,
+    dense_gradients,
     in_blocks,
     lr_of,
     state_dtype,
 )
+from lightning_hybrid.optim.scaling import UNSCALED, Scaling
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
@@ -98,6 +101,7 @@ class LARS(LayerwiseOptimizer):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -113,6 +117,7 @@ class LARS(LayerwiseOptimizer):
             "trust_ratio": True,
             "foreach": foreach,
             "maximize": maximize,
+            "fused": fused,
         }
         super().__init__(params, defaults)
 
@@ -139,22 +144,60 @@ class LARS(LayerwiseOptimizer):
             )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        lr = lr_of(group, params[0].device)
-        ratios = lars_ratios(params, grads, group=group, lr=lr) if group["trust_ratio"] else None
-        lists = [params, grads]
+        lr, scaling = lr_of(group, params[0].device), self._scaling
+        ratios = None
+        if group["trust_ratio"]:
+            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling)
+        copies = self._copies_of(params)
+        lists = [params, grads, *([copies] if copies else [])]
         if group["momentum"] != 0:
             lists += self._state_lists(params, "momentum_buffer")
-        for block in in_blocks(*lists):
-            lars_(*block, group=group, lr=lr, ratios=ratios)
+        for some_params, some_grads, *others in in_blocks(*lists):
+            some_copies = others.pop(0) if copies else None
+            lars_(some_params, some_grads, *others, group=group, lr=lr, ratios=ratios, scaling=scaling)
+            if some_copies is not None:
+                torch._foreach_copy_(some_copies, some_params)
+
+    def _is_fused(self) -> bool:
+        return bool(self.param_groups and self.param_groups[0]["fused"])
+
+    def _fused_step(self, is_checked: bool) -> None:
+        kinds: dict[Any, Kind] = {}
+        for group in self.param_groups:
+            for _, (param, grad) in dense_gradients(group):
+                copy = self.copies.get(param)
+                has_momentum, is_joint = group["momentum"] != 0, group["denominator"] == "joint"
+                dtypes = (param.dtype, grad.dtype, None if copy is None else copy.dtype)
+                key = (param.device, *dtypes, has_momentum, group["nesterov"], is_joint)
+                kind = kinds.setdefault(key, Kind(nesterov=group["nesterov"], is_joint=is_joint))
+                kind.params.append(param)
+                kind.grads.append(grad)
+                kind.groups.append(group)
+                if copy is not None:
+                    kind.copies.append(copy)
+                if has_momentum:
+                    kind.buffers += self._state_lists([param], "momentum_buffer")[0]
+        self._fused = self.__dict__.get("_fused") or FusedLars()
+        scaling = self._fused.step(kinds, self._scaling, is_checked=is_checked)
+        self.last_found_inf = scaling.found_inf
 
 
-def lars_ratios(params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], lr: float | Tensor) -> Tensor:
+def lars_ratios(
+    params: list[Tensor],
+    grads: list[Tensor],
+    *,
+    group: dict[str, Any],
+    lr: float | Tensor,
+    scaling: Scaling = UNSCALED,
+) -> Tensor:
     """The trust ratios of tensors of one device and dtype, clipped if asked, as one 1-D tensor on that device."""
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     if group["denominator"] == "sum":
-        ratios = trust_ratio(tensor_norms(params), tensor_norms(grads), weight_decay=group["weight_decay"], **options)
+        (norms,) = scaling.unscale([tensor_norms(grads)], keep=[])
+        ratios = trust_ratio(tensor_norms(params), norms, weight_decay=group["weight_decay"], **options)
     else:
-        parts = [tensor_norms(_directions(*block, group=group)) for block in in_blocks(params, grads)]
+        blocks = in_blocks(params, grads)
+        parts = [tensor_norms(_directions(*block, group=group, scaling=scaling)) for block in blocks]
         ratios = trust_ratio(tensor_norms(params), combined_norms(parts), **options)
     return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])
 
@@ -167,6 +210,7 @@ def lars_(
     group: dict[str, Any],
     lr: float | Tensor,
     ratios: Tensor | None,
+    scaling: Scaling = UNSCALED,
 ) -> None:
     """One LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
 
@@ -175,7 +219,9 @@ def lars_(
     """
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
-    directions = _directions(weights, grads, group=group)
+    directions = _directions(weights, grads, group=group, scaling=scaling)
+    if weights is params:
+        weights = scaling.scratch(params)
     if ratios is not None:
         ratios = ratios.to(dtype)
 
@@ -189,23 +235,26 @@ def lars_(
 
     steps = directions
     if buffers is not None:
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, directions)
-        steps = buffers
+        news = scaling.scratch(buffers)
+        torch._foreach_mul_(news, group["momentum"])
+        torch._foreach_add_(news, directions)
+        scaling.commit_(buffers, news)
+        steps = news
         if group["nesterov"]:
-            steps = list(torch._foreach_add(directions, buffers, alpha=group["momentum"]))
+            steps = list(torch._foreach_add(directions, news, alpha=group["momentum"]))
     if form == "ratio_outside" and ratios is not None:
-        steps = _scaled(steps, ratios, keep=buffers or grads)
+        steps = _scaled(steps, ratios, keep=grads if buffers is None or steps is not news else news)
 
     add_scaled_(weights, steps, -lr)
-    if weights is not params:
-        torch._foreach_copy_(params, weights)
+    scaling.commit_(params, weights)
 
 
-def _directions(params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any]) -> list[Tensor]:
-    """Gradients, negated to climb, decayed, at least float32; the very list `grads` if that changes nothing."""
+def _directions(
+    params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], scaling: Scaling = UNSCALED
+) -> list[Tensor]:
+    """Gradients, unscaled, negated to climb, decayed, at least float32; the very `grads` if that changes nothing."""
     dtype = state_dtype(params[0].dtype)
-    directions = as_dtype(grads, dtype)
+    directions = scaling.unscale(as_dtype(grads, dtype), keep=grads)
     if group["maximize"]:
         directions = list(torch._foreach_neg(directions))
     if group["weight_decay"] != 0:
