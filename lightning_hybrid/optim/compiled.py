@@ -27,6 +27,7 @@ from torch import Tensor
 # 512 squares are added in float32 over 16 or 32 vector lanes: relative error below 1e-6 even where all are equal.
 ROW = 512
 BATCH = 8
+_SAMPLE_ROWS = 700  # of what a kernel is compiled with; enough for the compiler to think of threads
 NUM_COEFFICIENTS = 6
 SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, SKIP = range(NUM_COEFFICIENTS)
 
@@ -97,18 +98,32 @@ class BatchKernel:
 
     def __call__(self, columns: Columns) -> None:
         """Run on `BATCH` pieces. A column is empty if its kind is missing from the function's work."""
-        self._call(*[columns[column][i] if column >= 0 else columns[0][i].shape[0] for column, i in self._order])
+        self.bind(columns)(columns[0])
+
+    def bind(self, columns: Columns) -> Callable[[Sequence[Tensor]], None]:
+        """A call that takes the first column, the gradients, each time, and the others of now."""
+        rest: list[Any] = [
+            columns[c][i] if c > 0 else columns[1][i].shape[0] if c < 0 else None for c, i in self._order
+        ]
+        places = [(place, i) for place, (c, i) in enumerate(self._order) if c == 0]
+        call = self._call
+
+        def bound(first: Sequence[Tensor]) -> None:
+            args = rest.copy()
+            for place, i in places:
+                args[place] = first[i]
+            call(*args)
+
+        return bound
 
     def sample(self, seed: int = 0) -> list[list[Tensor]]:
         """Columns of small matrices, no two pieces of the same number of rows: equal sizes would be taken as one."""
         generator = torch.Generator().manual_seed(seed)
         columns: list[list[Tensor]] = []
         for dtype, width in self._kinds:
-            shapes = [() if width == 0 else (width,)] * BATCH
-            column = [
-                torch.rand((500 + i, *shape), generator=generator).to(dtype) for i, shape in enumerate(shapes)
-            ]
-            columns.append(column if width >= 0 else [])
+            shape = () if width == 0 else (width,)
+            rows = range(_SAMPLE_ROWS, _SAMPLE_ROWS + BATCH) if width >= 0 else ()
+            columns.append([torch.rand((num, *shape), generator=generator).to(dtype) for num in rows])
         return columns
 
     def _compile(self, function: Callable[..., None], static: dict[str, Any]) -> Callable[..., Any]:
@@ -118,14 +133,14 @@ class BatchKernel:
         def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
             from torch._inductor import compile as inductor_compile
 
-            made.append(inductor_compile(graph, examples))
+            made.append(inductor_compile(graph, examples, options={"size_asserts": False}))
             return first_call
 
         def first_call(*args: Any) -> Any:
             """Dynamo's first call tells in which order it hands over sizes and tensors."""
             places = {id(tensor): (c, i) for c, column in enumerate(columns) for i, tensor in enumerate(column)}
             for arg in args:
-                self._order.append((-1, int(arg) - 500) if isinstance(arg, int) else places[id(arg)])
+                self._order.append((-1, int(arg) - _SAMPLE_ROWS) if isinstance(arg, int) else places[id(arg)])
             return made[0](*args)
 
         for tensor in (tensor for column in columns for tensor in column):
@@ -139,8 +154,8 @@ class BatchKernel:
 
 
 @functools.cache
-def norm_kernel(grad: torch.dtype, weight: torch.dtype | None, state: torch.dtype) -> BatchKernel:
-    """`grad_squares`, or with the dtype of weights `joint_squares`."""
+def norm_kernel(grad: torch.dtype, weight: torch.dtype | None, state: torch.dtype, num_threads: int) -> BatchKernel:
+    """`grad_squares`, or with the dtype of weights `joint_squares`. Inductor compiles for a number of threads."""
     kinds = [(grad, ROW), (state, 0)]
     if weight is None:
         return BatchKernel(grad_squares, kinds)
@@ -155,6 +170,7 @@ def update_kernel(
     copy: torch.dtype | None,
     has_momentum: bool,
     nesterov: bool,
+    num_threads: int,
 ) -> BatchKernel:
     """`update`, safe to write where it reads: that is tried on small numbers here, to the bit.
 

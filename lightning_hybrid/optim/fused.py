@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,52 +34,94 @@ class Engine(Protocol):
 class Kind:
     """Tensors that one kernel takes: alike in device, dtypes and all that is compiled in."""
 
+    nesterov: bool
+    is_joint: bool
+    has_momentum: bool
+    places: list[int] = field(default_factory=list)  # among all parameters with a gradient
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)  # of each tensor
-    nesterov: bool = False
-    is_joint: bool = False
+    engine: Engine | None = None
+
+    def __post_init__(self) -> None:
+        self.options = Options()
 
 
 class FusedLars:
-    """Owns the engines of an optimizer: one per kind of tensors, made again when these change."""
+    """What an optimizer keeps between fused steps: its tensors by kind, each kind with an engine.
+
+    `members`: group, parameter and gradient of all that is to be stepped. `buffer_of` gives a parameter's momentum.
+    """
 
     def __init__(self) -> None:
-        self._engines: dict[Any, tuple[Engine, Options]] = {}
+        self._signature: list[Any] = []
+        self._kinds: list[Kind] = []
 
-    def step(self, kinds: Mapping[Any, Kind], scaling: Scaling, *, is_checked: bool) -> Scaling:
+    def step(
+        self,
+        members: Sequence[tuple[dict[str, Any], Tensor, Tensor]],
+        copies: Mapping[Tensor, Tensor],
+        buffer_of: Callable[[Tensor], Tensor],
+        scaling: Scaling,
+        *,
+        is_checked: bool,
+    ) -> Scaling:
         """Move the parameters; gradients are read, never written. Returns the scaling with the verdict.
 
         `is_checked`: find out here whether a gradient is inf or nan, before anything is written. The sums of squares
         tell: inf and nan survive them. So a gradient past 1e18, scaled and in float32, counts as inf.
         """
-        work, squares = [], []
-        for key, kind in kinds.items():
-            made = self._engines.get(key)
-            if made is None or not made[0].is_of(kind.params, kind.buffers, kind.copies):
-                made = self._engines[key] = (_engine(kind), Options())
-            engine, options = made
-            options.take(kind)
-            own = scaling.to(kind.params[0].device)
+        self._sort(members, copies)
+        squares = []
+        for kind in self._kinds:
+            kind.grads = [members[place][2] for place in kind.places]
+            kind.buffers = [buffer_of(param) for param in kind.params] if kind.has_momentum else []
+            if kind.engine is None or not kind.engine.is_of(kind.params, kind.buffers, kind.copies):
+                kind.engine = _engine(kind)
+            kind.options.take(kind)
             decay = None
             if kind.is_joint:
-                decay = options.decay / _or_one(own.inverse_scale) * options.sign
+                own = scaling.to(kind.params[0].device)
+                decay = kind.options.decay * kind.options.sign / _or_one(own.inverse_scale)
             needed = [is_checked or group["trust_ratio"] for group in kind.groups]
-            squares.append(engine.squares(kind.grads, decay, needed))
-            work.append((kind, engine, options))
+            squares.append(kind.engine.squares(kind.grads, decay, needed))
         if is_checked and squares:
             first = squares[0].device
-            finite = torch.stack([sums[1].sum().to(first, non_blocking=True) for sums in squares]).sum().isfinite()
-            scaling = Scaling(inverse_scale=scaling.inverse_scale, found_inf=(~finite).float())
-        for (kind, engine, options), sums in zip(work, squares, strict=True):
-            engine.update(coefficients(sums, options, scaling.to(sums.device), is_joint=kind.is_joint))
+            total = torch.stack([sums[1].sum().to(first, non_blocking=True) for sums in squares]).sum()
+            scaling = Scaling(inverse_scale=scaling.inverse_scale, found_inf=(~total.isfinite()).float())
+        for kind, sums in zip(self._kinds, squares, strict=True):
+            assert kind.engine is not None
+            own = scaling.to(sums.device)
+            kind.engine.update(coefficients(sums, kind.options, own, is_joint=kind.is_joint))
+            kind.grads = []
         return scaling
 
-    def clear(self) -> None:
-        """Forget everything, as after state was loaded."""
-        self._engines.clear()
+    def _sort(
+        self, members: Sequence[tuple[dict[str, Any], Tensor, Tensor]], copies: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Sort the tensors by kind, unless they are those of the last step."""
+        signature: list[Any] = []
+        for group, param, grad in members:
+            copy = copies.get(param) if copies else None
+            flags = (group["momentum"] != 0, group["nesterov"], group["denominator"] == "joint")
+            signature.append((id(param), id(copy), grad.dtype, param.dtype, param.device, *flags, id(group)))
+        if signature == self._signature:
+            return
+        kinds: dict[Any, Kind] = {}
+        for place, ((group, param, _), about) in enumerate(zip(members, signature, strict=True)):
+            copy = copies.get(param)
+            has_momentum, nesterov, is_joint = about[5:8]
+            key = (copy is None or copy.dtype, *about[2:8])
+            made = Kind(nesterov=nesterov, is_joint=is_joint, has_momentum=has_momentum)
+            kind = kinds.setdefault(key, made)
+            kind.places.append(place)
+            kind.params.append(param)
+            kind.groups.append(group)
+            if copy is not None:
+                kind.copies.append(copy)
+        self._signature, self._kinds = signature, list(kinds.values())
 
 
 class Options:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FusedLars, Kind
+from lightning_hybrid.optim.fused import FusedLars
 from lightning_hybrid.optim.layerwise import (
     LayerwiseOptimizer,
     add_scaled_,
@@ -162,24 +162,15 @@ class LARS(LayerwiseOptimizer):
         return bool(self.param_groups and self.param_groups[0]["fused"])
 
     def _fused_step(self, is_checked: bool) -> None:
-        kinds: dict[Any, Kind] = {}
-        for group in self.param_groups:
-            for _, (param, grad) in dense_gradients(group):
-                copy = self.copies.get(param)
-                has_momentum, is_joint = group["momentum"] != 0, group["denominator"] == "joint"
-                dtypes = (param.dtype, grad.dtype, None if copy is None else copy.dtype)
-                key = (param.device, *dtypes, has_momentum, group["nesterov"], is_joint)
-                kind = kinds.setdefault(key, Kind(nesterov=group["nesterov"], is_joint=is_joint))
-                kind.params.append(param)
-                kind.grads.append(grad)
-                kind.groups.append(group)
-                if copy is not None:
-                    kind.copies.append(copy)
-                if has_momentum:
-                    kind.buffers += self._state_lists([param], "momentum_buffer")[0]
-        self._fused = self.__dict__.get("_fused") or FusedLars()
-        scaling = self._fused.step(kinds, self._scaling, is_checked=is_checked)
+        groups = self.param_groups
+        members = [(group, *both) for group in groups for _, both in dense_gradients(group)]
+        fused = self.__dict__.setdefault("_fused", FusedLars())
+        scaling = fused.step(members, self.copies, self._momentum_of, self._scaling, is_checked=is_checked)
         self.last_found_inf = scaling.found_inf
+
+    def _momentum_of(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        return state["momentum_buffer"] if "momentum_buffer" in state else self._state_lists([param], "momentum_buffer")[0][0]
 
 
 def lars_ratios(

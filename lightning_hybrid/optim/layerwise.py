@@ -179,6 +179,10 @@ class LayerwiseOptimizer(Optimizer):
         self.last_found_inf = torch.stack([one.to(found[0].device, non_blocking=True) for one in found]).amax()
         return Scaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._is_fused()
+
     def _is_fused(self) -> bool:
         return False
 

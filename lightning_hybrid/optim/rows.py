@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.compiled import BATCH, NUM_COEFFICIENTS, ROW, norm_kernel, update_kernel
+from lightning_hybrid.optim.compiled import BATCH, NUM_COEFFICIENTS, ROW, BatchKernel, norm_kernel, update_kernel
 
 # Elements. Smaller tensors are gathered into one matrix and scattered back, in cache; a piece of its own costs 8 us.
 _SMALL = 1 << 13
@@ -40,33 +41,37 @@ class RowEngine:
     ) -> None:
         self.num_tensors = len(params)
         self._tensors = (list(params), list(buffers), list(copies))
-        self._addresses = _addresses(*self._tensors)
+        self._addresses = _addresses(params, copies)
         self._is_joint = is_joint
         weight, state = params[0].dtype, torch.promote_types(params[0].dtype, torch.float32)
         copy = copies[0].dtype if copies else None
-        self._update = update_kernel(grad_dtype, weight, state, copy, bool(buffers), nesterov)
-        self._grad_norms = norm_kernel(grad_dtype, weight if is_joint else None, state)
-        self._weight_norms = norm_kernel(weight, None, state)
+        threads = torch.get_num_threads()
+        self._update = update_kernel(grad_dtype, weight, state, copy, bool(buffers), nesterov, threads)
+        self._grad_norms = norm_kernel(grad_dtype, weight if is_joint else None, state, threads)
+        self._weight_norms = norm_kernel(weight, None, state, threads)
 
         self._rows_of: list[tuple[int, int]] = []  # of each piece in place: its tensor, its number of rows
         rest: list[tuple[int, int]] = []  # tensor, elements of it that are in place
-        tensor_of_row: list[Tensor] = []
+        lengths: list[int] = []
         for index, tensors in enumerate(zip(*(one for one in self._tensors if one), strict=True)):
             numel = tensors[0].numel()
             in_place = numel // ROW if numel >= _SMALL and _is_one_stretch(tensors) else 0
             if in_place:
                 self._rows_of.append((index, in_place))
-                tensor_of_row.append(torch.full((in_place,), index))
+                lengths.append(in_place)
             if numel > in_place * ROW:
                 rest.append((index, in_place * ROW))
         begins = [0]
         for index, begin in rest:
             num_rows = -(-(params[index].numel() - begin) // ROW)
-            tensor_of_row.append(torch.full((num_rows,), index))
+            lengths.append(num_rows)
             begins.append(begins[-1] + num_rows)
         num_rest = max(begins[-1], 2)  # no kernel takes one row, or none
-        tensor_of_row.append(torch.zeros(num_rest - begins[-1], dtype=torch.int64))
-        self._tensor_of_row = torch.cat(tensor_of_row)
+        # Rows of one tensor follow one another, but for a rest of it; rows of no tensor are zero, and count as the first's.
+        lengths.append(num_rest - begins[-1])
+        self._lengths = torch.tensor(lengths)
+        self._tensor_of_length = torch.tensor([i for i, _ in (*self._rows_of, *rest, (0, 0))])
+        self._tensor_of_row = self._tensor_of_length.repeat_interleave(self._lengths)
 
         num_rows = len(self._tensor_of_row)
         self._coefficients = torch.zeros(num_rows, NUM_COEFFICIENTS, dtype=state)
@@ -90,11 +95,13 @@ class RowEngine:
             [whole[span] for span in spans] for whole in (self._coefficients, self._squares[0], self._squares[1])
         ]
         self._versions: list[int] | None = None
+        self._bound: dict[str, tuple[list[int], list[list[int]], list[Callable[[Sequence[Tensor]], None]]]] = {}
         self._grads: list[Tensor] = []
 
     def is_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
         """Whether these are the tensors, where they were when this was built."""
-        return self._addresses == _addresses(params, buffers, copies)
+        same = all(map(operator.is_, buffers, self._tensors[1]))
+        return same and self._addresses == _addresses(params, copies)
 
     def squares(self, grads: Sequence[Tensor], unscaled_decay: Tensor | None, needed: Sequence[bool]) -> Tensor:
         """Sums of squares, float64, of shape (2, tensors): of weights; of gradients, or of directions if joint.
@@ -103,8 +110,7 @@ class RowEngine:
         `unscaled_decay`: for the joint rule, what to multiply w by before it is added to g, one number per tensor.
         """
         self._load(grads)
-        weights, buffers, copies = self._columns
-        del buffers
+        weights, _, copies = self._columns
         rows, weight_sums, grad_sums = self._row_columns
         pieces = [k for k, (index, _) in enumerate(self._rows_of) if needed[index]]
         pieces.append(len(self._rows_of))
@@ -113,21 +119,16 @@ class RowEngine:
             per_tensor = torch.zeros(self.num_tensors, NUM_COEFFICIENTS, dtype=self._coefficients.dtype)
             per_tensor[:, 0], per_tensor[:, 1] = 1.0, unscaled_decay
             torch.index_select(per_tensor, 0, self._tensor_of_row, out=self._coefficients)
-        for chosen in _in_batches(pieces):
-            columns = [self._grads, grad_sums, weights, rows] if self._is_joint else [self._grads, grad_sums]
-            self._grad_norms([_padded(column, chosen) for column in columns])
-        versions = [param._version for param in self._tensors[0]]
-        if self._versions is None or not copies:
-            changed = set(range(self.num_tensors))
-        else:
-            changed = {i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
+        columns = [self._grads, grad_sums, weights, rows] if self._is_joint else [self._grads, grad_sums]
+        self._run("norms", self._grad_norms, pieces, columns)
+        changed = self._changed()
         stale = [k for k in pieces[:-1] if self._rows_of[k][0] in changed]
         if any(i in changed for i, _ in self._rest):
             stale.append(pieces[-1])
-        for chosen in _in_batches(stale):
-            self._weight_norms([_padded(column, chosen) for column in (weights, weight_sums)])
+        self._run("weights", self._weight_norms, stale, [weights, weight_sums])
         sums = torch.zeros(2, self.num_tensors, dtype=torch.float64)
-        return sums.index_add_(1, self._tensor_of_row, self._squares.double())
+        by_length = [torch.segment_reduce(one, "sum", lengths=self._lengths) for one in self._squares.double()]
+        return sums.index_add_(1, self._tensor_of_length, torch.stack(by_length))
 
     def update(self, coefficients: Tensor) -> None:
         """The step, with `coefficients` of shape (tensors, 6); see `compiled`."""
@@ -138,27 +139,53 @@ class RowEngine:
         rows, weight_sums, _ = self._row_columns
         columns = [self._grads, weight_sums, weights, rows, weights, buffers, buffers, copies]
         # From the last to the first: the last that `squares` read are still in cache.
-        for chosen in _in_batches(list(reversed(range(len(weights))))):
-            self._update([_padded(column, chosen) for column in columns])
+        self._run("update", self._update, list(reversed(range(len(weights)))), columns)
         for tensors, slots in zip(self._tensors, self._gathered, strict=False):
             if tensors and slots:
                 torch._foreach_copy_(self._pieces_of_rest(tensors), slots)
-        self._versions = [param._version for param in self._tensors[0]]
+        self._versions = self._versions_now()
         self._grads = []
 
+    def _run(self, name: str, kernel: BatchKernel, pieces: list[int], columns: Sequence[Sequence[Tensor]]) -> None:
+        """Call `kernel` on some pieces; all columns but the first are the same each time and stay bound."""
+        bound = self._bound.get(name)
+        if bound is None or bound[0] != pieces:
+            batches = [pieces[first : first + BATCH] for first in range(0, len(pieces), BATCH)]
+            calls = [kernel.bind([_padded(column, batch) for column in columns]) for batch in batches]
+            bound = self._bound[name] = (pieces, batches, calls)
+        for batch, call in zip(bound[1], bound[2], strict=True):
+            call(_padded(columns[0], batch))
+
     def _load(self, grads: Sequence[Tensor]) -> None:
-        params = self._tensors[0]
+        params, grads = self._tensors[0], list(grads)
         in_place = []
         for index, num_rows in self._rows_of:
             grad = grads[index]
             if grad.stride() != params[index].stride() and not _is_one_stretch((params[index], grad)):
-                grad = torch.empty_like(params[index], dtype=grad.dtype).copy_(grad)
+                grads[index] = grad = torch.empty_like(params[index], dtype=grad.dtype).copy_(grad)
             in_place.append(_matrix(grad, num_rows))
         assert self._gathered_grads is not None
         self._grads = [*in_place, self._gathered_grads]
-        for tensors, slots in zip((*self._tensors[:2], grads), (*self._gathered[:2], self._gathered[3]), strict=True):
-            if tensors and slots:
-                torch._foreach_copy_(slots, self._pieces_of_rest(tensors))
+        if self._rest:
+            torch._foreach_copy_(self._gathered[3], self._pieces_of_rest(grads))
+        changed = self._changed()
+        if any(i in changed for i, _ in self._rest):
+            for tensors, slots in zip(self._tensors[:2], self._gathered[:2], strict=True):
+                if tensors and slots:
+                    torch._foreach_copy_(slots, self._pieces_of_rest(tensors))
+
+    def _changed(self) -> set[int]:
+        """The tensors that someone else may have written since the last update."""
+        versions = self._versions_now()
+        if self._versions is None or not self._tensors[2]:
+            return set(range(self.num_tensors))
+        if versions == self._versions:
+            return set()
+        pairs = enumerate(zip(self._versions, versions, strict=True))
+        return {i % self.num_tensors for i, (old, new) in pairs if old != new}
+
+    def _versions_now(self) -> list[int]:
+        return [tensor._version for tensors in self._tensors[:2] for tensor in tensors]
 
     def _pieces_of_rest(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [_end(tensors[i], begin) if begin else tensors[i] for i, begin in self._rest]
@@ -199,11 +226,6 @@ def _is_one_stretch(tensors: Iterable[Tensor]) -> bool:
             expected *= size
         orders.add(tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1))
     return len(orders) == 1
-
-
-def _in_batches(pieces: list[int]) -> Iterator[list[int]]:
-    for first in range(0, len(pieces), BATCH):
-        yield pieces[first : first + BATCH]
 
 
 def _padded(column: list[Tensor], chosen: list[int]) -> list[Tensor]:
