@@ -285,3 +285,34 @@ def test_works_under_the_stock_grad_scaler(rule, path):
             theirs.step()
     assert scaler.get_scale() == 2.0**9
     close(params, plain, 2e-6)
+
+
+@pytest.mark.parametrize("path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"])
+@pytest.mark.parametrize("more", [{}, {"bias_correction": False}, {"max_grad_norm": 0.5}, {"trust_clip": 0.1}], ids=str)
+def test_lamb_unscales_skips_and_writes_copies(path, more):
+    """Beside it the same gradients, unscaled by hand; the third step overflows, and its count does not advance."""
+    params, copies = masters(*SHAPES, (600_000,))
+    plain = copies_of(params)
+    ours = LAMB(groups_of(params), lr=0.1, weight_decay=0.01, **more, **path)
+    theirs = LAMB(groups_of(plain), lr=0.1, weight_decay=0.01, **more)
+    ours.copies = copies
+    for step in range(6):
+        set_scaled_grads(params, step, 1024.0)
+        for one, other in zip(params, plain, strict=True):
+            other.grad = one.grad.float() / 1024
+        if skipped := step in (0, 3):
+            params[2].grad[1] = torch.nan
+            before, state = copies_of(params), copy.deepcopy(ours.state_dict()["state"])
+        ours.grad_scale = torch.tensor(1024.0)
+        ours.step()
+        assert ours.last_found_inf.item() == skipped
+        if skipped:
+            assert_same_bits(params, before)
+            for key, entry in state.items():
+                assert all(torch.equal(value, ours.state_dict()["state"][key][name]) for name, value in entry.items())
+        else:
+            theirs.step()
+        for param in params:
+            assert torch.equal(copies[param], param.half())
+    close(params, plain, 5e-6)
+    assert ours.state[params[0]]["step"].item() == 4
