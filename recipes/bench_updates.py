@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from lightning_hybrid.optim import LARS
 from recipes.gradient_sets import GRADIENT_SETS, numel
 
-LOSS_SCALE, OPTIONS = 1024.0, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+LOSS_SCALE = 1024.0
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +48,22 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[
     halves, grads = _halves(params)
     buffers = [torch.zeros_like(param) for param in params]
     inverse_scale = torch.tensor(1 / LOSS_SCALE, device=device)
-    for param in params:
-        param.grad = torch.empty_like(param)
+    wide = [torch.empty_like(param) for param in params]
 
     @torch.no_grad()
     def step() -> None:
-        wide = [param.grad for param in params]
         torch._foreach_copy_(wide, grads)
         found_inf = torch.zeros((), device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inverse_scale)
         if found_inf.item() == 0:
-            _foreach_lars(params, wide, buffers)  # type: ignore[arg-type]
+            _foreach_lars(params, wide, buffers)
         torch._foreach_copy_(halves, [param.detach() for param in params])
 
     return step
 
 
 def ours(shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool) -> Callable[[], object]:
-    """`LARS`: float16 gradients, still scaled, to float32 masters and float16 copies, overflow looked for, in a step."""
+    """`LARS`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one step."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
@@ -126,9 +126,7 @@ class UpdateBench:
                     times_s[name].append(time.perf_counter() - begin_s)
             for name, samples in times_s.items():
                 counted = tuple(samples[self.num_warmup :])
-                yield UpdateRow(
-                    case=case, arm=name, num_params=numel(shapes), num_tensors=len(shapes), times_s=counted
-                )
+                yield UpdateRow(case=case, arm=name, num_params=numel(shapes), num_tensors=len(shapes), times_s=counted)
 
 
 HEADER = ("case", "arm", "median ms", "min ms", "quartiles ms", "x reference", "median of ratios")
@@ -167,9 +165,10 @@ def _halves(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [param.detach().half() for param in params], [torch.randn_like(param).half() for param in params]
 
 
-def _foreach_lars(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> None:
+def _foreach_lars(params: Sequence[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> None:
     """The lists of operations of a public foreach LARS ("lr_outside", "sum"): 60 bytes per parameter."""
     decay, eta = OPTIONS["weight_decay"], 0.001
+    params = [param.detach() for param in params]
     weight_norms, grad_norms = torch._foreach_norm(params), torch._foreach_norm(grads)
     ratios = [eta * w / (g + decay * w) for w, g in zip(weight_norms, grad_norms, strict=True)]
     updates = torch._foreach_add(grads, params, alpha=decay)

@@ -188,7 +188,7 @@ def update_kernel(
     for one, other in zip(apart, within, strict=True):
         if one is not apart[2] and one is not apart[5] and not all(map(torch.equal, one, other)):
             raise RuntimeError(
-                f"`fused` (=True) cannot be used with torch {torch.__version__}: its compiler reads weights again after "
+                f"`fused` (=True) cannot be used with torch {torch.__version__}: its compiler reads weights after "
                 "writing them. Use fused=False."
             )
     return kernel

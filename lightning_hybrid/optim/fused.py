@@ -98,9 +98,7 @@ class FusedLars:
             kind.grads = []
         return scaling
 
-    def _sort(
-        self, members: Sequence[tuple[dict[str, Any], Tensor, Tensor]], copies: Mapping[Tensor, Tensor]
-    ) -> None:
+    def _sort(self, members: Sequence[tuple[dict[str, Any], Tensor, Tensor]], copies: Mapping[Tensor, Tensor]) -> None:
         """Sort the tensors by kind, unless they are those of the last step."""
         signature: list[Any] = []
         for group, param, grad in members:

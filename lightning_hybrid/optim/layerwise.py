@@ -207,9 +207,7 @@ def _name_of(group: dict[str, Any], index: int) -> str:
     return group["param_names"][index] if "param_names" in group else f"params[{index}]"
 
 
-def _batches(
-    group: dict[str, Any], copies: Mapping[Tensor, Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _batches(group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Parameters and gradients to work on together: one at a time, or all of a kind where that is faster.
 
     On the CPU one at a time is: its temporaries stay in cache. On an accelerator launches count, so it is all at once.

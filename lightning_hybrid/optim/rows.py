@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
@@ -53,9 +54,9 @@ class RowEngine:
         self._rows_of: list[tuple[int, int]] = []  # of each piece in place: its tensor, its number of rows
         rest: list[tuple[int, int]] = []  # tensor, elements of it that are in place
         lengths: list[int] = []
-        for index, tensors in enumerate(zip(*(one for one in self._tensors if one), strict=True)):
-            numel = tensors[0].numel()
-            in_place = numel // ROW if numel >= _SMALL and _is_one_stretch(tensors) else 0
+        for index, together in enumerate(zip(*(one for one in self._tensors if one), strict=True)):
+            numel = together[0].numel()
+            in_place = numel // ROW if numel >= _SMALL and _is_one_stretch(together) else 0
             if in_place:
                 self._rows_of.append((index, in_place))
                 lengths.append(in_place)
@@ -67,7 +68,7 @@ class RowEngine:
             lengths.append(num_rows)
             begins.append(begins[-1] + num_rows)
         num_rest = max(begins[-1], 2)  # no kernel takes one row, or none
-        # Rows of one tensor follow one another, but for a rest of it; rows of no tensor are zero, and count as the first's.
+        # Rows of one tensor follow one another, but for a rest. Rows of no tensor are zero and count for the first.
         lengths.append(num_rest - begins[-1])
         self._lengths = torch.tensor(lengths)
         self._tensor_of_length = torch.tensor([i for i, _ in (*self._rows_of, *rest, (0, 0))])
@@ -77,11 +78,14 @@ class RowEngine:
         self._coefficients = torch.zeros(num_rows, NUM_COEFFICIENTS, dtype=state)
         self._squares = torch.zeros(2, num_rows, dtype=state)  # of weights, of gradients
         ends = torch.tensor([0, *(rows for _, rows in self._rows_of), num_rest]).cumsum(0).tolist()
-        spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+        spans = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+        self._squares_fp64 = self._squares.double()  # kept: fresh pages would cost more than the sums
         dtypes = (weight, state if buffers else None, copy, grad_dtype)
         gathered = [None if dtype is None else torch.zeros(num_rest, ROW, dtype=dtype) for dtype in dtypes]
         self._gathered = [
-            [] if matrix is None else [_slot(matrix, row, params[i], begin) for (i, begin), row in zip(rest, begins, strict=False)]
+            [_slot(matrix, row, params[i], begin) for (i, begin), row in zip(rest, begins, strict=False)]
+            if matrix is not None
+            else []
             for matrix in gathered
         ]
         self._rest = rest
@@ -110,7 +114,7 @@ class RowEngine:
         `unscaled_decay`: for the joint rule, what to multiply w by before it is added to g, one number per tensor.
         """
         self._load(grads)
-        weights, _, copies = self._columns
+        weights = self._columns[0]
         rows, weight_sums, grad_sums = self._row_columns
         pieces = [k for k, (index, _) in enumerate(self._rows_of) if needed[index]]
         pieces.append(len(self._rows_of))
@@ -127,14 +131,13 @@ class RowEngine:
             stale.append(pieces[-1])
         self._run("weights", self._weight_norms, stale, [weights, weight_sums])
         sums = torch.zeros(2, self.num_tensors, dtype=torch.float64)
-        by_length = [torch.segment_reduce(one, "sum", lengths=self._lengths) for one in self._squares.double()]
+        self._squares_fp64.copy_(self._squares)
+        by_length = [torch.segment_reduce(one, "sum", lengths=self._lengths) for one in self._squares_fp64]
         return sums.index_add_(1, self._tensor_of_length, torch.stack(by_length))
 
     def update(self, coefficients: Tensor) -> None:
         """The step, with `coefficients` of shape (tensors, 6); see `compiled`."""
-        torch.index_select(
-            coefficients.to(self._coefficients.dtype), 0, self._tensor_of_row, out=self._coefficients
-        )
+        torch.index_select(coefficients.to(self._coefficients.dtype), 0, self._tensor_of_row, out=self._coefficients)
         weights, buffers, copies = self._columns
         rows, weight_sums, _ = self._row_columns
         columns = [self._grads, weight_sums, weights, rows, weights, buffers, buffers, copies]
@@ -228,7 +231,7 @@ def _is_one_stretch(tensors: Iterable[Tensor]) -> bool:
     return len(orders) == 1
 
 
-def _padded(column: list[Tensor], chosen: list[int]) -> list[Tensor]:
+def _padded(column: Sequence[Tensor], chosen: list[int]) -> list[Tensor]:
     """The chosen pieces; what is missing to a batch are two rows of zeros, of no tensor."""
     some = [column[k] for k in chosen] if column else []
     if column and len(some) < BATCH:

@@ -107,9 +107,7 @@ def test_scaled_half_gradients_move_masters_and_copies_as_unscaled_ones_do(path,
 @pytest.mark.parametrize("where", [0, 2, 5])
 @pytest.mark.parametrize("given", [False, True], ids="given={}".format)
 @pytest.mark.parametrize("denominator", get_args(Denominator))
-def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_been(
-    path, bad, where, given, denominator
-):
+def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_been(path, bad, where, given, denominator):
     params, copies = masters(*SHAPES)
     optimizer = LARS(groups_of(params), lr=4.0, weight_decay=0.01, nesterov=True, denominator=denominator, **path)
     optimizer.copies = copies
@@ -316,3 +314,33 @@ def test_lamb_unscales_skips_and_writes_copies(path, more):
             assert torch.equal(copies[param], param.half())
     close(params, plain, 5e-6)
     assert ours.state[params[0]]["step"].item() == 4
+
+
+def test_fused_is_refused_where_it_cannot_be():
+    with pytest.raises(ValueError, match=r"`fused` \(=True\) excludes `foreach` \(=True\)"):
+        LARS(parameters((2,)), lr=0.1, fused=True, foreach=True)
+    with pytest.raises(ValueError, match=r"`fused` \(=True\) must be the optimizer's \(=None\)"):
+        LARS([{"params": parameters((2,)), "fused": True}], lr=0.1)
+    with pytest.raises(ValueError, match=r"`fused` \(=1\) must be one of"):
+        LARS(parameters((2,)), lr=0.1, fused=1)
+
+
+def test_fused_survives_pickling_compiling_hooks_closures_and_tensor_rates():
+    params, plain = parameters(*SHAPES), parameters(*SHAPES)
+    ours, theirs = LARS(params, lr=torch.tensor(2.0), fused=True), LARS(plain, lr=2.0)
+    calls = []
+    ours.register_step_post_hook(lambda *_: calls.append("after"))
+    for optimizer, own in ((ours, params), (theirs, plain)):
+        set_grads(own, 1)
+        optimizer.step(lambda: calls.append("closure") or torch.zeros(()))
+    assert calls == ["closure", "after", "closure"]
+    ours = copy.deepcopy(ours)
+    params = ours.param_groups[0]["params"]
+    late, same = parameters((3, 5)), parameters((3, 5))
+    for optimizer, own, new in ((ours, params, late), (theirs, plain, same)):
+        optimizer.add_param_group({"params": new})
+        run(optimizer, [*own, *new], 2, first=1)
+    torch._dynamo.reset()  # takes nothing from us
+    for optimizer, own, new in ((ours, params, late), (theirs, plain, same)):
+        run(optimizer, [*own, *new], 1, first=3)
+    close([*params, *late], [*plain, *same], 1e-6)
