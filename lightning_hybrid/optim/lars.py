@@ -78,7 +78,7 @@ class LARS(LayerwiseOptimizer):
     after some ten seconds of compilation, which needs a C++ compiler. The same rule with other rounding: weights agree
     with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14. It is an option of the optimizer,
     not of a group, and tells `torch.amp.GradScaler` that the step unscales and skips by itself; Lightning then refuses
-    to clip gradients under `precision="16-mixed"`. Under `torch.compile(optimizer.step)` the lists are what is compiled.
+    to clip gradients under "16-mixed". Under `torch.compile(optimizer.step)` the lists are what is compiled.
 
     Half-precision gradients on float32 parameters, loss scale, skipping and half-precision copies of the parameters
     are taken by plain attributes, on every path: see `LayerwiseOptimizer`.
