@@ -13,6 +13,7 @@ from lightning_hybrid.optim.layerwise import (
     in_blocks,
     lr_of,
 )
+from lightning_hybrid.optim.scaling import UNSCALED, Scaling
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 
@@ -135,39 +136,53 @@ class LAMB(LayerwiseOptimizer):
         if kinds:
             norms = [tensor_norms(grads) for grads in kinds.values()]
             norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
+            (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
             self._clip_factor = (bound / norm).clamp(max=1.0)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        lr, clip_factor = lr_of(group, params[0].device), self._clip_factor
+        lr, clip_factor, scaling = lr_of(group, params[0].device), self._clip_factor, self._scaling
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
         moments = self._state_lists(params, "exp_avg", "exp_avg_sq")
-        for param in params:
-            state = self.state[param]
-            if "step" not in state:
-                # On the CPU wherever the parameter is, so that reading it waits for nothing.
-                state["step"] = torch.zeros((), dtype=torch.float32)
-            state["step"] += 1
-        steps = [_count(self.state[param]["step"], param.device) for param in params]
-        blocks = list(in_blocks(params, grads, *moments))
-        for _, some_grads, means, squares in blocks:
-            moments_(some_grads, means, squares, group=group, clip_factor=clip_factor)
+        steps = [self._next_step(param) for param in params]
+        copies = self._copies_of(params)
+        blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))
+        for _, some_grads, means, squares, *_ in blocks:
+            moments_(some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling)
         if not group["trust_ratio"]:
-            for some_params, _, means, squares in blocks:
-                adamw_(some_params, means, squares, steps, group=group, lr=lr)
-            return
-        norms = []
-        for some_params, _, means, squares in blocks:
-            updates = lamb_updates(some_params, means, squares, steps, group=group)
-            norms.append(tensor_norms(updates))
-        ratios = trust_ratio(tensor_norms(params), combined_norms(norms))
-        if group["trust_clip"] is not None:
-            ratios = ratios.clamp(max=group["trust_clip"])
-        for some_params, _, means, squares in blocks:
-            if len(blocks) > 1:
-                # Reading two moments again costs less than keeping a large u between its norm and its use.
+            for some_params, _, means, squares, *_ in blocks:
+                adamw_(some_params, means, squares, steps, group=group, lr=lr, scaling=scaling)
+        else:
+            norms = []
+            for some_params, _, means, squares, *_ in blocks:
                 updates = lamb_updates(some_params, means, squares, steps, group=group)
-            lamb_(some_params, updates, lr=lr, ratios=ratios)
+                norms.append(tensor_norms(updates))
+            ratios = trust_ratio(tensor_norms(params), combined_norms(norms))
+            if group["trust_clip"] is not None:
+                ratios = ratios.clamp(max=group["trust_clip"])
+            for some_params, _, means, squares, *_ in blocks:
+                if len(blocks) > 1:
+                    # Reading two moments again costs less than keeping a large u between its norm and its use.
+                    updates = lamb_updates(some_params, means, squares, steps, group=group)
+                lamb_(some_params, updates, lr=lr, ratios=ratios, scaling=scaling)
+        for some_params, _, _, _, *some_copies in blocks:
+            if some_copies:
+                torch._foreach_copy_(some_copies[0], some_params)
+
+    def _next_step(self, param: Tensor) -> float | Tensor:
+        """Count this step, unless it is skipped; the count as `_corrections` takes it."""
+        state, found_inf = self.state[param], self._scaling.found_inf
+        if "step" not in state:
+            # On the CPU wherever the parameter is, so that reading it waits for nothing.
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        if found_inf is None:
+            state["step"] += 1
+            return _count(state["step"], param.device)
+        if state["step"].device != param.device:
+            state["step"] = state["step"].to(param.device, non_blocking=True)
+        state["step"] += (found_inf <= 0).to(torch.float32)
+        # A skipped first step divides by 1 - beta ** 0; nothing comes of it, and nothing is written.
+        return state["step"].to(torch.float64)
 
 
 def moments_(
@@ -177,17 +192,22 @@ def moments_(
     *,
     group: dict[str, Any],
     clip_factor: Tensor | None,
+    scaling: Scaling = UNSCALED,
 ) -> None:
-    """Take `grads`, scaled by `clip_factor` if there is one, into both moments, in place."""
+    """Take `grads`, unscaled and then scaled by `clip_factor` if there is one, into both moments, in place."""
     beta1, beta2 = group["betas"]
-    grads = as_dtype(grads, exp_avgs[0].dtype)
+    grads = scaling.unscale(as_dtype(grads, exp_avgs[0].dtype), keep=grads)
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
     if clip_factor is not None:
-        grads = list(torch._foreach_mul(grads, clip_factor))
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        # In their dtype: a 0-dim gradient would take that of the factor.
+        grads = list(torch._foreach_mul(grads, clip_factor.to(grads[0].dtype)))
+    means, squares = scaling.scratch(exp_avgs), scaling.scratch(exp_avg_sqs)
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    scaling.commit_(exp_avgs, means)
+    scaling.commit_(exp_avg_sqs, squares)
 
 
 def lamb_updates(
@@ -207,13 +227,21 @@ def lamb_updates(
     return updates
 
 
-def lamb_(params: list[Tensor], updates: list[Tensor], *, lr: float | Tensor, ratios: Tensor) -> None:
+def lamb_(
+    params: list[Tensor],
+    updates: list[Tensor],
+    *,
+    lr: float | Tensor,
+    ratios: Tensor,
+    scaling: Scaling = UNSCALED,
+) -> None:
     """Move `params` by -lr * ratio * u, in place; `updates` hold u, and are used up."""
     weights = as_dtype(params, updates[0].dtype)
+    if weights is params:
+        weights = scaling.scratch(params)
     torch._foreach_mul_(updates, ratios.to(updates[0].dtype).unbind())
     add_scaled_(weights, updates, -lr)
-    if weights is not params:
-        torch._foreach_copy_(params, weights)
+    scaling.commit_(params, weights)
 
 
 def adamw_(
@@ -224,9 +252,12 @@ def adamw_(
     *,
     group: dict[str, Any],
     lr: float | Tensor,
+    scaling: Scaling = UNSCALED,
 ) -> None:
     """Move `params` as AdamW does, in place; the order of operations is that of `torch.optim.AdamW`."""
     weights = as_dtype(params, exp_avgs[0].dtype)
+    if weights is params:
+        weights = scaling.scratch(params)
     if group["weight_decay"] != 0:
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     denominators = _denominators(exp_avg_sqs, steps, group)
@@ -236,8 +267,7 @@ def adamw_(
         add_scaled_(weights, list(torch._foreach_div(exp_avgs, denominators)), -lr)
     else:
         torch._foreach_addcdiv_(weights, exp_avgs, denominators, [-(lr / correction) for correction in corrections])
-    if weights is not params:
-        torch._foreach_copy_(params, weights)
+    scaling.commit_(params, weights)
 
 
 def _count(step: Tensor, device: torch.device) -> float | Tensor:

@@ -1,12 +1,14 @@
 """What LARS and LAMB share: checked parameter groups, float32 state, lists of tensors to work on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.scaling import Scaling, any_not_finite
 from lightning_hybrid.optim.trust_ratio import in_memory_order
 
 # Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
@@ -34,7 +36,21 @@ class LayerwiseOptimizer(Optimizer):
     It owns what does not depend on the rule: options are checked for the defaults and for each group; an unknown
     group key is an error; state is float32 for half-precision parameters and stays so through `load_state_dict`;
     `step` hands the rule lists of tensors, one tensor a list or, with `foreach`, all of a device and dtype at once.
+
+    Mixed precision, by plain attributes, for `torch.amp.GradScaler` and for whoever keeps float32 masters:
+
+        grad_scale              0-dim tensor: gradients are divided by it, within the step; they may be half precision
+        found_inf               0-dim tensor, 0 or more: if more, nothing is written, to the bit
+        last_found_inf          left by a step that had one of the two: its `found_inf`, or what it found by itself
+        copies                  {parameter: half-precision copy}: each is written as parameter.to(dtype) by the step
+
+    All are read on the device. A step with `grad_scale` and without `found_inf` (absent or None) looks itself whether
+    a gradient is inf or nan, before it writes. Gradients are not changed: divided once more they would be wrong.
     """
+
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    last_found_inf: Tensor | None = None
+    _scaling = Scaling()  # of the step in progress
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check_group({**defaults})
@@ -125,11 +141,57 @@ class LayerwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._before_updates()
-        for group in self.param_groups:
-            for params, grads in _batches(group):
-                self._update(group, params, grads)
+        self._scaling, is_checked = self._given_scaling()
+        try:
+            if self._is_fused() and not torch.compiler.is_compiling():
+                self._fused_step(is_checked)
+            else:
+                self._listed_step(is_checked)
+        finally:
+            self._scaling = Scaling()
         return loss
+
+    def _given_scaling(self) -> tuple[Scaling, bool]:
+        """What is on the attributes, and whether this step has to look for inf and nan by itself."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self.last_found_inf = found_inf
+        inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
+        return Scaling(inverse_scale=inverse_scale, found_inf=found_inf), grad_scale is not None and found_inf is None
+
+    def _listed_step(self, is_checked: bool) -> None:
+        if is_checked:
+            self._scaling = self._checked(self._scaling)
+        self._before_updates()
+        given = self._scaling
+        for group in self.param_groups:
+            for params, grads in _batches(group, self.copies):
+                self._scaling = given.to(params[0].device)
+                self._update(group, params, grads)
+
+    def _checked(self, scaling: Scaling) -> Scaling:
+        by_device: dict[Any, list[Tensor]] = {}
+        for group in self.param_groups:
+            for grad in (param.grad for param in group["params"] if param.grad is not None):
+                by_device.setdefault((grad.device, grad.dtype), []).append(grad)
+        found = [any_not_finite(grads) for grads in by_device.values()]
+        if not found:
+            return scaling
+        self.last_found_inf = torch.stack([one.to(found[0].device, non_blocking=True) for one in found]).amax()
+        return Scaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._is_fused()
+
+    def _is_fused(self) -> bool:
+        return False
+
+    def _fused_step(self, is_checked: bool) -> None:
+        raise NotImplementedError
+
+    def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
+        """The copies of `params`: all have one or none has."""
+        return [self.copies[param] for param in params if param in self.copies]
 
     def _state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
         """State tensors by key, each a list beside `params`; zeros where a parameter has none yet."""
@@ -145,12 +207,23 @@ def _name_of(group: dict[str, Any], index: int) -> str:
     return group["param_names"][index] if "param_names" in group else f"params[{index}]"
 
 
-def _batches(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _batches(group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Parameters and gradients to work on together: one at a time, or all of a kind where that is faster.
 
     On the CPU one at a time is: its temporaries stay in cache. On an accelerator launches count, so it is all at once.
     """
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for index, (param, grad) in dense_gradients(group):
+        together = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]
+        kind = (param.device, param.dtype, grad.dtype, _dtype(copies.get(param))) if together else index
+        params, grads = kinds.setdefault(kind, ([], []))
+        params.append(param)
+        grads.append(grad)
+    yield from kinds.values()
+
+
+def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Of each parameter that has a gradient: its place in the group, itself, the gradient. Raises for a sparse one."""
     for index, param in enumerate(group["params"]):
         grad = param.grad
         if grad is None:
@@ -161,12 +234,11 @@ def _batches(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], list[Tensor]
                 "touches some rows, but the trust ratio is of the whole layer. Build the layer with `sparse=False`, "
                 "or give it to `torch.optim.SparseAdam`."
             )
-        together = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]
-        kind = (param.device, param.dtype, grad.dtype) if together else index
-        params, grads = kinds.setdefault(kind, ([], []))
-        params.append(param)
-        grads.append(grad)
-    yield from kinds.values()
+        yield index, (param, grad)
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:

@@ -18,9 +18,9 @@ def trust_ratio(
     weight_norm: Tensor,
     update_norm: Tensor,
     *,
-    trust_coefficient: float = 1.0,
-    weight_decay: float = 0.0,
-    eps: float = 0.0,
+    trust_coefficient: float | Tensor = 1.0,
+    weight_decay: float | Tensor = 0.0,
+    eps: float | Tensor = 0.0,
 ) -> Tensor:
     """How far a layer may move, relative to its own size (You et al. 2017, arXiv:1708.03888).
 

@@ -1,0 +1,183 @@
+"""Seconds of one optimizer update, by implementation, at the parameter shapes of known networks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.optim import LARS
+from recipes.gradient_sets import GRADIENT_SETS, numel
+
+LOSS_SCALE = 1024.0
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRow:
+    """Times of one arm at one network; `num_params` elements, `num_tensors` of them."""
+
+    case: str
+    arm: str
+    num_params: int
+    num_tensors: int
+    times_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Of the samples."""
+        return statistics.median(self.times_s)
+
+
+def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
+    """The floor: `torch.optim.SGD(fused=True)`, float32 weights and gradients; no trust ratio, no half precision."""
+    params = _weights(shapes, device)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return torch.optim.SGD(params, **OPTIONS, fused=True).step
+
+
+def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
+    """The usual way: float16 gradients to float32, unscale, check, a foreach LARS, copy back to float16."""
+    params = _weights(shapes, device)
+    halves, grads = _halves(params)
+    buffers = [torch.zeros_like(param) for param in params]
+    inverse_scale = torch.tensor(1 / LOSS_SCALE, device=device)
+    wide = [torch.empty_like(param) for param in params]
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_copy_(wide, grads)
+        found_inf = torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inverse_scale)
+        if found_inf.item() == 0:
+            _foreach_lars(params, wide, buffers)
+        torch._foreach_copy_(halves, [param.detach() for param in params])
+
+    return step
+
+
+def ours(shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool) -> Callable[[], object]:
+    """`LARS`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one step."""
+    params = _weights(shapes, device)
+    for param in params:
+        param.grad_dtype = None
+    halves, grads = _halves(params)
+    many = [param for param in params if param.dim() > 1]
+    few = {"params": [param for param in params if param.dim() <= 1], "trust_ratio": False, "weight_decay": 0.0}
+    optimizer = LARS([{"params": many}, few], **OPTIONS, fused=fused)
+    optimizer.copies = dict(zip(params, halves, strict=True))
+    scale = torch.tensor(LOSS_SCALE, device=device)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+    def step() -> None:
+        optimizer.grad_scale, optimizer.found_inf = scale, None  # type: ignore[attr-defined]
+        optimizer.step()
+
+    return step
+
+
+ARMS: dict[str, Callable[[Sequence[tuple[int, ...]], torch.device], Callable[[], object]]] = {
+    "sgd_fused_fp32": sgd_fused,
+    "chain": chain,
+    "lars": lambda shapes, device: ours(shapes, device, fused=False),
+    "lars_fused": lambda shapes, device: ours(shapes, device, fused=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateBench:
+    """Times updates. Arms take turns: each round is one update of every arm.
+
+    Arguments:
+        gradients: names of ``recipes.gradient_sets``.
+        arms: names of ``ARMS``; the first is the reference.
+        num_rounds, num_warmup: rounds counted, and rounds before them (compilation, first touch of memory).
+    """
+
+    gradients: Sequence[str]
+    arms: Sequence[str]
+    num_rounds: int
+    num_warmup: int = 5
+
+    def __post_init__(self) -> None:
+        for name, known in [*((one, GRADIENT_SETS) for one in self.gradients), *((one, ARMS) for one in self.arms)]:
+            if name not in known:  # type: ignore[operator]
+                raise ValueError(f"`{name}` must be one of {', '.join(known)}.")  # type: ignore[arg-type]
+
+    def run(self, device: torch.device) -> Iterator[UpdateRow]:
+        """Rows of all networks."""
+        for case in self.gradients:
+            shapes = GRADIENT_SETS[case]()
+            steps = {name: ARMS[name](shapes, device) for name in self.arms}
+            times_s: dict[str, list[float]] = {name: [] for name in self.arms}
+            for _ in range(self.num_warmup + self.num_rounds):
+                for name, step in steps.items():
+                    _wait(device)
+                    begin_s = time.perf_counter()
+                    step()
+                    _wait(device)
+                    times_s[name].append(time.perf_counter() - begin_s)
+            for name, samples in times_s.items():
+                counted = tuple(samples[self.num_warmup :])
+                yield UpdateRow(case=case, arm=name, num_params=numel(shapes), num_tensors=len(shapes), times_s=counted)
+
+
+HEADER = ("case", "arm", "median ms", "min ms", "quartiles ms", "x reference", "median of ratios")
+
+
+def markdown(rows: Sequence[UpdateRow]) -> str:
+    """A table. `x reference`: medians over that of the case's first arm; beside it the median of the rounds' ratios."""
+    lines = [HEADER]
+    for row in rows:
+        reference = next(one for one in rows if one.case == row.case)
+        low, _, high = statistics.quantiles(row.times_s, n=4)
+        ratios = [mine / theirs for mine, theirs in zip(row.times_s, reference.times_s, strict=True)]
+        lines.append(
+            (
+                f"{row.case} ({row.num_params:,} in {row.num_tensors})",
+                row.arm,
+                f"{1e3 * row.median_s:.2f}",
+                f"{1e3 * min(row.times_s):.2f}",
+                f"{1e3 * low:.2f} to {1e3 * high:.2f}",
+                f"{row.median_s / reference.median_s:.2f}",
+                f"{statistics.median(ratios):.2f}",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text)
+
+
+def _weights(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [nn.Parameter(0.05 * torch.randn(shape, generator=generator, device=device)) for shape in shapes]
+
+
+def _halves(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return [param.detach().half() for param in params], [torch.randn_like(param).half() for param in params]
+
+
+def _foreach_lars(params: Sequence[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> None:
+    """The lists of operations of a public foreach LARS ("lr_outside", "sum"): 60 bytes per parameter."""
+    decay, eta = OPTIONS["weight_decay"], 0.001
+    params = [param.detach() for param in params]
+    weight_norms, grad_norms = torch._foreach_norm(params), torch._foreach_norm(grads)
+    ratios = [eta * w / (g + decay * w) for w, g in zip(weight_norms, grad_norms, strict=True)]
+    updates = torch._foreach_add(grads, params, alpha=decay)
+    torch._foreach_mul_(updates, ratios)
+    torch._foreach_mul_(buffers, OPTIONS["momentum"])
+    torch._foreach_add_(buffers, updates)
+    torch._foreach_add_(params, buffers, alpha=-OPTIONS["lr"])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
