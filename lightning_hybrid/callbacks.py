@@ -107,13 +107,13 @@ class TrainingMetrics(Callback):
 
     def _train_metrics(self, trainer: pl.Trainer, outputs: Any) -> dict[str, float]:
         values = {m.TRAIN_LR: float(self._lr)}
-        if outputs is not None:
+        if outputs and "loss" in outputs:  # manual optimization need not return one
             # Lightning divides the loss of a batch by the number of batches of a step
             loss = outputs["loss"].float() * trainer.accumulate_grad_batches
             values[m.TRAIN_LOSS] = float(trainer.strategy.reduce(loss, reduce_op="mean"))
         plugin = trainer.precision_plugin
-        if (loss_scale := getattr(plugin, "loss_scale", None)) is not None:
-            values[m.TRAIN_LOSS_SCALE] = float(loss_scale.value)
+        for index, loss_scale in enumerate(getattr(plugin, "loss_scales", ())):
+            values[m.loss_scale_of_optimizer(index)] = float(loss_scale.value)
         if (num_skipped_steps := getattr(plugin, "num_skipped_steps", None)) is not None:
             values[m.TRAIN_SKIPPED_STEPS] = float(num_skipped_steps)
         return values

@@ -131,9 +131,27 @@ def exposed_s_of_bucket(index: int) -> str:
     return BUCKET_EXPOSED_S.name.replace("<index>", str(index))
 
 
+LOSS_SCALE_OF_OPTIMIZER = Metric(
+    name=f"{TRAIN_LOSS_SCALE}/optimizer_<index>",
+    unit="1",
+    meaning="The same for a further optimizer in manual optimization; the first has no index.",
+)
+"""A metric for each optimizer but the first."""
+
+
+def loss_scale_of_optimizer(index: int) -> str:
+    """The name of the loss scale of one optimizer.
+
+    >>> loss_scale_of_optimizer(0), loss_scale_of_optimizer(1)
+    ('train/loss_scale', 'train/loss_scale/optimizer_1')
+    """
+    return LOSS_SCALE_OF_OPTIMIZER.name.replace("<index>", str(index)) if index else TRAIN_LOSS_SCALE
+
+
 def metric_of(name: str) -> Metric | None:
     """What is known of a logged name; None where it is not ours."""
-    prefix, index = BUCKET_EXPOSED_S.name.removesuffix("<index>"), name.rpartition("_")[2]
-    if name == f"{prefix}{index}" and index.isdecimal():
-        return BUCKET_EXPOSED_S
+    index = name.rpartition("_")[2]
+    for metric in (BUCKET_EXPOSED_S, LOSS_SCALE_OF_OPTIMIZER):
+        if index.isdecimal() and name == metric.name.replace("<index>", index):
+            return metric
     return METRICS.get(name)

@@ -89,10 +89,8 @@ class MasterWeightPrecision(Precision):
         self.precision = precision
         self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
         self.keep_fp32 = tuple(keep_fp32)
-        scale = None
-        if precision == "16-true":
-            scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
-        self.records = StepRecords(scale)
+        scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
+        self.records = StepRecords(scale if precision == "16-true" else None)
         self.masters: MasterWeights | None = None
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
@@ -106,6 +104,11 @@ class MasterWeightPrecision(Precision):
     def loss_scale(self) -> LossScale | None:
         """The loss scale of the first optimizer; None with bf16."""
         return self.records[0].loss_scale
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """The loss scales of all optimizers; none with bf16."""
+        return [record.loss_scale for record in self.records if record.loss_scale is not None]
 
     @property
     def num_skipped_steps(self) -> int:
@@ -227,14 +230,13 @@ class MasterWeightPrecision(Precision):
 
     def _step_in_one_pass(self, optimizer: Optimizer, record: StepRecord, **kwargs: Any) -> Tensor | None:
         """Hand over scaled gradients, the scale, and where the half copies are; say whether any was inf or nan."""
-        assert self.masters is not None
         with self._masters_hold_gradients(optimizer) as twins:
             copies = {twin.master: twin.low for twin in twins}
             with told(optimizer, grad_scale=record.grad_scale, found_inf=None, copies=copies):
                 optimizer.step(**kwargs)
         if record.loss_scale is None:
             return None
-        found_inf: Tensor | None = optimizer.last_found_inf  # type: ignore[attr-defined]
+        found_inf = getattr(optimizer, "last_found_inf", None)  # None: there was no gradient
         return torch.zeros((), device=self._device) if found_inf is None else found_inf
 
     @torch.no_grad()
@@ -278,8 +280,8 @@ class MasterWeightPrecision(Precision):
                     optimizer.step(**kwargs)
             else:
                 optimizer.step(**kwargs)
-        with torch.no_grad():
-            if twins:
+        if twins:
+            with torch.no_grad():
                 torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
 
     @contextmanager
@@ -361,7 +363,7 @@ class MasterWeightPrecision(Precision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the checkpoint's loss scales and counters."""
-        if self.loss_scale is not None and state_dict:
+        if state_dict:
             self.records.load_state_dict(state_dict)
 
     # ---- after training --------------------------------------------------------------------------------------------

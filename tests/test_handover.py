@@ -1,4 +1,4 @@
-"""LARS and LAMB may take over a step from scaled half gradients to half weights: same numbers, no wait for the device."""
+"""LARS and LAMB may take over a step from scaled half gradients to half weights: same numbers, no wait."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_hybrid.masters
 import lightning_hybrid.overflow
+from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.loss_scale import DynamicLossScale
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision import MasterWeightPrecision
@@ -76,7 +77,7 @@ def fit(
     num_samples=64,
     **settings,
 ):
-    """The module and its trainer after two epochs of eight batches over all ranks, and how many steps were handed over."""
+    """The module and its trainer after two epochs of eight batches over all ranks; the number of steps handed over."""
     module = Module(optimizer, bad, bad_rank, scheduled)
     scale = DynamicLossScale(2.0**10) if precision == "16-true" else None
     watching = LooksAtGradients()
@@ -429,11 +430,14 @@ class TwoGames(toy.Toy):
 
 def scales_of_two_games(toggles):
     module = TwoGames(toggles)
+    metrics = TrainingMetrics()
     strategy = HybridAllReduceStrategy(loss_scale=DynamicLossScale(2.0**10), find_unused_parameters=True)
-    trainer = toy.trainer(precision="16-true", strategy=strategy)
+    trainer = toy.trainer(precision="16-true", strategy=strategy, callbacks=[metrics], log_every_n_steps=1)
     trainer.fit(module, toy.loader())
     plugin = trainer.precision_plugin
+    logged = [trainer.callback_metrics[f"train/loss_scale{of}"].item() for of in ("", "/optimizer_1")]
     scales = [record.loss_scale.value for record in plugin.records]
+    assert logged == scales
     restored = MasterWeightPrecision("16-true")
     restored.records.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     restored.records.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
