@@ -1,0 +1,39 @@
+"""Measure bytes per parameter in each precision: `python recipes/memory.py`; on GPUs with `census.device=cuda`."""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from recipes import bench_report, launch, memory_census
+
+launch.register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="memory")
+def main(cfg: DictConfig) -> None:
+    """One short fit for each precision and optimizer; print the table; write ``memory.json`` and ``table.md``."""
+    for name in ("lightning.pytorch", "lightning.fabric"):  # lines about devices for every fit
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")  # advice about workers and small runs
+    census = instantiate(cfg.census)
+    rows = [census.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    folder = Path(config.pop("run_dir"))
+    told = {"config": config, "environment": bench_report.environment(), "rows": rows}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "table.md").write_text(memory_census.markdown(rows) + "\n")
+    print(f"{memory_census.markdown(rows)}\n\nwritten to {folder.resolve()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
