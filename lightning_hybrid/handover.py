@@ -14,33 +14,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import zeros_like
 from torch.optim import LBFGS, SGD, Optimizer
 
 
-def does_all_by_itself(optimizer: Optimizer) -> bool:
-    """Whether ``step`` takes scaled half gradients, skips, and writes the half-precision copies.
-
-    >>> from torch import zeros
-    >>> weights = [zeros(1)]
-    >>> does_all_by_itself(SGD(weights, lr=1.0, fused=True)), skips_by_itself(SGD(weights, lr=1.0, fused=True))
-    (False, True)
-    """
-    return hasattr(optimizer, "copies") and hasattr(optimizer, "last_found_inf")
+def does_all_by_itself(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether to hand ``step`` scaled half gradients, the skipping and the half-precision copies."""
+    return hasattr(optimizer, "copies") and hasattr(optimizer, "last_found_inf") and skips_by_itself(optimizer, device)
 
 
-def skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether ``step`` leaves everything alone where ``optimizer.found_inf`` is 1, without asking the host.
+def skips_by_itself(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether to let ``step`` leave everything alone where ``optimizer.found_inf`` is 1, without asking the host.
 
-    torch's fused SGD with dampening is told to the host instead: only its first step leaves dampening out, and where
-    that is skipped no later one does.
+    Not on a CPU if the step is eager: the answer is free there, and without it every new value needs a second place
+    until it is known to be wanted: 39 ms instead of 24 for LARS on 8 million parameters.
+
+    Not torch's fused SGD with dampening: only its first step leaves dampening out, and where that is skipped no later
+    one does.
+
+    >>> cpu, weights = torch.device("cpu"), [torch.zeros(1)]
+    >>> [skips_by_itself(SGD(weights, lr=1.0, fused=fused), cpu) for fused in (True, False)]
+    [True, False]
     """
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         return False
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or does_all_by_itself(optimizer)
+    is_declared = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return is_declared or (hasattr(optimizer, "last_found_inf") and device.type != "cpu")
 
 
 def prepare_to_skip_(optimizer: Optimizer) -> None:
@@ -52,7 +54,7 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
                 if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def gradients_are_looked_at(optimizer: Optimizer, model: LightningModule) -> bool:

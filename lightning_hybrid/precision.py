@@ -45,11 +45,11 @@ class MasterWeightPrecision(Precision):
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
         copy                model <- half(w)
 
-    Nothing in a step waits for the device where the optimizer declares ``_step_supports_amp_scaling``, as torch's
-    ``fused=True`` and our LARS and LAMB do: it skips by itself. Any other optimizer costs one wait, for the verdict.
-    LARS and LAMB take over everything from *unscale* to *copy*, in their own passes, from the fp16 gradients, unless
-    clipping or a hook (``handover.gradients_are_looked_at``) is promised fp32 gradients. Then ``p.grad`` is scaled and
-    fp16 also after the step. A schedule by steps costs one wait per step for the step before: ``scheduler_guard``.
+    Nothing in a step waits for the device where the optimizer skips by itself: torch's with ``fused=True``, our LARS
+    and LAMB. Any other costs one wait, for the verdict. A schedule by steps costs one per step, for the step before:
+    ``scheduler_guard``. LARS and LAMB (on a CPU: if ``fused=True``) also take over all from *unscale* to *copy*, in
+    their own passes, from the fp16 gradients, unless clipping or a hook (``handover.gradients_are_looked_at``) is promised
+    fp32 gradients. Where they do, ``p.grad`` is scaled and fp16 also after the step.
 
     In manual optimization each optimizer has a loss scale of its own. A backward takes the smallest of those whose
     parameters require gradients at that moment, and they go on from it: with ``toggle_optimizer`` just one.
@@ -223,7 +223,7 @@ class MasterWeightPrecision(Precision):
 
     def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (
-            does_all_by_itself(optimizer)
+            does_all_by_itself(optimizer, self._device)
             and not gradients_are_looked_at(optimizer, model)
             and not any(self._is_unscaled(parameter) for parameter in parameters_of(optimizer))
         )
@@ -268,7 +268,7 @@ class MasterWeightPrecision(Precision):
 
     def _step(self, optimizer: Optimizer, record: StepRecord, found_inf: Tensor | None, **kwargs: Any) -> None:
         """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
-        by_itself = found_inf is not None and skips_by_itself(optimizer)
+        by_itself = found_inf is not None and skips_by_itself(optimizer, self._device)
         if found_inf is not None and not by_itself:
             record.outcome = Outcome(bool(found_inf))
             if record.outcome.was_skipped():

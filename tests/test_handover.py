@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lightning_hybrid.handover
 import lightning_hybrid.masters
 import lightning_hybrid.overflow
 from lightning_hybrid.callbacks import TrainingMetrics
+from lightning_hybrid.handover import skips_by_itself
 from lightning_hybrid.loss_scale import DynamicLossScale
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision import MasterWeightPrecision
@@ -66,6 +68,10 @@ class LooksAtGradients(pl.Callback):
         self.dtypes |= {p.grad.dtype for p in module.parameters()}
 
 
+def wherever_it_can(optimizer, device):
+    return skips_by_itself(optimizer, torch.device("cuda"))
+
+
 def fit(
     optimizer,
     precision="16-true",
@@ -75,9 +81,13 @@ def fit(
     scheduled=False,
     callbacks=(),
     num_samples=64,
+    as_on_cuda=True,
     **settings,
 ):
-    """The module and its trainer after two epochs of eight batches over all ranks; the number of steps handed over."""
+    """The module and its trainer after two epochs of eight batches over all ranks; the number of steps handed over.
+
+    `as_on_cuda` hands steps over where a GPU would, although a CPU's eager step is faster when the host decides.
+    """
     module = Module(optimizer, bad, bad_rank, scheduled)
     scale = DynamicLossScale(2.0**10) if precision == "16-true" else None
     watching = LooksAtGradients()
@@ -88,12 +98,15 @@ def fit(
         **settings,
     )
     calls = []
+    if as_on_cuda:
+        lightning_hybrid.handover.skips_by_itself = lightning_hybrid.precision.skips_by_itself = wherever_it_can
     original = MasterWeightPrecision._step_in_one_pass
     MasterWeightPrecision._step_in_one_pass = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
         trainer.fit(module, toy.loader(num_samples))
     finally:
         MasterWeightPrecision._step_in_one_pass = original
+        lightning_hybrid.handover.skips_by_itself = lightning_hybrid.precision.skips_by_itself = skips_by_itself
     if looks:
         assert watching.dtypes == {torch.float32}
     return module, trainer, len(calls)
@@ -182,12 +195,20 @@ def test_torchs_fused_optimizers_skip_as_the_host_would(one_rank, optimizer):
 
 
 def with_the_host_deciding(optimizer, settings):
-    original = lightning_hybrid.precision.skips_by_itself
-    lightning_hybrid.precision.skips_by_itself = lambda _: False
+    global wherever_it_can
+    original, wherever_it_can = wherever_it_can, lambda *_: False
     try:
         return weights_of(optimizer, settings)
     finally:
-        lightning_hybrid.precision.skips_by_itself = original
+        wherever_it_can = original
+
+
+def test_on_a_cpu_an_eager_step_is_decided_by_the_host_and_a_fused_one_handed_over(one_rank):
+    eager = {"as_on_cuda": False, "bad": [2]}
+    by_host, skipped, num_by_host = one_rank.run(weights_of, "lars", eager)[0]
+    by_itself, also_skipped, _ = one_rank.run(weights_of, "lars", {"bad": [2]})[0]
+    assert (num_by_host, skipped, also_skipped) == (0, 2, 2)
+    assert toy.same_bits(by_host, by_itself)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""The census finds what is known to be there: tensors of known sizes, in fresh processes, by owner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KNOWN = {  # weights, masters, gradients, optimizer
+    ("32-true", "adamw"): (4, 0, 4, 8),
+    ("32-true", "sgd"): (4, 0, 4, 4),
+    ("16-true", "adamw"): (2, 4, 4, 8),  # fp32 gradients for the step; the buckets of 2 are found beside them
+    ("16-true", "sgd"): (2, 4, 4, 4),
+}
+
+
+def test_census_finds_weights_masters_gradients_and_state(tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "memory.py"), f"hydra.run.dir={tmp_path}"]
+    options = ["precisions=[32-true,16-true]", "optimizers=[sgd,adamw]", "census.width=256", "census.depth=4"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        held = row["bytes_per_parameter"]
+        expected = KNOWN[row["precision"], row["optimizer"]]
+        for owner, known in zip(("weights", "masters", "gradients", "optimizer"), expected, strict=True):
+            assert held[owner] == pytest.approx(known, abs=0.05), (row["precision"], row["optimizer"], owner)
+        # Buckets: DDP keeps them beside fp32 gradients, and here beside what was made of them. The rest is small.
+        buckets = 4 if row["precision"] == "32-true" else 2
+        assert buckets - 0.1 < held["communication and rest"] < buckets + 0.6
+    assert (tmp_path / "table.md").read_text().count("|") > 40
