@@ -48,8 +48,8 @@ class MasterWeightPrecision(Precision):
     Nothing in a step waits for the device where the optimizer skips by itself: torch's with ``fused=True``, our LARS
     and LAMB. Any other costs one wait, for the verdict. A schedule by steps costs one per step, for the step before:
     ``scheduler_guard``. LARS and LAMB (on a CPU: if ``fused=True``) also take over all from *unscale* to *copy*, in
-    their own passes, from the fp16 gradients, unless clipping or a hook (``handover.gradients_are_looked_at``) is promised
-    fp32 gradients. Where they do, ``p.grad`` is scaled and fp16 also after the step.
+    their own passes, from the fp16 gradients, unless clipping or a hook is promised fp32 ones
+    (``handover.gradients_are_looked_at``). Where they do, ``p.grad`` is scaled and fp16 also after the step.
 
     In manual optimization each optimizer has a loss scale of its own. A backward takes the smallest of those whose
     parameters require gradients at that moment, and they go on from it: with ``toggle_optimizer`` just one.
