@@ -2,12 +2,12 @@
 
 A row is `ROW` elements of one tensor; each row has its own coefficients, so one kernel serves tensors of all groups:
 
-    coefficients (rows, 6)      SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, SKIP
+    coefficients (rows, 7)      SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, LOOK, SKIP
 
     norms       sum over the row of g * g, or of d * d                        reads g, or g and w
     update      d = SCALE * g + DECAY * w                                     reads g, w, v; writes w, v, half(w)
                 v <- MOMENTUM * v + INSIDE * d
-                w <- w - OUTSIDE * v            Nesterov: w - OUTSIDE * (MOMENTUM * v + INSIDE * d)
+                w <- w - OUTSIDE * v            LOOK (Nesterov): w - OUTSIDE * (MOMENTUM * v + INSIDE * d)
                 unless SKIP, and the sum over the row of the new w * w, for the next step's norm
 
 Each call takes `BATCH` pieces, matrices of any number of rows: a call costs some 50 us whatever it holds. Shapes are
@@ -24,12 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.coefficients import (
+    DECAY,
+    INSIDE,
+    LOOK,
+    MOMENTUM,
+    NUM_COEFFICIENTS,
+    OUTSIDE,
+    SCALE,
+    SKIP,
+)
+
 # 512 squares are added in float32 over 16 or 32 vector lanes: relative error below 1e-6 even where all are equal.
 ROW = 512
 BATCH = 8
 _SAMPLE_ROWS = 700  # of what a kernel is compiled with; enough for the compiler to think of threads
-NUM_COEFFICIENTS = 6
-SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, SKIP = range(NUM_COEFFICIENTS)
 
 Columns = Sequence[Sequence[Tensor]]
 
@@ -56,8 +65,6 @@ def update(
     buffers: list[Tensor],
     new_buffers: list[Tensor],
     copies: list[Tensor],
-    *,
-    nesterov: bool,
 ) -> None:
     """Weights, buffers and copies after the step, and `sums` of the squares of the new weights.
 
@@ -73,7 +80,7 @@ def update(
         step = inside
         if buffers:
             v = row[:, MOMENTUM, None] * buffers[i] + inside
-            step = row[:, MOMENTUM, None] * v + inside if nesterov else v
+            step = torch.where(row[:, LOOK, None] != 0, row[:, MOMENTUM, None] * v + inside, v)
             new_buffers[i].copy_(torch.where(skip, buffers[i], v))
         # Rounded before it is summed: the next norm is of what is stored.
         moved = torch.where(skip, w, w - row[:, OUTSIDE, None] * step).to(weight.dtype)
@@ -91,10 +98,10 @@ class BatchKernel:
     `vectors` have one number per row, `wide` ones `NUM_COEFFICIENTS`.
     """
 
-    def __init__(self, function: Callable[..., None], kinds: Sequence[tuple[torch.dtype, int]], **static: Any) -> None:
+    def __init__(self, function: Callable[..., None], kinds: Sequence[tuple[torch.dtype, int]]) -> None:
         self._order: list[tuple[int, int]] = []
         self._kinds = kinds
-        self._call: Callable[..., Any] = self._compile(function, static)
+        self._call: Callable[..., Any] = self._compile(function)
 
     def __call__(self, columns: Columns) -> None:
         """Run on `BATCH` pieces. A column is empty if its kind is missing from the function's work."""
@@ -126,7 +133,7 @@ class BatchKernel:
             columns.append([torch.rand((num, *shape), generator=generator).to(dtype) for num in rows])
         return columns
 
-    def _compile(self, function: Callable[..., None], static: dict[str, Any]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., None]) -> Callable[..., Any]:
         columns = self.sample()
         made: list[Callable[..., Any]] = []
 
@@ -147,7 +154,6 @@ class BatchKernel:
             torch._dynamo.mark_dynamic(tensor, 0)
         # Dynamo counts the compilations of a code object and stops at eight; each kernel is another program.
         own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        own.__kwdefaults__ = static or None
         with torch.no_grad(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             torch.compile(own, backend=backend, fullgraph=True)(*columns)
         return made[0]
@@ -169,7 +175,6 @@ def update_kernel(
     state: torch.dtype,
     copy: torch.dtype | None,
     has_momentum: bool,
-    nesterov: bool,
     num_threads: int,
 ) -> BatchKernel:
     """`update`, safe to write where it reads: that is tried on small numbers here, to the bit.
@@ -178,7 +183,7 @@ def update_kernel(
     """
     buffer, half = (state, ROW if has_momentum else -1), (copy or state, -1 if copy is None else ROW)
     kinds = [(grad, ROW), (state, 0), (weight, ROW), (state, NUM_COEFFICIENTS), (weight, ROW), buffer, buffer, half]
-    kernel = BatchKernel(update, kinds, nesterov=nesterov)
+    kernel = BatchKernel(update, kinds)
     apart, within = kernel.sample(seed=1), kernel.sample(seed=1)
     within[4], within[6] = within[2], within[5]
     for columns in (apart, within):

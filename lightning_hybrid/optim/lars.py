@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FusedLars
+from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, has_kernels
 from lightning_hybrid.optim.layerwise import (
     LayerwiseOptimizer,
     add_scaled_,
@@ -74,11 +74,12 @@ class LARS(LayerwiseOptimizer):
     tensor at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for "joint" on a tensor
     of more than half a million elements, whose norm is then summed in another order (in float64).
 
-    `fused=True`, on the CPU: two compiled passes over memory for the whole model (`compiled`, `rows`), the first time
-    after some ten seconds of compilation, which needs a C++ compiler. The same rule with other rounding: weights agree
-    with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14. It is an option of the optimizer,
-    not of a group, and tells `torch.amp.GradScaler` that the step unscales and skips by itself; Lightning then refuses
-    to clip gradients under "16-mixed". Under `torch.compile(optimizer.step)` the lists are what is compiled.
+    `fused=True` is two passes over memory for the whole model: on the CPU compiled (`compiled`, `rows`), the first time
+    after some ten seconds of compilation, which needs a C++ compiler; on CUDA three Triton kernels (`kernels`), and
+    without triton the lists, with a warning. The same rule with other rounding: weights agree with the other paths to
+    2e-6 of their norm over ten steps, in float64 to 1e-14. It is an option of the optimizer, not of a group, and tells
+    `torch.amp.GradScaler` that the step unscales and skips by itself; Lightning then refuses to clip gradients under
+    "16-mixed". Under `torch.compile(optimizer.step)` the lists are what is compiled.
 
     Half-precision gradients on float32 parameters, loss scale, skipping and half-precision copies of the parameters
     are taken by plain attributes, on every path: see `LayerwiseOptimizer`.
@@ -146,7 +147,7 @@ class LARS(LayerwiseOptimizer):
         check_choice("nesterov", group["nesterov"], (True, False), why="True looks one momentum step ahead.")
         check_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), why="see the LARS docstring.")
         check_choice("denominator", group["denominator"], get_args(Denominator), why="see the LARS docstring.")
-        check_choice("fused", group["fused"], (None, True, False), why="True is two compiled passes, on the CPU.")
+        check_choice("fused", group["fused"], (None, True, False), why="True is two passes for the whole model.")
         if group["fused"] and group["foreach"]:
             raise ValueError(
                 "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."
@@ -158,7 +159,7 @@ class LARS(LayerwiseOptimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; raises as the base does, and for a `fused` that is not the optimizer's, or not on the CPU."""
+        """Add a group; raises as the base does, and for a `fused` that is not the optimizer's, or has no kernels."""
         common = self.defaults["fused"]
         own = param_group.get("fused", common) if isinstance(param_group, dict) else common
         if isinstance(own, bool | None) and bool(own) != bool(common):
@@ -168,11 +169,11 @@ class LARS(LayerwiseOptimizer):
             )
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if common and param.device.type not in ("cpu", "meta"):
+            if common and param.device.type not in FUSED_DEVICES:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"`fused` (=True) needs parameters on the CPU, not on `{param.device}`: no kernels for it "
-                    "yet. Use foreach=True, or torch.compile(optimizer.step)."
+                    f"`fused` (=True) needs parameters on {' or '.join(FUSED_DEVICES)}, not on `{param.device}`: there "
+                    "are no kernels for it. Use foreach=True, or torch.compile(optimizer.step)."
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
@@ -191,7 +192,10 @@ class LARS(LayerwiseOptimizer):
                 torch._foreach_copy_(some_copies, some_params)
 
     def _is_fused(self) -> bool:
-        return bool(self.param_groups and self.param_groups[0]["fused"])
+        if not self.param_groups or not self.param_groups[0]["fused"]:
+            return False
+        types = {param.device.type for group in self.param_groups for param in group["params"]}
+        return all(has_kernels(device_type) for device_type in types)
 
     def _fused_step(self, is_checked: bool) -> None:
         groups = self.param_groups

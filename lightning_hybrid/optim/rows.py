@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.compiled import BATCH, NUM_COEFFICIENTS, ROW, BatchKernel, norm_kernel, update_kernel
+from lightning_hybrid.optim.coefficients import DECAY, NUM_COEFFICIENTS, SCALE, Options, coefficients
+from lightning_hybrid.optim.compiled import BATCH, ROW, BatchKernel, norm_kernel, update_kernel
+from lightning_hybrid.optim.scaling import Scaling
 
 # Elements. Smaller tensors are gathered into one matrix and scattered back, in cache; a piece of its own costs 8 us.
 _SMALL = 1 << 13
@@ -22,8 +24,8 @@ class RowEngine:
     of it, smaller tensors, and tensors that do not fill a stretch of memory in one layout are gathered into one last
     piece, where each begins a new row; the rest of its last row is zero.
 
-        squares()   sum(w * w) and sum(g * g) of each tensor       one read of g, and of w where it is not known
-        update()    the step                                       one read of g, w, v; one write of w, v, copy
+        measure()   sum(w * w) and sum(g * g) of each tensor       one read of g, and of w where it is not known
+        move()      the step                                       one read of g, w, v; one write of w, v, copy
 
     sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
     writes: an edit shows in `_version`, except one through `.data`. A step on a million parameters makes no allocation
@@ -37,7 +39,6 @@ class RowEngine:
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
         *,
-        nesterov: bool,
         is_joint: bool,
     ) -> None:
         self.num_tensors = len(params)
@@ -47,7 +48,7 @@ class RowEngine:
         weight, state = params[0].dtype, torch.promote_types(params[0].dtype, torch.float32)
         copy = copies[0].dtype if copies else None
         threads = torch.get_num_threads()
-        self._update = update_kernel(grad_dtype, weight, state, copy, bool(buffers), nesterov, threads)
+        self._update = update_kernel(grad_dtype, weight, state, copy, bool(buffers), threads)
         self._grad_norms = norm_kernel(grad_dtype, weight if is_joint else None, state, threads)
         self._weight_norms = norm_kernel(weight, None, state, threads)
 
@@ -56,7 +57,7 @@ class RowEngine:
         lengths: list[int] = []
         for index, together in enumerate(zip(*(one for one in self._tensors if one), strict=True)):
             numel = together[0].numel()
-            in_place = numel // ROW if numel >= _SMALL and _is_one_stretch(together) else 0
+            in_place = numel // ROW if numel >= _SMALL and is_one_stretch(together) else 0
             if in_place:
                 self._rows_of.append((index, in_place))
                 lengths.append(in_place)
@@ -107,6 +108,19 @@ class RowEngine:
         same = all(map(operator.is_, buffers, self._tensors[1]))
         return same and self._addresses == _addresses(params, copies)
 
+    def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
+        """The norms, and whether a gradient is inf or nan; see `fused.Engine`."""
+        decay = None
+        if self._is_joint:
+            decay = options.decay * options.sign
+            decay = decay if scaling.inverse_scale is None else decay / scaling.inverse_scale
+        self._sums = self.squares(grads, decay, needed)
+        return (~self._sums[1].sum().isfinite()).float()
+
+    def move(self, options: Options, scaling: Scaling) -> None:
+        """The step; see `fused.Engine`."""
+        self.update(coefficients(self._sums, options, scaling, is_joint=self._is_joint))
+
     def squares(self, grads: Sequence[Tensor], unscaled_decay: Tensor | None, needed: Sequence[bool]) -> Tensor:
         """Sums of squares, float64, of shape (2, tensors): of weights; of gradients, or of directions if joint.
 
@@ -121,7 +135,7 @@ class RowEngine:
         if self._is_joint:
             assert unscaled_decay is not None
             per_tensor = torch.zeros(self.num_tensors, NUM_COEFFICIENTS, dtype=self._coefficients.dtype)
-            per_tensor[:, 0], per_tensor[:, 1] = 1.0, unscaled_decay
+            per_tensor[:, SCALE], per_tensor[:, DECAY] = 1.0, unscaled_decay
             torch.index_select(per_tensor, 0, self._tensor_of_row, out=self._coefficients)
         columns = [self._grads, grad_sums, weights, rows] if self._is_joint else [self._grads, grad_sums]
         self._run("norms", self._grad_norms, pieces, columns)
@@ -135,9 +149,9 @@ class RowEngine:
         by_length = [torch.segment_reduce(one, "sum", lengths=self._lengths) for one in self._squares_fp64]
         return sums.index_add_(1, self._tensor_of_length, torch.stack(by_length))
 
-    def update(self, coefficients: Tensor) -> None:
-        """The step, with `coefficients` of shape (tensors, 6); see `compiled`."""
-        torch.index_select(coefficients.to(self._coefficients.dtype), 0, self._tensor_of_row, out=self._coefficients)
+    def update(self, numbers: Tensor) -> None:
+        """The step, with `numbers` of shape (tensors, NUM_COEFFICIENTS)."""
+        torch.index_select(numbers.to(self._coefficients.dtype), 0, self._tensor_of_row, out=self._coefficients)
         weights, buffers, copies = self._columns
         rows, weight_sums, _ = self._row_columns
         columns = [self._grads, weight_sums, weights, rows, weights, buffers, buffers, copies]
@@ -164,7 +178,7 @@ class RowEngine:
         in_place = []
         for index, num_rows in self._rows_of:
             grad = grads[index]
-            if grad.stride() != params[index].stride() and not _is_one_stretch((params[index], grad)):
+            if grad.stride() != params[index].stride() and not is_one_stretch((params[index], grad)):
                 grads[index] = grad = torch.empty_like(params[index], dtype=grad.dtype).copy_(grad)
             in_place.append(_matrix(grad, num_rows))
         assert self._gathered_grads is not None
@@ -212,11 +226,11 @@ def _slot(matrix: Tensor, row: int, like: Tensor, begin: int) -> Tensor:
     return flat if begin else flat.view(like.shape)
 
 
-def _is_one_stretch(tensors: Iterable[Tensor]) -> bool:
+def is_one_stretch(tensors: Iterable[Tensor]) -> bool:
     """Whether each fills a stretch of memory, and all in one order of their elements.
 
     >>> image = torch.zeros(2, 3, 4, 5)
-    >>> _is_one_stretch([image, image[:]]), _is_one_stretch([image, image.to(memory_format=torch.channels_last)])
+    >>> is_one_stretch([image, image[:]]), is_one_stretch([image, image.to(memory_format=torch.channels_last)])
     (True, False)
     """
     orders = set()

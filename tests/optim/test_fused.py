@@ -161,7 +161,7 @@ def test_norms_are_right_to_a_millionth_at_37_million_elements(path, kind):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_hybrid.optim.lars.trust_ratio", ratio)
-        patch.setattr("lightning_hybrid.optim.fused.trust_ratio", ratio)
+        patch.setattr("lightning_hybrid.optim.coefficients.trust_ratio", ratio)
         LARS([weight], lr=0.0, momentum=0.0, **path).step()
     assert seen["weight"] == pytest.approx(before, rel=1e-6)
     assert seen["grad"] == pytest.approx(norm, rel=1e-6)

@@ -1,0 +1,243 @@
+"""The two passes of the fused LARS on CUDA, as Triton kernels that take all tensors of a kind in one launch each.
+
+    norms       per chunk     sum of g * g (joint: of d * d), and of w * w          reads g, w
+    finalize    per tensor    norms -> trust ratio -> coefficients                  reads the sums
+    update      per chunk     the step, and the sum of the new w * w                reads g, w, v; writes w, v, copy
+
+A chunk is `CHUNK` elements in a row of one tensor's memory. Tensors are reached by their addresses, a table of int64
+on the device; `tensor_of` and `index_of` say of each chunk whose it is and the how many-th. A chunk's squares are added
+in float32 in a tree, the chunks' sums in float64. Whole chunks take a branch of their own without masks: only there
+does the compiler make loads and stores of 128 bits. `WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the
+arithmetic. All scalars that may change from step to step (learning rate, scale, verdict) are read on the device: as
+arguments they would be frozen into a captured CUDA graph, and cost a specialisation where they are 1.
+
+Set `TRITON_INTERPRET=1` before Python starts, and they run on CPU tensors, one program after another; there (Triton
+3.9) a bfloat16 store truncates, where a GPU rounds to nearest.
+"""
+
+import triton
+import triton.language as tl
+
+# In the order of `coefficients.Options.table` and `coefficients.SCALE` and so on; kernels read constants only.
+_MOMENTUM, _DECAY, _TRUST, _EPS, _CLIP, _MULT, _FORM, _ADAPTED, _SIGN, _NESTEROV = (
+    tl.constexpr(row) for row in range(1, 11)
+)
+_NUM = tl.constexpr(7)  # coefficients per tensor
+_SUMS_PER_STEP = tl.constexpr(1024)
+
+
+@triton.jit
+def _base(addresses, tensor, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """The address of a tensor; told to be a multiple of 16 bytes, loads and stores become 128 bits wide."""
+    base = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
+    if IS_ALIGNED:
+        base = tl.multiple_of(base, 16)
+    return base
+
+
+@triton.jit
+def _squares(
+    grad_at,
+    weight_at,
+    is_in,
+    decay,
+    weight_sum,
+    STATE: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    HAS_WEIGHT_SUMS: tl.constexpr,
+):
+    g = tl.load(grad_at, mask=is_in, other=0.0).to(STATE)
+    if IS_JOINT or not HAS_WEIGHT_SUMS:
+        w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
+        if not HAS_WEIGHT_SUMS:
+            tl.store(weight_sum, tl.sum(w * w, 0))
+        if IS_JOINT:
+            g += decay * w
+    return tl.sum(g * g, 0)
+
+
+@triton.jit
+def norms(
+    weights,
+    grads,
+    numels,
+    tensor_of,
+    index_of,
+    options,
+    inverse_scale,
+    sums,
+    found_inf,
+    num_tensors,
+    num_chunks,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    STATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    HAS_WEIGHT_SUMS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_GRAD_ALIGNED: tl.constexpr,
+):
+    """Write sums (2, chunks): of w * w, unless they are known from the last update; of g * g, or (d / SCALE) ** 2.
+
+    `found_inf` becomes 1 if a sum of gradients is inf or nan: all who write there write the same.
+    """
+    chunk = tl.program_id(0)
+    tensor = tl.load(tensor_of + chunk)
+    at = tl.load(index_of + chunk).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    grad_at = _base(grads, tensor, GRAD, IS_GRAD_ALIGNED) + at
+    weight_at = _base(weights, tensor, WEIGHT, IS_ALIGNED) + at
+    decay = 0.0
+    if IS_JOINT:
+        sign = tl.load(options + _SIGN * num_tensors + tensor)
+        decay = sign * tl.load(options + _DECAY * num_tensors + tensor) / tl.load(inverse_scale).to(tl.float64)
+        decay = decay.to(STATE)
+    numel = tl.load(numels + tensor)
+    weight_sum = sums + chunk
+    if tl.load(index_of + chunk).to(tl.int64) * CHUNK + CHUNK <= numel:
+        is_in = tl.full((CHUNK,), 1, tl.int1)
+        total = _squares(grad_at, weight_at, is_in, decay, weight_sum, STATE, IS_JOINT, HAS_WEIGHT_SUMS)
+    else:
+        total = _squares(grad_at, weight_at, at < numel, decay, weight_sum, STATE, IS_JOINT, HAS_WEIGHT_SUMS)
+    tl.store(sums + num_chunks + chunk, total)
+    is_finite = total < float("inf")  # nan is not
+    tl.store(found_inf, 1.0, mask=is_finite == 0)
+
+
+@triton.jit
+def finalize(
+    sums,
+    first_chunk,
+    options,
+    lrs,
+    inverse_scale,
+    numbers,
+    num_tensors,
+    num_chunks,
+    IS_JOINT: tl.constexpr,
+):
+    """Write numbers (tensors, 7): `coefficients.coefficients` but SKIP, in float64, one program per tensor."""
+    tensor = tl.program_id(0)
+    end = tl.load(first_chunk + tensor + 1)
+    lanes = tl.arange(0, _SUMS_PER_STEP)
+    weight_lanes = tl.zeros((_SUMS_PER_STEP,), tl.float64)
+    lanes_fp64 = tl.zeros((_SUMS_PER_STEP,), tl.float64)
+    for begin in range(tl.load(first_chunk + tensor), end, _SUMS_PER_STEP):
+        is_in = begin + lanes < end
+        weight_lanes += tl.load(sums + begin + lanes, mask=is_in, other=0.0).to(tl.float64)
+        lanes_fp64 += tl.load(sums + num_chunks + begin + lanes, mask=is_in, other=0.0).to(tl.float64)
+    scale = tl.load(inverse_scale).to(tl.float64)
+    weight_norm = tl.sqrt(tl.sum(weight_lanes, 0))
+    norm = tl.sqrt(tl.sum(lanes_fp64, 0)) * scale
+
+    decay = tl.load(options + _DECAY * num_tensors + tensor)
+    eps = tl.load(options + _EPS * num_tensors + tensor)
+    clip = tl.load(options + _CLIP * num_tensors + tensor)
+    form = tl.load(options + _FORM * num_tensors + tensor)
+    is_adapted = tl.load(options + _ADAPTED * num_tensors + tensor) > 0
+    sign = tl.load(options + _SIGN * num_tensors + tensor)
+
+    denominator = norm + eps
+    if not IS_JOINT:
+        denominator += decay * weight_norm
+    is_defined = (weight_norm > 0) & (norm > 0)
+    trust = tl.load(options + _TRUST * num_tensors + tensor)
+    ratio = tl.where(is_defined, trust * weight_norm / tl.where(is_defined, denominator, 1.0), 1.0)
+    lr = tl.load(lrs + tensor)
+    lr = tl.where(is_adapted, lr, lr * tl.load(options + _MULT * num_tensors + tensor))
+    clipped = tl.where(lr > 0, tl.minimum(ratio / tl.where(lr > 0, lr, 1.0), clip), clip)
+    ratio = tl.where(clip < float("inf"), clipped, ratio)
+    ratio = tl.where(is_adapted, ratio, 1.0)
+
+    line = numbers + tensor * _NUM
+    tl.store(line, sign * scale)
+    tl.store(line + 1, decay)
+    tl.store(line + 2, tl.load(options + _MOMENTUM * num_tensors + tensor))
+    tl.store(line + 3, tl.where(form == 0, lr * ratio, tl.where(form == 1, ratio, 1.0)))
+    tl.store(line + 4, tl.where(form == 0, 1.0, tl.where(form == 1, lr, lr * ratio)))
+    tl.store(line + 5, tl.load(options + _NESTEROV * num_tensors + tensor))
+
+
+@triton.jit
+def _move(
+    grad_at,
+    weight_at,
+    buffer_at,
+    copy_at,
+    is_in,
+    line,
+    WEIGHT: tl.constexpr,
+    COPY: tl.constexpr,
+    STATE: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+):
+    scale, decay = tl.load(line).to(STATE), tl.load(line + 1).to(STATE)
+    inside, outside = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)
+    g = tl.load(grad_at, mask=is_in, other=0.0).to(STATE)
+    w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
+    step = inside * (scale * g + decay * w)
+    if HAS_MOMENTUM:
+        momentum = tl.load(line + 2).to(STATE)
+        v = momentum * tl.load(buffer_at, mask=is_in, other=0.0) + step
+        tl.store(buffer_at, v, mask=is_in)
+        step = tl.where(tl.load(line + 5) > 0, momentum * v + step, v)
+    moved = (w - outside * step).to(WEIGHT)
+    tl.store(weight_at, moved, mask=is_in)
+    if HAS_COPY:
+        tl.store(copy_at, moved.to(COPY), mask=is_in)
+    # Of what is stored; lanes outside the tensor hold 0.
+    stored = moved.to(STATE)
+    return tl.sum(stored * stored, 0)
+
+
+@triton.jit
+def update(
+    weights,
+    grads,
+    buffers,
+    copies,
+    numels,
+    tensor_of,
+    index_of,
+    numbers,
+    found_inf,
+    sums,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    STATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_GRAD_ALIGNED: tl.constexpr,
+):
+    """Step: d = SCALE * g + DECAY * w, v <- MOMENTUM * v + INSIDE * d, w <- w - OUTSIDE * v; none if `found_inf` > 0.
+
+    A skipped step reads nothing either. With copies, sums[chunk] becomes the sum of the squares of the new weights, for
+    the next step.
+    """
+    if tl.load(found_inf) <= 0:
+        chunk = tl.program_id(0)
+        tensor = tl.load(tensor_of + chunk)
+        begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
+        at = begin + tl.arange(0, CHUNK)
+        grad_at = _base(grads, tensor, GRAD, IS_GRAD_ALIGNED) + at
+        weight_at = _base(weights, tensor, WEIGHT, IS_ALIGNED) + at
+        buffer_at = _base(buffers, tensor, STATE, IS_ALIGNED) + at
+        copy_at = _base(copies, tensor, COPY, IS_ALIGNED) + at
+        numel = tl.load(numels + tensor)
+        line = numbers + tensor * _NUM
+        if begin + CHUNK <= numel:
+            is_in = tl.full((CHUNK,), 1, tl.int1)
+            total = _move(
+                grad_at, weight_at, buffer_at, copy_at, is_in, line, WEIGHT, COPY, STATE, HAS_MOMENTUM, HAS_COPY
+            )
+        else:
+            is_in = at < numel
+            total = _move(
+                grad_at, weight_at, buffer_at, copy_at, is_in, line, WEIGHT, COPY, STATE, HAS_MOMENTUM, HAS_COPY
+            )
+        if HAS_COPY:
+            tl.store(sums + chunk, total)
