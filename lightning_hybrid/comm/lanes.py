@@ -15,10 +15,10 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hybrid.comm.allreduce import STAGES, Stage, columns_of, group_name, run_stage
+from lightning_hybrid.comm.allreduce import STAGES, Stage, group_name, run_stage
 from lightning_hybrid.comm.chunks import Piece, SealedCopies
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import CommGroups
@@ -48,8 +48,8 @@ class Lanes:
     """All lanes of an engine.
 
     Arguments:
-        algorithms: those whose lanes are started. A stage in which this rank has nobody to talk to has no lane.
-        num_parallel_groups: columns of each, but of ``flat``.
+        columns: how many each algorithm has whose lanes are started. A stage in which this rank has nobody to talk to
+            has no lane.
         groups: of every stage and column.
         copies: where pieces get memory for their seals.
         trace: told when each stage begins and ends.
@@ -60,8 +60,7 @@ class Lanes:
     def __init__(
         self,
         *,
-        algorithms: Sequence[Algorithm],
-        num_parallel_groups: int,
+        columns: Mapping[Algorithm, int],
         groups: CommGroups,
         copies: SealedCopies,
         trace: CommTrace,
@@ -75,10 +74,10 @@ class Lanes:
         self._on_landed = on_landed
         self._on_failed = on_failed
         self._has_failed = has_failed
-        self._num_put: dict[Algorithm, int] = dict.fromkeys(algorithms, 0)
+        self._num_put: dict[Algorithm, int] = dict.fromkeys(columns, 0)
         self._columns: dict[Algorithm, list[list[_Lane]]] = {
-            algorithm: [self._start(algorithm, column) for column in range(columns_of(algorithm, num_parallel_groups))]
-            for algorithm in algorithms
+            algorithm: [self._start(algorithm, column) for column in range(num_columns)]
+            for algorithm, num_columns in columns.items()
         }
 
     def _start(self, algorithm: Algorithm, column: int) -> list[_Lane]:
