@@ -28,7 +28,7 @@ tensors at the same time. Run one after the other they are the in-place function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -189,28 +189,25 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
 }
 
 
-def columns_of(algorithm: Algorithm, num_parallel_groups: int) -> int:
-    """How many independent sets of groups an algorithm uses: ``flat`` is one collective and uses one."""
-    return 1 if algorithm == "flat" else num_parallel_groups
-
-
 def group_name(stage: Stage, column: int = 0) -> str:
     """Name of a stage's groups in a column: that of the stage in the first one."""
     return f"{stage.name}.{column}" if column else stage.name
 
 
-def stage_scopes(algorithms: Iterable[Algorithm], *, num_parallel_groups: int = 1) -> dict[str, Scope]:
+def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
     """The scope of every stage of these algorithms, by group name: what ``CommGroups`` is built from.
 
-    >>> stage_scopes(["flat", "hierarchical"])
+    ``columns``: how many independent sets of groups each has.
+
+    >>> stage_scopes({"flat": 1, "hierarchical": 1})
     {'all_reduce': 'world', 'reduce': 'node', 'ring': 'leaders', 'broadcast': 'node'}
-    >>> list(stage_scopes(["flat", "parallel_flat"], num_parallel_groups=2))
+    >>> list(stage_scopes({"flat": 1, "parallel_flat": 2}))
     ['all_reduce', 'parallel_all_reduce', 'parallel_all_reduce.1']
     """
     return {
         group_name(stage, column): stage.scope
-        for algorithm in algorithms
-        for column in range(columns_of(algorithm, num_parallel_groups))
+        for algorithm, num_columns in columns.items()
+        for column in range(num_columns)
         for stage in STAGES[algorithm]
     }
 

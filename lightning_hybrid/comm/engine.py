@@ -89,13 +89,12 @@ class CommEngine:
         token = agree_on(plan, topology, device, dtype_across_nodes) if topology.world_size > 1 else ""
         on_cuda = device.type == "cuda"
         algorithms = plan.algorithms(topology, on_cuda=on_cuda)
-        num_parallel_groups = 1 if on_cuda else plan.num_parallel_groups
-        scopes = stage_scopes(algorithms, num_parallel_groups=num_parallel_groups)
+        columns = {name: 1 if on_cuda else plan.num_columns(name, topology) for name in algorithms}
+        scopes = stage_scopes(columns)
         self._groups = CommGroups(topology=topology, scopes=scopes, timeout=timeout, share=on_cuda)
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._lanes = Lanes(
-            algorithms=() if on_cuda else algorithms,
-            num_parallel_groups=num_parallel_groups,
+            columns={} if on_cuda else columns,
             groups=self._groups,
             copies=self._copies,
             trace=self.trace,

@@ -15,10 +15,10 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hybrid.comm.allreduce import STAGES, Stage, columns_of, group_name, run_stage
+from lightning_hybrid.comm.allreduce import STAGES, Stage, group_name, run_stage
 from lightning_hybrid.comm.chunks import Piece, SealedCopies
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import CommGroups
@@ -27,7 +27,10 @@ from lightning_hybrid.comm.trace import CommTrace
 
 @dataclass(eq=False)
 class _Lane:
-    """None in the queue ends the thread, and then its successor's. The counts of pieces have one writer each."""
+    """None in the queue ends the thread, and then its successor's. The counts of pieces have one writer each.
+
+    ``is_inside``: some thread, its own or its predecessor's, is in this stage, or about to be.
+    """
 
     stage: Stage
     column: int
@@ -35,6 +38,7 @@ class _Lane:
     successor: _Lane | None = None
     num_put: int = 0
     num_done: int = 0
+    is_inside: bool = False
     queue: queue.SimpleQueue[Piece | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
@@ -48,8 +52,8 @@ class Lanes:
     """All lanes of an engine.
 
     Arguments:
-        algorithms: those whose lanes are started. A stage in which this rank has nobody to talk to has no lane.
-        num_parallel_groups: columns of each, but of ``flat``.
+        columns: how many each algorithm has whose lanes are started. A stage in which this rank has nobody to talk to
+            has no lane.
         groups: of every stage and column.
         copies: where pieces get memory for their seals.
         trace: told when each stage begins and ends.
@@ -60,8 +64,7 @@ class Lanes:
     def __init__(
         self,
         *,
-        algorithms: Sequence[Algorithm],
-        num_parallel_groups: int,
+        columns: Mapping[Algorithm, int],
         groups: CommGroups,
         copies: SealedCopies,
         trace: CommTrace,
@@ -75,10 +78,10 @@ class Lanes:
         self._on_landed = on_landed
         self._on_failed = on_failed
         self._has_failed = has_failed
-        self._num_put: dict[Algorithm, int] = dict.fromkeys(algorithms, 0)
+        self._num_put: dict[Algorithm, int] = dict.fromkeys(columns, 0)
         self._columns: dict[Algorithm, list[list[_Lane]]] = {
-            algorithm: [self._start(algorithm, column) for column in range(columns_of(algorithm, num_parallel_groups))]
-            for algorithm in algorithms
+            algorithm: [self._start(algorithm, column) for column in range(num_columns)]
+            for algorithm, num_columns in columns.items()
         }
 
     def _start(self, algorithm: Algorithm, column: int) -> list[_Lane]:
@@ -114,8 +117,21 @@ class Lanes:
 
     def _pass_through(self, lane: _Lane, piece: Piece) -> None:
         """Do this stage, and see to the next."""
-        if self._has_failed():  # it has been told already
+        if not self._has_run(lane, piece):
             return
+        if lane.successor is None:
+            self._on_landed(piece)
+        elif piece.is_last and lane.successor.num_put == lane.successor.num_done:
+            self._pass_through(lane.successor, piece)
+        else:
+            piece.place = f"waiting for stage `{lane.successor.stage.name}`"
+            lane.successor.put(piece)
+
+    def _has_run(self, lane: _Lane, piece: Piece) -> bool:
+        lane.is_inside = True  # before the look at failures: afterwards the group may be freed if nobody is inside
+        if self._has_failed():  # it has been told already
+            lane.is_inside = False
+            return False
         piece.place = f"in stage `{lane.stage.name}`"
         began_s = self._trace.now_s()
         try:
@@ -126,17 +142,12 @@ class Lanes:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose end sets other ranks free
             self._on_failed(piece, lane.stage.name, error)
-            return
+            return False
         finally:
+            lane.is_inside = False
             num_bytes = piece.part.numel() * piece.part.element_size()
             self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s, num_bytes)
-        if lane.successor is None:
-            self._on_landed(piece)
-        elif piece.is_last and lane.successor.num_put == lane.successor.num_done:
-            self._pass_through(lane.successor, piece)
-        else:
-            piece.place = f"waiting for stage `{lane.successor.stage.name}`"
-            lane.successor.put(piece)
+        return True
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
         """End the threads after what they were given, and free their groups; the lanes that would not end.
@@ -156,7 +167,7 @@ class Lanes:
                         lane.queue.put(None)
                     told_all = True
                 for lane in lanes:
-                    if not self._is_alive(lane):
+                    if not self._is_alive(lane) and not lane.is_inside:
                         self._groups.destroy_stage(group_name(lane.stage, lane.column))
             waiting = next((lane for lane in lanes if self._is_alive(lane)), None)
             if waiting is not None and waiting.thread is not None:

@@ -98,8 +98,10 @@ class CommPlan:
         chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size times the
             number of nodes, as a ring cuts each again into one part per node: of 512 KiB at 2 nodes an all-reduce of
             8 MiB took 696 ms at 100 Mbit/s where of 1 MiB it took 712; at 4 nodes 1104 and 1067.
-        num_parallel_groups: chunks go round over this many independent sets of process groups. Gloo's ring waits for
-            each message's consent, and a second ring uses the wire meanwhile.
+        num_parallel_groups: chunks go round over this many independent sets of process groups, of ``two_level`` with k
+            ranks on a node over 2 / k times as many, but one at least: each is k flows. Gloo asks consent for each
+            message, and another flow uses the wire meanwhile; too many flows hinder each other: at
+            100 Mbit/s 8 MiB took 723 ms with 8 flows, 704 with 4 (k = 4), and 1051 with 4, 1081 with 2 (k = 2).
         check_order: compare, once per step, the order of all buckets over ranks (seal.py). The 128 elements that do it
             shift where Gloo's ring begins to add, so without them ``flat`` is plain DistributedDataParallel bit for
             bit, and with them all but the last bucket is.
@@ -172,6 +174,20 @@ class CommPlan:
         if topology.num_nodes == 1 or topology.ranks_per_node == 1:
             return 1
         return min(most, -(-num_bytes // (self.chunk_bytes * topology.num_nodes))) if num_bytes else 1
+
+    def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
+        """Over how many independent sets of process groups the pieces go round.
+
+        >>> from lightning_hybrid.comm.topology import Topology
+        >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))
+        ...  for k in (2, 4, 8)]
+        [2, 1, 1]
+        """
+        if algorithm == "flat":
+            return 1
+        if algorithm == "two_level" and topology.ranks_per_node is not None:
+            return max(1, min(self.num_parallel_groups, 2 * self.num_parallel_groups // topology.ranks_per_node))
+        return self.num_parallel_groups
 
     def bucket_caps(self, tensor_bytes: Sequence[int]) -> list[int]:
         """Bytes of each bucket, for tensors in the order in which their gradients get ready.

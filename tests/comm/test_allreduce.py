@@ -40,7 +40,7 @@ CASES = [
 @contextmanager
 def groups_of(nodes, algorithm):
     topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    groups = CommGroups(topology=topology, scopes=stage_scopes([algorithm]), timeout=timedelta(seconds=20))
+    groups = CommGroups(topology=topology, scopes=stage_scopes({algorithm: 1}), timeout=timedelta(seconds=20))
     try:
         yield groups
     finally:

@@ -312,3 +312,40 @@ def join_with_uneven_inputs():
 
 def test_a_rank_that_ran_out_of_data_counts_as_zero(two_ranks):
     assert two_ranks.run(join_with_uneven_inputs) == [[1.5, 1.5], [1.5, 1.5, 1.0]]
+
+
+def two_models_in_turn(num_engines):
+    """As a generator and a discriminator: each has its own reducer; they share an engine, or have one each."""
+    engines = [engine_of("auto") for _ in range(num_engines)]
+    torch.manual_seed(0)
+    plain = [DistributedDataParallel(net) for net in (nn.Linear(16, 40), nn.Linear(40, 3))]
+    ours = [DistributedDataParallel(copy.deepcopy(model.module)) for model in plain]
+    for index, model in enumerate(ours):
+        model.register_comm_hook(HookState(engine=engines[index % num_engines]), average_bucket)
+    found = []
+    for step in range(3):
+        batch = torch.full((2, 16), 1.0 + dist.get_rank() + step)
+        for first, second in (plain, ours):
+            hidden = first(batch)
+            second(hidden.detach()).sum().backward()  # the discriminator's own pass
+            second.zero_grad()
+            second(hidden).square().sum().backward()  # through both
+        found.append(
+            [(p.grad.clone(), q.grad.clone()) for a, b in zip(plain, ours, strict=True) for p, q in both(a, b)]
+        )
+        for model in (*plain, *ours):
+            model.zero_grad()
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def both(one, other):
+    return zip(one.parameters(), other.parameters(), strict=True)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_several_models_in_a_process_are_averaged_each_for_itself(two_ranks, num_engines):
+    for steps in two_ranks.run(two_models_in_turn, num_engines):
+        for plain, ours in (pair for step in steps for pair in step):
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from lightning_hybrid.comm.plan import Algorithm
-from recipes import launch
+from recipes import bench_picture, launch
 from recipes.bench_report import Row, cells, markdown, write
 from recipes.gradient_sets import GRADIENT_SETS, GradientSet, linear_8mib_shapes
 
@@ -128,3 +128,16 @@ def test_the_report_says_what_was_hidden(tmp_path):
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
     write(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "table.csv", "table.md", "bench.png"}
+
+
+def test_the_picture_of_several_records_shows_every_arm_and_bound(tmp_path):
+    records = sorted((Path(__file__).parents[2] / "recipes" / "bench" / "records").glob("*_step_*"))
+    found = [bench_picture.steps_of(record) for record in records]
+    figure = bench_picture.picture(found)
+    bars = [patch for axes in figure.axes for patch in axes.patches]
+    assert len(bars) == sum(len(rows) for *_, rows in found)
+    assert sorted(bar.get_height() for bar in bars) == sorted(row.median_s for *_, rows in found for row in rows)
+    for layout, rate, rows in found:
+        cells = bench_picture.line_of(layout, rate, rows).split(" | ")
+        medians = {row.arm: row.median_s for row in rows}
+        assert cells[5:7] == [f"{medians[arm] / medians['auto']:.2f}" for arm in ("ddp", "fp16_compress")]
