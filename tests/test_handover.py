@@ -82,6 +82,7 @@ def fit(
     callbacks=(),
     num_samples=64,
     as_on_cuda=True,
+    ckpt_path=None,
     **settings,
 ):
     """The module and its trainer after two epochs of eight batches over all ranks; the number of steps handed over.
@@ -103,7 +104,7 @@ def fit(
     original = MasterWeightPrecision._step_in_one_pass
     MasterWeightPrecision._step_in_one_pass = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
-        trainer.fit(module, toy.loader(num_samples))
+        trainer.fit(module, toy.loader(num_samples), ckpt_path=ckpt_path)
     finally:
         MasterWeightPrecision._step_in_one_pass = original
         lightning_hybrid.handover.skips_by_itself = lightning_hybrid.precision.skips_by_itself = skips_by_itself
@@ -403,6 +404,33 @@ def test_a_checkpoint_does_not_know_that_the_schedule_is_behind(one_rank, tmp_pa
     behind = one_rank.run(checkpoint_made, True, str(tmp_path / "behind.ckpt"))
     assert at_once == behind
     assert at_once[0][0] == 5.0 * 0.5**5
+
+
+class SavesAfterAnEpoch(pl.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def whole_and_resumed(optimizer, path):
+    """Four epochs in one go, and the same from a checkpoint after the first; each with its scale and skipped steps."""
+    settings = {"bad": [1], "scheduled": True, "max_epochs": 4}
+    runs = [
+        fit(optimizer, callbacks=[SavesAfterAnEpoch(path)], **settings),
+        fit(optimizer, ckpt_path=path, **settings),
+    ]
+    return [(toy.weights(module), trainer.precision_plugin.state_dict()) for module, trainer, _ in runs]
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "sgd_fused"])
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimizer):
+    (whole, state), (resumed, same_state) = one_rank.run(whole_and_resumed, optimizer, str(tmp_path / "1.ckpt"))[0]
+    assert toy.same_bits(whole, resumed)
+    assert state == same_state
+    assert state["num_skipped_steps"] == 4
 
 
 # ---- endless overflow ----------------------------------------------------------------------------------------------
