@@ -1,6 +1,12 @@
-"""The fused step: the same rule as lists and loop, in two compiled passes; and mixed precision in all of them."""
+"""The fused step: the same rule as lists and loop, in two compiled passes; and mixed precision in all of them.
+
+Each combination of dtypes, momentum or none, and denominator is a compilation of some seconds, once per machine. These
+tests keep to eleven: float32 with all, float16 gradients with momentum, bfloat16 and float64 with momentum and "sum";
+and, in all but one test, to pieces in pairs, which compile four times as fast as eight together.
+"""
 
 import copy
+import functools
 import itertools
 from typing import get_args
 
@@ -9,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
+from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay, compiled, rows
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
 
@@ -17,6 +23,23 @@ PATHS = {"loop": {"foreach": False}, "lists": {"foreach": True}, "fused": {"fuse
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 # In one piece, with a rest of one; small; of no dimension; just a row; 2 rows and 1.
 SHAPES = [(33, 17, 20), (64, 128), (5,), (), (512,), (1025,)]
+
+KERNELS_OF_TWO = {
+    name: functools.cache(getattr(compiled, name).__wrapped__) for name in ("norm_kernel", "update_kernel")
+}
+
+
+@pytest.fixture(autouse=True)
+def _pieces_in_pairs(monkeypatch):
+    for module in (compiled, rows):
+        monkeypatch.setattr(module, "BATCH", 2)
+    for name, kernel in KERNELS_OF_TWO.items():
+        monkeypatch.setattr(rows, name, kernel)
+
+
+@pytest.fixture
+def _pieces_as_shipped(_pieces_in_pairs, monkeypatch):
+    monkeypatch.undo()
 
 
 def close(params, others, rtol):
@@ -52,7 +75,8 @@ def groups_of(params):
 @pytest.mark.parametrize("momentum_form", get_args(MomentumForm))
 def test_the_fused_step_is_the_rule_in_float32_and_float64(momentum_form, denominator, momentum, maximize):
     """Ten steps of a schedule. Other rounding only: each step rounds some five times, by 6e-8 or 1e-16 of a term."""
-    for dtype, nesterov, clip in itertools.product((torch.float32, torch.float64), (False, True), (None, 1.0)):
+    dtypes = [torch.float32] if momentum == 0 or denominator == "joint" else [torch.float32, torch.float64]
+    for dtype, nesterov, clip in itertools.product(dtypes, (False, True), (None, 1.0)):
         if nesterov and (momentum == 0 or clip):
             continue
         ends = []
@@ -80,7 +104,7 @@ def test_the_fused_step_is_the_rule_in_float32_and_float64(momentum_form, denomi
 
 
 @every_path
-@pytest.mark.parametrize("grad_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("grad_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_scaled_half_gradients_move_masters_and_copies_as_unscaled_ones_do(path, grad_dtype):
     """The same gradients, rounded to half precision, divided by hand beforehand."""
     copy_dtype = torch.bfloat16 if grad_dtype is torch.bfloat16 else torch.float16
@@ -147,7 +171,7 @@ def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_bee
 @pytest.mark.parametrize("path", [PATHS["loop"], PATHS["fused"]], ids=["loop", "fused"])
 @pytest.mark.parametrize("kind", ["equal", "normal"])
 def test_norms_are_right_to_a_millionth_at_37_million_elements(path, kind):
-    """Seen through the step itself: |step| = lr * trust_coefficient * |w| for momentum 0."""
+    """As they reach the trust ratio."""
     weight = nn.Parameter(torch.full((9216, 4096), 0.1) if kind == "equal" else torch.randn(9216, 4096))
     before = torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).item()
     weight.grad_dtype = None
@@ -162,7 +186,9 @@ def test_norms_are_right_to_a_millionth_at_37_million_elements(path, kind):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_hybrid.optim.lars.trust_ratio", ratio)
         patch.setattr("lightning_hybrid.optim.coefficients.trust_ratio", ratio)
-        LARS([weight], lr=0.0, momentum=0.0, **path).step()
+        optimizer = LARS([weight], lr=0.0, **path)
+        optimizer.copies = {weight: weight.detach().half()}
+        optimizer.step()
     assert seen["weight"] == pytest.approx(before, rel=1e-6)
     assert seen["grad"] == pytest.approx(norm, rel=1e-6)
 
@@ -176,7 +202,8 @@ def test_an_edit_of_a_master_between_steps_is_seen():
     for step in range(4):
         set_grads(plain, step)
         for one, other in zip(params, plain, strict=True):
-            one.grad = other.grad.clone()
+            one.grad = other.grad.half()
+            other.grad = one.grad.float()
         for optimizer, own in ((ours, params), (theirs, plain)):
             optimizer.step()
             with torch.no_grad():
@@ -196,9 +223,14 @@ def test_state_goes_from_path_to_path(has_copies):
         if state is not None:
             flags = [{**group, "fused": None, "foreach": None, **path} for group in state["param_groups"]]
             optimizer.load_state_dict({"state": state["state"], "param_groups": flags})
-        run(optimizer, params, 2, first=2 * first)
+        for step in (2 * first, 2 * first + 1):
+            set_scaled_grads(params, step, 1.0, torch.float16)
+            for one, other in zip(params, plain, strict=True):
+                other.grad = one.grad.float()
+                one.grad = one.grad if has_copies else one.grad.float()
+            optimizer.step()
+            loop.step()
         state = copy.deepcopy(optimizer.state_dict())
-    run(loop, plain, 6)
     close(params, plain, 2e-6)
 
 
@@ -325,6 +357,7 @@ def test_fused_is_refused_where_it_cannot_be():
         LARS(parameters((2,)), lr=0.1, fused=1)
 
 
+@pytest.mark.usefixtures("_pieces_as_shipped")
 def test_fused_survives_pickling_compiling_hooks_closures_and_tensor_rates():
     params, plain = parameters(*SHAPES), parameters(*SHAPES)
     ours, theirs = LARS(params, lr=torch.tensor(2.0), fused=True), LARS(plain, lr=2.0)
