@@ -234,6 +234,17 @@ def test_state_goes_from_path_to_path(has_copies):
     close(params, plain, 2e-6)
 
 
+@every_path
+def test_autograd_sees_that_the_step_wrote(path):
+    """A backward pass that needs the weights of before must fail, as with any in-place change."""
+    (weight,) = parameters((64, 128))
+    out = (weight * weight).sum()
+    weight.grad = torch.ones_like(weight)
+    LARS([weight], lr=1.0, **path).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def test_channels_last_expanded_and_missing_gradients_and_moved_memory():
     weights = [nn.Parameter(normals(40, 30, 5, 5, dtype=torch.float32).to(memory_format=torch.channels_last))]
     weights += parameters((40, 30, 5, 5), (9000,), (9,))

@@ -186,9 +186,10 @@ def test_an_overflow_leaves_every_bit(device, bad, given):
 @on_devices
 def test_a_half_gradient_with_a_norm_past_65504_moves_its_layer(device):
     (weight,) = parameters(device, shapes=[(100,)])
-    before = weight.detach().clone()
+    before, version = weight.detach().clone(), weight._version
     weight.grad = torch.full_like(weight, 60000.0, dtype=torch.float16)
     LARS([weight], lr=2.0, trust_coefficient=0.01, fused=True).step()
+    assert weight._version > version  # autograd must know
     assert ((weight - before).norm() / before.norm()).item() == pytest.approx(0.02, rel=1e-5)
 
 
