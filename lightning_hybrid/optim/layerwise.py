@@ -139,7 +139,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._given_scaling()
         try:
-            if self._is_fused() and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self._is_fused():
                 self._fused_step(is_checked)
             else:
                 self._listed_step(is_checked)
