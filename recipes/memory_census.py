@@ -121,8 +121,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 class Census:
     """What to measure on: ``num_ranks`` processes with ``depth`` layers of ``width`` squared weights.
 
-    The least of ``num_repeats`` fits counts: at times torch's profiler on the CPU misses that memory was freed. It
-    misses all that a compiled step frees while it is compiled: of ``lars_fused`` take the owners, not rest and total.
+    The least of ``num_repeats`` fits counts: at times torch's profiler on the CPU misses that memory was freed.
     """
 
     device: str = "cpu"

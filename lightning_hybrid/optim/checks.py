@@ -53,6 +53,8 @@ def check_common(group: dict[str, Any]) -> None:
         check_number(
             "trust_clip", group["trust_clip"], low=0, above=True, why="it bounds the trust ratio; None is no bound."
         )
+    # torch leaves False there by itself.
+    check_choice("differentiable", group.get("differentiable", False), (False,), why="no step here records a gradient.")
     check_choice("trust_ratio", group["trust_ratio"], (True, False), why="False excludes the group from layer scaling.")
     check_choice("maximize", group["maximize"], (True, False), why="True climbs the objective.")
     check_choice(

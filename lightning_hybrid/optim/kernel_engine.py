@@ -144,6 +144,7 @@ class KernelEngine:
             )
         for real, dense in self._pairs:
             real.copy_(dense)
+        torch.autograd.graph.increment_version([tensor for tensors in self._tensors for tensor in tensors])
         self._versions = self._versions_now()
         self._kept = []
 

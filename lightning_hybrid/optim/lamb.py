@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.layerwise import (
-    LayerwiseOptimizer,
-    add_scaled_,
-    as_dtype,
-    in_blocks,
-    lr_of,
-)
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of
+from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.scaling import UNSCALED, Scaling
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 

@@ -7,15 +7,8 @@ from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
 from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, has_kernels
-from lightning_hybrid.optim.layerwise import (
-    LayerwiseOptimizer,
-    add_scaled_,
-    as_dtype,
-    dense_gradients,
-    in_blocks,
-    lr_of,
-    state_dtype,
-)
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients, lr_of, state_dtype
+from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.scaling import UNSCALED, Scaling
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
@@ -257,10 +250,10 @@ def lars_(
     # Without momentum all forms agree; "lr_outside" is the one that is then SGD to the bit.
     form = group["momentum_form"] if buffers is not None else "lr_outside"
     if form == "lr_inside":
-        directions = _scaled(directions, lr if ratios is None else lr * ratios, keep=grads)
+        directions = scaled(directions, lr if ratios is None else lr * ratios, keep=grads)
         lr = 1.0
     elif form == "lr_outside" and ratios is not None:
-        directions = _scaled(directions, ratios, keep=grads)
+        directions = scaled(directions, ratios, keep=grads)
 
     steps = directions
     if buffers is not None:
@@ -272,7 +265,7 @@ def lars_(
         if group["nesterov"]:
             steps = list(torch._foreach_add(directions, news, alpha=group["momentum"]))
     if form == "ratio_outside" and ratios is not None:
-        steps = _scaled(steps, ratios, keep=grads if buffers is None or steps is not news else news)
+        steps = scaled(steps, ratios, keep=grads if buffers is None or steps is not news else news)
 
     add_scaled_(weights, steps, -lr)
     scaling.commit_(params, weights)
@@ -289,17 +282,3 @@ def _directions(
     if group["weight_decay"] != 0:
         directions = list(torch._foreach_add(directions, as_dtype(params, dtype), alpha=group["weight_decay"]))
     return directions
-
-
-def _scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
-    """`tensors` times one factor, or times one each; in place unless they are the very list to `keep`.
-
-    >>> grads = [torch.tensor([2.0])]
-    >>> _scaled(grads, 3.0, keep=grads), grads
-    ([tensor([6.])], [tensor([2.])])
-    """
-    by: Any = factors.unbind() if isinstance(factors, Tensor) and factors.dim() == 1 else factors
-    if tensors is keep:
-        return list(torch._foreach_mul(tensors, by))
-    torch._foreach_mul_(tensors, by)
-    return tensors

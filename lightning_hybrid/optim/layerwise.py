@@ -9,15 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optim.scaling import Scaling, any_not_finite
-from lightning_hybrid.optim.trust_ratio import in_memory_order
 
 # Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
 _FOREIGN_KEYS = frozenset(
     "params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr differentiable".split()
 )
-# Elements per thread that are worked on at once on the CPU (2 MiB of float32): the temporaries of a step are then the
-# allocator's own again, where those of a tensor of 150 MB would come from the operating system, page by page.
-_BLOCK = 1 << 19
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -143,7 +139,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._given_scaling()
         try:
-            if self._is_fused() and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self._is_fused():
                 self._fused_step(is_checked)
             else:
                 self._listed_step(is_checked)
@@ -251,53 +247,3 @@ def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
         lr = lr.detach()
         lr = lr.item() if lr.device.type == "cpu" and not torch.compiler.is_compiling() else lr.to(device)
     return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]
-
-
-def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The tensors in `dtype`: the very same list if they have it, else copies.
-
-    >>> as_dtype([torch.ones(1, dtype=torch.float16)], torch.float32)
-    [tensor([1.])]
-    """
-    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
-
-
-def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
-    """Add factor * others to tensors, list-wise and in place; `factor` may be a 0-dim tensor on their device.
-
-    >>> weights = [torch.tensor([1.0])]
-    >>> add_scaled_(weights, [torch.tensor([2.0])], -0.25); weights
-    [tensor([0.5000])]
-    """
-    if isinstance(factor, Tensor):
-        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
-    else:
-        torch._foreach_add_(tensors, others, alpha=factor)
-
-
-def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Views of lists of equal shapes, to be worked on in turn: one large CPU tensor in blocks, all else as it is.
-
-    >>> weights, grads = [torch.zeros(1_000_000)], [torch.ones(1_000_000)]
-    >>> for some_weights, some_grads in in_blocks(weights, grads):
-    ...     _ = some_weights[0].add_(some_grads[0])
-    >>> torch.equal(weights[0], grads[0])
-    True
-    """
-    first = lists[0][0]
-    size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
-    whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
-    if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
-        yield list(lists)
-        return
-    for blocks in zip(*(in_memory_order(one[0]).split(size) for one in lists), strict=True):
-        yield [[block] for block in blocks]
-
-
-def _layout(tensor: Tensor) -> list[tuple[int, int]]:
-    # The stride of a dimension of size 1 means nothing, and differs between a weight and its gradient.
-    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return in_memory_order(tensor).data_ptr() == tensor.data_ptr()

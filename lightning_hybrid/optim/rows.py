@@ -160,6 +160,7 @@ class RowEngine:
         for tensors, slots in zip(self._tensors, self._gathered, strict=False):
             if tensors and slots:
                 torch._foreach_copy_(self._pieces_of_rest(tensors), slots)
+        torch.autograd.graph.increment_version([tensor for tensors in self._tensors for tensor in tensors])
         self._versions = self._versions_now()
         self._grads = []
 

@@ -234,6 +234,32 @@ def test_state_goes_from_path_to_path(has_copies):
     close(params, plain, 2e-6)
 
 
+@every_path
+def test_autograd_sees_that_the_step_wrote(path):
+    """A backward pass that needs the weights of before must fail, as with any in-place change."""
+    (weight,) = parameters((64, 128))
+    out = (weight * weight).sum()
+    weight.grad = torch.ones_like(weight)
+    LARS([weight], lr=1.0, **path).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_a_compiled_step_of_a_fused_optimizer_is_the_lists_in_one_graph():
+    params, plain = parameters((9, 8), (4,)), parameters((9, 8), (4,))
+    ours, theirs = LARS(params, lr=torch.tensor(2.0), fused=True), LARS(plain, lr=2.0)
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(ours.step, backend="aot_eager")
+    for seed in range(3):
+        set_grads(params, seed)
+        set_grads(plain, seed)
+        step()
+        theirs.step()
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+    close(params, plain, 2e-6)
+
+
 def test_channels_last_expanded_and_missing_gradients_and_moved_memory():
     weights = [nn.Parameter(normals(40, 30, 5, 5, dtype=torch.float32).to(memory_format=torch.channels_last))]
     weights += parameters((40, 30, 5, 5), (9000,), (9,))

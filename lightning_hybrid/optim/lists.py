@@ -1,0 +1,77 @@
+"""Arithmetic on lists of tensors, as LARS and LAMB do it where no kernel of theirs runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.optim.trust_ratio import in_memory_order
+
+# Elements per thread that are worked on at once on the CPU (2 MiB of float32): the temporaries of a step are then the
+# allocator's own again, where those of a tensor of 150 MB would come from the operating system, page by page.
+_BLOCK = 1 << 19
+
+
+def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors in `dtype`: the very same list if they have it, else copies.
+
+    >>> as_dtype([torch.ones(1, dtype=torch.float16)], torch.float32)
+    [tensor([1.])]
+    """
+    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+
+
+def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
+    """Add factor * others to tensors, list-wise and in place; `factor` may be a 0-dim tensor on their device.
+
+    >>> weights = [torch.tensor([1.0])]
+    >>> add_scaled_(weights, [torch.tensor([2.0])], -0.25); weights
+    [tensor([0.5000])]
+    """
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
+    else:
+        torch._foreach_add_(tensors, others, alpha=factor)
+
+
+def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Views of lists of equal shapes, to be worked on in turn: one large CPU tensor in blocks, all else as it is.
+
+    >>> weights, grads = [torch.zeros(1_000_000)], [torch.ones(1_000_000)]
+    >>> for some_weights, some_grads in in_blocks(weights, grads):
+    ...     _ = some_weights[0].add_(some_grads[0])
+    >>> torch.equal(weights[0], grads[0])
+    True
+    """
+    first = lists[0][0]
+    size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
+    whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
+    if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
+        yield list(lists)
+        return
+    for blocks in zip(*(in_memory_order(one[0]).split(size) for one in lists), strict=True):
+        yield [[block] for block in blocks]
+
+
+def _layout(tensor: Tensor) -> list[tuple[int, int]]:
+    # The stride of a dimension of size 1 means nothing, and differs between a weight and its gradient.
+    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return in_memory_order(tensor).data_ptr() == tensor.data_ptr()
+
+
+def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
+    """`tensors` times one factor, or times one each; in place unless they are the very list to `keep`.
+
+    >>> grads = [torch.tensor([2.0])]
+    >>> scaled(grads, 3.0, keep=grads), grads
+    ([tensor([6.])], [tensor([2.])])
+    """
+    by: Any = factors.unbind() if isinstance(factors, Tensor) and factors.dim() == 1 else factors
+    if tensors is keep:
+        return list(torch._foreach_mul(tensors, by))
+    torch._foreach_mul_(tensors, by)
+    return tensors
