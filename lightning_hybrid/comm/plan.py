@@ -31,7 +31,7 @@ class NodeShape(Protocol):
         """Ranks on each node; None where nodes differ."""
 
 
-LEAST_FUSED_BYTES = 512 * KIB
+LEAST_FUSED_BYTES = 2 * MIB
 """Buckets are not made smaller than this only to have more of them."""
 
 LEAST_CHUNK_BYTES = 64 * KIB
@@ -91,7 +91,7 @@ class CommPlan:
         bucket_bytes: small tensors are fused up to this size; a larger one travels alone. 25 MiB is
             DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
         num_buckets: tensors are fused into smaller buckets than that where it would make fewer than this, but not
-            smaller than 512 KiB: backward hides all but the first of n equal buckets at its begin and the last at its
+            smaller than 2 MiB: backward hides all but the first of n equal buckets at its begin and the last at its
             end, so of communication that takes as long as backward it can hide 1 - 1 / n. 1: ``bucket_bytes`` it is.
         last_bucket_bytes: as ``bucket_bytes``, for the bucket that is ready last: backward is over then and hides
             nothing of it.
