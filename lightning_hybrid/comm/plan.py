@@ -71,8 +71,9 @@ class CommPlan:
 
     ================================================  ================================================================
     one node, CUDA                                    flat: there is no hierarchy to use, and nothing to wait for
-    one node, CPU                                     as the last two: what goes straight to where it is needed
+    one node, CPU, 16-bit or small                    as the last two: what goes straight to where it is needed
                                                       (direct.py) takes less time than Gloo's ring
+    one node, CPU, fp32 or wider, and large           flat: Gloo adds fp32 fast, and its ring copies less
     one rank on every node                            parallel_flat: no hierarchy either, but a wire to keep busy
     nodes of different size                           hierarchical: shards need as many ranks on every node
     else, fewer than ``hierarchical_below_bytes``     hierarchical: latency counts, and one ring of leaders has less
@@ -158,7 +159,8 @@ class CommPlan:
         >>> CommPlan().bucket(index=0, numel=2**21, dtype="float16", num_bytes=4 * MIB, topology=topology).describe()
         'bucket 0: 2097152 x float16 = 4 MiB, two_level in 8 chunks'
         """
-        algorithm = self.algorithm_for(num_bytes, topology, on_cuda=on_cuda)
+        is_half = dtype in ("float16", "bfloat16")
+        algorithm = self.algorithm_for(num_bytes, topology, on_cuda=on_cuda, is_half=is_half)
         num_chunks = self.num_chunks_for(num_bytes, algorithm, topology)
         return BucketPlan(
             index=index, numel=numel, num_bytes=num_bytes, dtype=dtype, algorithm=algorithm, num_chunks=num_chunks
@@ -216,13 +218,17 @@ class CommPlan:
             open_bytes += size
         return [*caps, *([open_bytes] if open_bytes else []), *([last] if num_last else [])]
 
-    def algorithm_for(self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False) -> Algorithm:
-        """The algorithm that carries a bucket of ``num_bytes`` bytes on the wire."""
+    def algorithm_for(
+        self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
+    ) -> Algorithm:
+        """The algorithm that carries a bucket of ``num_bytes`` bytes, of a 16-bit dtype or not, on the wire."""
         if self.algorithm == "two_level" and topology.ranks_per_node is None:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
         if topology.num_nodes == 1 and (on_cuda or topology.world_size == 1):
+            return "flat"
+        if topology.num_nodes == 1 and not is_half and num_bytes >= self.hierarchical_below_bytes:
             return "flat"
         if topology.num_nodes > 1 and topology.ranks_per_node == 1:
             return "parallel_flat"
@@ -232,10 +238,13 @@ class CommPlan:
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
         """Every algorithm that some bucket may get, the one for small buckets first."""
-        small, large = (
-            self.algorithm_for(num_bytes, topology, on_cuda=on_cuda) for num_bytes in (0, self.hierarchical_below_bytes)
-        )
-        return (small,) if small == large else (small, large)
+        found = (self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half) for size, is_half in self._cases)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def _cases(self) -> tuple[tuple[int, bool], ...]:
+        """Bytes, and whether of 16 bits: one of each kind between which ``algorithm_for`` distinguishes."""
+        return (0, True), (self.hierarchical_below_bytes, True), (self.hierarchical_below_bytes, False)
 
     def fallback(self, topology: NodeShape) -> str | None:
         """A sentence for the user where this plan cannot be followed to the letter; None where it can."""
@@ -259,8 +268,16 @@ plan ef19'
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         per_node = "of different size" if topology.ranks_per_node is None else f"x {topology.ranks_per_node}"
         ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
-        used = [name.replace("_", "-") for name in self.algorithms(topology, on_cuda=on_cuda)]
-        choice = f"{used[1]} from {_bytes(self.hierarchical_below_bytes)}, {used[0]} below" if used[1:] else used[0]
+        small, large, single = (
+            self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half).replace("_", "-")
+            for size, is_half in self._cases
+        )
+        at_most = large if single == large else f"{large} (in fp32 {single})"
+        choice = (
+            large
+            if small == large == single
+            else f"{at_most} from {_bytes(self.hierarchical_below_bytes)}, {small} below"
+        )
         return (
             f"comm: {ranks} = {nodes} {per_node}; fused buckets of up to {_bytes(self.bucket_bytes)}; {choice}; "
             f"plan {self.plan_hash[:4]}"

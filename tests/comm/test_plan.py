@@ -42,7 +42,10 @@ def test_auto_follows_its_rule(sizes, small, large):
     plan, topology = CommPlan(), spread(*sizes)
     assert plan.algorithm_for(MIB - 1, topology) == small
     assert plan.algorithm_for(MIB, topology) == large
-    assert set(plan.algorithms(topology)) == {small, large}
+    single = "flat" if sizes == (8,) else large  # on one host
+    assert plan.algorithm_for(MIB, topology, is_half=False) == single
+    assert plan.algorithm_for(MIB - 1, topology, is_half=False) == small
+    assert set(plan.algorithms(topology)) == {small, large, single}
     assert plan.fallback(topology) is None
 
 
@@ -61,10 +64,10 @@ def test_two_level_falls_back_to_flat_on_uneven_nodes_and_says_so():
     assert CommPlan(algorithm="hierarchical").fallback(spread(2, 1)) is None
 
 
-@given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41))
-def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes):
+@given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans())
+def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes, is_half):
     """Groups are built for the announced ones only."""
-    assert plan.algorithm_for(num_bytes, spread(*sizes)) in plan.algorithms(spread(*sizes))
+    assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(spread(*sizes))
 
 
 @given(plans)
@@ -164,7 +167,7 @@ def test_one_host_cuts_nothing_and_on_cuda_is_the_backends_own():
     for num_bytes in (0, 1, MIB, 2**30):
         for on_cuda in (False, True):
             bucket = CommPlan().bucket(
-                index=0, numel=1, dtype="float32", num_bytes=num_bytes, topology=spread(8), on_cuda=on_cuda
+                index=0, numel=1, dtype="float16", num_bytes=num_bytes, topology=spread(8), on_cuda=on_cuda
             )
             assert bucket.num_chunks == 1
             assert (bucket.algorithm == "flat") == on_cuda
