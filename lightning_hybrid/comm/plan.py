@@ -139,7 +139,8 @@ class CommPlan:
         _require_whole("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
         if not isinstance(self.num_buckets, int) or isinstance(self.num_buckets, bool) or self.num_buckets < 1:
             raise ValueError(
-                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more: 1 means: of `bucket_bytes`."
+                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more: how many buckets to aim at. "
+                "1 fills them up to `bucket_bytes`."
             )
         if not isinstance(self.check_order, bool):
             raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
