@@ -128,7 +128,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
         self._engine: CommEngine | None = None
-        self._topology: Topology | None = None
+        self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
@@ -215,7 +215,7 @@ class HybridAllReduceStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Build groups and engine, and register the hook: on every device type, CPU included."""
         assert isinstance(self.model, DistributedDataParallel)
-        assert self._timeout is not None and self._topology is not None
+        assert self._timeout is not None
         self._engine = CommEngine(
             topology=self._topology,
             plan=self._plan,

@@ -145,8 +145,8 @@ class CommPlan:
             not isinstance(self.num_buckets, int) or isinstance(self.num_buckets, bool) or self.num_buckets < 1
         ):
             raise ValueError(
-                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more, or None: how many buckets to "
-                "aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes."
+                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more, or None: how many buckets "
+                "to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes."
             )
         if not isinstance(self.check_order, bool):
             raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
