@@ -20,10 +20,13 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.data import batch_size_per_rank
+from lightning_hybrid.models import correct_momentum_
 from recipes import launch
 from recipes.classifier import Classifier
 
 launch.register_resolvers()
+
+OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded channels_last compile".split()
 
 
 def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
@@ -45,12 +48,12 @@ def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModu
         accumulate_grad_batches=trainer.accumulate_grad_batches,
     )
     module = Classifier(
-        model=instantiate(cfg.model),
+        model=correct_momentum_(instantiate(cfg.model), accumulate_grad_batches=trainer.accumulate_grad_batches),
         optimizer=optimizer,
         weight_decay=cfg.optim.weight_decay,
         schedule=schedule,
-        warmup_epochs=cfg.warmup_epochs,
         num_classes=cfg.model.num_classes,
+        **{name: cfg[name] for name in OPTIONS},
     )
     return trainer, module, data
 
