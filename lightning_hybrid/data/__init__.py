@@ -3,6 +3,15 @@
 Image sets are imported by their own name (`lightning_hybrid.data.digits`), since each brings its own library along.
 """
 
-from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader, batch_size_per_rank
+from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader
+from lightning_hybrid.data.order import EpochOrder, ResumableLoader, batch_size_per_rank
 
-__all__ = ["EvalLoader", "ImageSet", "Normalise", "TrainLoader", "batch_size_per_rank"]
+__all__ = [
+    "EpochOrder",
+    "EvalLoader",
+    "ImageSet",
+    "Normalise",
+    "ResumableLoader",
+    "TrainLoader",
+    "batch_size_per_rank",
+]
