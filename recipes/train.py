@@ -19,10 +19,10 @@ from torch import nn
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
-from lightning_hybrid.data import batch_size_per_rank
 from lightning_hybrid.models import correct_momentum_
 from recipes import launch
 from recipes.classifier import Classifier
+from recipes.world import batch_line
 
 launch.register_resolvers()
 
@@ -42,13 +42,11 @@ def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModu
         callbacks=[instantiate(callback) for callback in cfg.callbacks.values()],
         logger=instantiate(cfg.logger) or False,
     )
-    batch_size_per_rank(
-        global_batch_size=cfg.global_batch_size,
-        world_size=trainer.world_size,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-    )
+    rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
+    model: nn.Module = instantiate(cfg.model)
+    correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     module = Classifier(
-        model=correct_momentum_(instantiate(cfg.model), accumulate_grad_batches=trainer.accumulate_grad_batches),
+        model=model,
         optimizer=optimizer,
         weight_decay=cfg.optim.weight_decay,
         schedule=schedule,

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.data import batch_size_per_rank
+from lightning_hybrid.models import ghost_batch_size
+
 
 def slurm_started_us() -> bool:
     """Whether this process is a task of a SLURM job, as Lightning sees it: not in an interactive shell."""
@@ -85,6 +88,22 @@ def accumulation(
             f"whole number. Nearest that fit: global_batch_size={nearest}."
         )
     return global_batch_size // together
+
+
+def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches: int) -> str:
+    """How the images of a step are dealt, in one line.
+
+    Raises:
+        ValueError: They do not divide.
+
+    >>> batch_line(65536, 256, 2)
+    'batch: 65536 images = 256 ranks x 2 batches of 128; BatchNorm sees 128 at a time'
+    """
+    parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
+    images = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
+    seen = ghost_batch_size(global_batch_size=global_batch_size, **parts)
+    rounds = f"{accumulate_grad_batches} batches" if accumulate_grad_batches > 1 else "1 batch"
+    return f"batch: {global_batch_size} images = {world_size} ranks x {rounds} of {images}; BatchNorm sees {seen} at a time"
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
