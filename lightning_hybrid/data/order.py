@@ -1,4 +1,4 @@
-"""Who reads which image when: a pure function of (seed, epoch, step, rank, world size), and the place a loader is at."""
+"""Who reads which image when: a pure function of (seed, epoch, step, rank, world size); and how far a loader is."""
 
 from __future__ import annotations
 

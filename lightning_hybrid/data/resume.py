@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.progress import _ProcessedTracker
 
 
 def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> None:
@@ -14,18 +13,17 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
         batches = steps done * accumulate_grad_batches
 
     Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved: an epoch
-    resumed with half the accumulation would end at once, with twice the accumulation last twice as long. All counters
-    move by the same number, as their differences tell Lightning in which hook the checkpoint was written.
+    resumed with half the accumulation would end at once, with twice the accumulation last twice as long. All of them
+    move by the same number, as their differences tell Lightning in which hook the checkpoint was written. The total
+    over all epochs stays what it is: batches that ran.
 
     To be called between restoring the loops and running them, as from a loader's `load_state_dict`.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    steps_done = progress.current.ready // accumulate_grad_batches_before
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    steps_done = batches.ready // accumulate_grad_batches_before
     shift = steps_done * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
-    for tracker in (progress.current, progress.total):
-        assert isinstance(tracker, _ProcessedTracker)
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(tracker, name, getattr(tracker, name) + shift)
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(batches, name, getattr(batches, name) + shift)
 
 
 def recounting(trainer: pl.Trainer | None) -> Callable[[int], None] | None:
