@@ -66,6 +66,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     >>> correct_momentum_(norm, accumulate_grad_batches=2), round(norm.momentum, 12)
     (1, 0.1)
     """
+    corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)  # refuses what no step can have
     corrected = 0
     for layer in module.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is not None:
@@ -109,7 +110,11 @@ def ghost_batch_size(
         raise ValueError(
             f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * accumulate_grad_batches` "
             f"(={world_size} * {accumulate_grad_batches}): {global_batch_size / parts:.2f} images is no micro-batch. "
-            f"Nearest that fit: global_batch_size={below or parts} or {below + parts}."
+            + (
+                f"Nearest that fit: global_batch_size={below} or {below + parts}."
+                if below
+                else f"Nearest that fits: global_batch_size={parts}."
+            )
         )
     if world_size % ranks_per_norm:
         raise ValueError(

