@@ -13,7 +13,7 @@ One training step, as water flows; ``tests/test_one_step.py`` walks the same sta
     9a  unscale, check    fp16 gradients -> fp32; one boolean                precision.py: optimizer_step
     9b  LARS / LAMB       fp32 master, gradient -> fp32 master               optim/
     9c  fp16 copy         master -> model parameter                          precision.py: _step
-    10  metrics           loss, scale, skipped steps, exposed communication  callbacks.py
+    10  metrics           loss, scale, skipped steps, exposed communication  callbacks/
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         )
 
     carries_master_weights = True  # checkpoints hold fp32 masters: asked for by MasterWeightPrecision
+    communication_plan: str | None = None  # ranks, nodes, buckets, algorithms in a line, once it is known
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
@@ -224,7 +225,8 @@ class HybridAllReduceStrategy(DDPStrategy):
         )
         state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
         self.model.register_comm_hook(state, average_bucket)
-        rank_zero_info(self._plan.describe(topology, on_cuda=self.root_device.type == "cuda"))
+        self.communication_plan = self._plan.describe(topology, on_cuda=self.root_device.type == "cuda")
+        rank_zero_info(self.communication_plan)
 
     def _topology_as_told(self) -> Topology:
         assert self._ranks_per_node is not None

@@ -81,6 +81,9 @@ class Classifier(pl.LightningModule):
         self.val_loss = MeanMetric()
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+        has_top5 = num_classes > 5  # else it is 1
+        self.val_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
+        self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
@@ -100,12 +103,19 @@ class Classifier(pl.LightningModule):
         self.val_acc(logits, labels)
         self.log(m.VAL_LOSS, self.val_loss, on_step=False, on_epoch=True)
         self.log(m.VAL_ACC, self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+        if self.val_acc_top5 is not None:
+            self.val_acc_top5(logits, labels)
+            self.log(m.VAL_ACC_TOP5, self.val_acc_top5, on_step=False, on_epoch=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Accuracy."""
+        """Accuracy, top-1 and top-5."""
         images, labels = batch
-        self.test_acc(self(images), labels)
+        logits = self(images)
+        self.test_acc(logits, labels)
         self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
+        if self.test_acc_top5 is not None:
+            self.test_acc_top5(logits, labels)
+            self.log(m.TEST_ACC_TOP5, self.test_acc_top5, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer on the parameter groups, schedule over all steps of the run."""

@@ -137,7 +137,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for.
     """
     quieten()
-    before, argv, trainers = dict(os.environ), sys.argv, list[pl.Trainer | Fabric]()
+    before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     sys.argv = [argv[0], *command_of_this_job()]
     hydra = HydraConfig.get()
     with read_write(
@@ -150,12 +150,13 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
             torch.distributed.destroy_process_group()
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
+        exit_code = 0
     finally:
         sys.argv = argv
-        for name in set(LAUNCH_VARIABLES) - set(before):
+        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
         if (wandb := sys.modules.get("wandb")) is not None:
-            wandb.finish()
+            wandb.finish(exit_code=exit_code)
 
 
 def command_of_this_job() -> list[str]:

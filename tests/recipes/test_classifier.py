@@ -73,10 +73,21 @@ def statistics_of_a_test():
 
 
 def test_validation_with_unequal_shares_ends_and_is_exact(three_ranks):
-    """178 images on three ranks: in batches of 59 they would be 2, 1 and 1."""
-    accuracies = three_ranks.run(validated)
-    assert len(set(accuracies)) == 1
-    assert accuracies[0] * 178 == pytest.approx(round(accuracies[0] * 178), abs=1e-4)
+    """178 images on three ranks: in batches of 59 they would be 2, 1 and 1.
+
+    Top-1 and top-5 are the counts over all images, in float64, of the logits that the ranks really saw; the quotient
+    is float32, so the whole numbers come back exactly.
+    """
+    (accuracies, *_), counts = zip(*three_ranks.run(validated), strict=True)
+    num_images, *right = (sum(column) for column in zip(*counts, strict=True))
+    assert len({count[0] for count in counts}) > 1
+    assert num_images == 178
+    assert 0 < right[0] < right[1] < num_images
+    assert [round(accuracy * num_images, 3) for accuracy in accuracies] == right
+
+
+def test_all_ranks_hold_the_same_accuracies(three_ranks):
+    assert len({told for told, _ in three_ranks.run(validated)}) == 1
 
 
 def validated():
@@ -85,10 +96,20 @@ def validated():
             super().setup(stage)
             self.image_sets["val"] = type(self.image_sets["val"])(*(part[:178] for part in self.image_sets["val"]))
 
+    class Counts(pl.Callback):
+        def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+            """By sorting, from the logits that the module gave; not by torchmetrics."""
+            order = seen.pop().double().argsort(dim=1, descending=True)
+            is_right = order == batch[1][:, None]
+            for index, count in enumerate((len(order), is_right[:, :1].sum().item(), is_right[:, :5].sum().item())):
+                counts[index] += count
+
+    seen, counts, module = [], [0, 0, 0], classifier()
+    module.model.register_forward_hook(lambda _, __, logits: seen.append(logits.detach()))
     data = Odd(global_batch_size=300, seed=0, eval_batch_size_per_rank=59)
-    trainer = toy.trainer(precision="16-true", max_epochs=1)
-    trainer.fit(classifier(), data)
-    return trainer.callback_metrics[m.VAL_ACC].item()
+    trainer = toy.trainer(precision="16-true", max_epochs=1, callbacks=[Counts()])
+    trainer.fit(module, data)
+    return tuple(trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)), counts
 
 
 @pytest.mark.parametrize(
