@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -69,7 +70,7 @@ class Classifier(pl.LightningModule):
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` (={value}) must be true or false: it is a switch. Set {name}=true.")
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.model = model.to(memory_format=self.memory_format)
+        self.model: nn.Module = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
         if compile:
             model.compile()
         self.optimizer = optimizer
@@ -146,17 +147,18 @@ class Classifier(pl.LightningModule):
         return steps_per_epoch, max(1, min((bound for bound in bounds if bound > 0), default=1))
 
 
-def _check_warmup(epochs: float | None, steps: int | None) -> None:
+def _check_warmup(epochs: Any, steps: Any) -> None:
     if (epochs is None) == (steps is None):
         problem = "both say how long the warm-up is" if steps is not None else "nothing says how long the warm-up is"
         raise ValueError(
             f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and one null: {problem}. "
             "Set warmup_epochs=null or warmup_steps=null, and the other to a number, 0 for none."
         )
-    name, value = ("warmup_epochs", epochs) if steps is None else ("warmup_steps", steps)
-    kinds: tuple[type, ...] = (int, float) if steps is None else (int,)
-    if not isinstance(value, kinds) or isinstance(value, bool) or value < 0:
-        kind = "number" if steps is None else "whole number"
+    name, value, kind = "warmup_steps", steps, "whole number"
+    if steps is None:
+        name, value, kind = "warmup_epochs", epochs, "number"
+    fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
+    if not fits or isinstance(value, bool) or value < 0:
         raise ValueError(f"`{name}` (={value}) must be a {kind}, at least 0: it is a length of time. Set {name}=0.")
 
 

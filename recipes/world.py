@@ -36,7 +36,10 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
 
     SLURM counts where Lightning takes its word too: tasks of a job step that is not an interactive shell.
     """
-    names = {"devices": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"), "num_nodes": ("GROUP_WORLD_SIZE", "SLURM_NNODES")}
+    names = {
+        "devices": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+        "num_nodes": ("GROUP_WORLD_SIZE", "SLURM_NNODES"),
+    }
     of_torchrun, of_slurm = names[what]
     if of_torchrun in os.environ:
         return int(os.environ[of_torchrun])
@@ -59,8 +62,8 @@ def accumulation(
     without that either, one.
 
     Raises:
-        ValueError: It is not a whole number, or an argument is not, or it would take more than twice as many batches
-            as images of that number need.
+        ValueError: It is not a whole number, or an argument is not, or the fewest equal batches are more than twice as
+            many as the limit asks for.
 
     >>> accumulation(256, 32, None, 4, 1), accumulation(256, None, None, 4, 1)
     (2, 1)
@@ -71,9 +74,9 @@ def accumulation(
     if world_size < 1 or not isinstance(global_batch_size, int):
         return 1  # the trainer refuses a world without ranks in its own words, `check` the batch
     share = global_batch_size / world_size
-    if batch_size_per_rank is None and max_batch_size_per_rank is None:
-        return 1
     if batch_size_per_rank is None:
+        if max_batch_size_per_rank is None:
+            return 1
         _check_batch("max_batch_size_per_rank", max_batch_size_per_rank, share, why="null for no limit")
         if share % 1 or share <= max_batch_size_per_rank:
             return 1  # what does not divide by the ranks is refused when the data is built
@@ -102,8 +105,8 @@ def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches:
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
     images = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
     seen = ghost_batch_size(global_batch_size=global_batch_size, **parts)
-    rounds = f"{accumulate_grad_batches} batches" if accumulate_grad_batches > 1 else "1 batch"
-    return f"batch: {global_batch_size} images = {world_size} ranks x {rounds} of {images}; BatchNorm sees {seen} at a time"
+    dealt = f"{world_size} ranks x {accumulate_grad_batches} batch{'es' if accumulate_grad_batches > 1 else ''}"
+    return f"batch: {global_batch_size} images = {dealt} of {images}; BatchNorm sees {seen} at a time"
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:

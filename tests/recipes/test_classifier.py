@@ -233,7 +233,7 @@ def losses_of(channels_last, precision):
 
 
 WRONG_OPTIONS = {
-    "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) must be one number and one null",
+    "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) must be one number and one",
     "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*nothing says how long",
     "warmup_epochs=-1": r"`warmup_epochs` \(=-1\) must be a number, at least 0",
     "warmup_steps=0.5": r"`warmup_steps` \(=0.5\) must be a whole number, at least 0",

@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 RECIPES = ("resnet50_64k", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
 NUM_IMAGES = 1_281_167
+MLPERF = [
+    ("resnet50_64k", 31, 1133),
+    ("resnet50_32k", 16, 2267),
+    ("resnet50_8k", 5, 6095),
+]  # warm-up epochs, decay steps
 QUIET = ["logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
 NO_FILES = ["~callbacks.report", "~callbacks.best", "~callbacks.last", "+trainer.enable_checkpointing=false"]
 ALONE = [*QUIET, *NO_FILES, "trainer.accelerator=cpu", "trainer.devices=1"]
@@ -62,7 +67,11 @@ def trained(recipe):
             for name, kind in of_kind.items():
                 layers = [layer for layer in module.modules() if isinstance(layer, kind)]
                 seen["dtypes"].setdefault(name, set()).update(layer.weight.dtype for layer in layers)
-            convs = [layer.weight for layer in module.modules() if isinstance(layer, nn.Conv2d) and layer.kernel_size > (1, 1)]
+            convs = [
+                layer.weight
+                for layer in module.modules()
+                if isinstance(layer, nn.Conv2d) and layer.kernel_size > (1, 1)
+            ]
             seen["channels_last"].update(weight.is_contiguous(memory_format=torch.channels_last) for weight in convs)
 
     seen = {"dtypes": {}, "channels_last": set()}
@@ -86,11 +95,14 @@ def trained(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "warmup_epochs", "decay_steps"), [("resnet50_64k", 31, 1133), ("resnet50_32k", 16, 2267), ("resnet50_8k", 5, 6095)]
+    ("recipe", "warmup_epochs", "decay_steps"),
+    MLPERF,
 )
 def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, decay_steps):
-    """The reference's rule from its own numbers (lars_util.py; rcps_resnet.json). It divides by T + 1 where ours divides
-    by T = steps after the warm-up, which moves a rate by at most 2 / T of the peak."""
+    """The reference's rule (lars_util.py) with its numbers (rcps_resnet.json).
+
+    It divides by T + 1 where ours divides by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
+    """
     cfg = configured(f"recipe={recipe}", "data.root=/nowhere")
     warmup_steps = warmup_epochs * NUM_IMAGES // cfg.global_batch_size
     assert (cfg.warmup_steps, cfg.trainer.max_steps - cfg.warmup_steps + 1) == (warmup_steps, decay_steps)
@@ -228,14 +240,14 @@ MISTAKES = {
     "": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Give it on the command line: data\.root=",
     "data.root=/nowhere": r"`root` \(=/nowhere\)",
     "data=synthetic global_batch_size=65000 trainer.devices=7": r"`global_batch_size` \(=65000\) must be a multiple of",
-    "data=synthetic global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal batches.*65408 or 65536",
+    "data=synthetic global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal.*=65408 or",
     "data=synthetic batch_size_per_rank=100": r"`global_batch_size` \(=65536\) must be a multiple.*65500 or 65600",
     "data=synthetic max_batch_size_per_rank=0": r"`max_batch_size_per_rank` \(=0\) must be a whole number of images",
     "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(=off_please\) must be true or false",
     "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
     "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3\)",
     "data=synthetic strategy.algorithm=ring": r"`algorithm` \(='ring'\)",
-    "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number and one null",
+    "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "data=synthetic label_smoothing=10": r"`label_smoothing` \(=10\) must be from 0 to less than 1",
     "data=synthetic schedule.decay_from=peak": r"`decay_from` \(='peak'\) must be one of",
 }

@@ -38,7 +38,16 @@ def test_the_paper_s_batch_reaches_any_number_of_gpus(num_ranks, rounds):
 
 @pytest.mark.parametrize(
     ("share", "limit", "rounds"),
-    [(100, 100, 1), (101, 101, 1), (100, 99, 2), (99, 50, 3), (121, 70, None), (2 * 53, 32, None), (1, 1, 1), (90, 40, 3)],
+    [
+        (100, 100, 1),
+        (101, 101, 1),
+        (100, 99, 2),
+        (99, 50, 3),
+        (121, 70, None),
+        (2 * 53, 32, None),
+        (1, 1, 1),
+        (90, 40, 3),
+    ],
 )
 def test_a_limit_takes_the_fewest_equal_batches(share, limit, rounds):
     if rounds is not None:
