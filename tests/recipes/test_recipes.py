@@ -57,7 +57,8 @@ def test_every_recipe_trains(two_ranks, recipe):
     assert one["steps"] == 2
     assert one["dtypes"] == {"conv": {torch.float16}, "norm": {torch.float32}}
     assert one["channels_last"] == {True}
-    assert one["momenta"] == pytest.approx({1 - 0.9**0.5})  # two batches forget as much as one with 0.1
+    (momentum,) = one["momenta"]
+    assert momentum == pytest.approx(1 - 0.9**0.5)  # two batches forget as much as one with 0.1
 
 
 def trained(recipe):
@@ -104,28 +105,29 @@ def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, deca
     It divides by T + 1 where ours divides by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
     """
     cfg = configured(f"recipe={recipe}", "data.root=/nowhere")
+    peak, num_steps = cfg.optim.lr, cfg.trainer.max_steps
     warmup_steps = warmup_epochs * NUM_IMAGES // cfg.global_batch_size
-    assert (cfg.warmup_steps, cfg.trainer.max_steps - cfg.warmup_steps + 1) == (warmup_steps, decay_steps)
-    for step in range(cfg.trainer.max_steps):
+    assert (cfg.warmup_steps, num_steps - cfg.warmup_steps + 1) == (warmup_steps, decay_steps)
+    for step, rate in enumerate(rates_of(cfg)):
         if step <= warmup_steps:
-            expected = cfg.optim.lr * step / warmup_steps
+            expected = peak * step / warmup_steps
         else:
-            expected = (cfg.optim.lr - 1e-4) * (1 - (step - warmup_steps) / decay_steps) ** 2 + 1e-4
-        assert rate_of(cfg, step) == pytest.approx(expected, abs=2 / (decay_steps - 1) * cfg.optim.lr)
+            expected = (peak - 1e-4) * (1 - (step - warmup_steps) / decay_steps) ** 2 + 1e-4
+        assert rate == pytest.approx(expected, abs=2 / (decay_steps - 1) * peak)
 
 
 def test_alexnet_follows_the_learning_rates_of_nvcaffe():
     """`GetLearningRate` of its solver: a linear ramp from `rampup_lr`, then base * (1 - iter / max_iter) ** power."""
-    cfg = configured("recipe=alexnet_bn_32k", "data.root=/nowhere")
-    for step in range(4000):
+    for step, rate in enumerate(rates_of(configured("recipe=alexnet_bn_32k", "data.root=/nowhere"))):
         expected = 1 + 31 * step / 400 if step < 400 else 32 * (1 - step / 4000) ** 2
-        assert rate_of(cfg, step) == pytest.approx(expected, rel=1e-12)
+        assert rate == pytest.approx(expected, rel=1e-12)
 
 
-def rate_of(cfg, step):
-    schedule = {name: value for name, value in cfg.schedule.items() if not name.startswith("_")}
-    steps = {"total_steps": cfg.trainer.max_steps, "warmup_steps": cfg.warmup_steps}
-    return warmup_polynomial_lr(step, cfg.optim.lr, **steps, **schedule)
+def rates_of(cfg):
+    rule = {name: value for name, value in cfg.schedule.items() if not name.startswith("_")}
+    rule |= {"total_steps": cfg.trainer.max_steps, "warmup_steps": cfg.warmup_steps}
+    peak = cfg.optim.lr
+    return [warmup_polynomial_lr(step, peak, **rule) for step in range(rule["total_steps"])]
 
 
 def test_the_paper_s_runs_are_as_long_as_it_says():
@@ -190,6 +192,20 @@ def test_the_batch_of_the_paper_is_reached_on_any_number_of_gpus(overrides, roun
     assert cfg.trainer.val_check_interval == 79 * rounds
 
 
+def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
+    """The paper's 256 nodes of 8, as task 11 of `srun` sees them; Lightning checks that devices and nodes agree."""
+    tasks = {"NTASKS": 2048, "NTASKS_PER_NODE": 8, "NNODES": 256, "PROCID": 11, "LOCALID": 3, "NODEID": 1, "JOB_ID": 7}
+    for name, value in (tasks | {"JOB_NAME": "resnet50-64k", "NODELIST": "n[1-256]"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    alone = [word for word in ALONE if not word.startswith("trainer.devices=")]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=[*alone, "recipe=resnet50_64k", "data=synthetic"])
+    trainer, _, _ = build(cfg)
+    assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (2048, 8, 256)
+    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (11, 3, 1)
+    assert trainer.accumulate_grad_batches == 1
+
+
 ABLATIONS = {
     "trust_ratio=false": "resnet50_64k",
     "decay_excluded=true": "resnet50_64k",
@@ -245,7 +261,7 @@ MISTAKES = {
     "data=synthetic max_batch_size_per_rank=0": r"`max_batch_size_per_rank` \(=0\) must be a whole number of images",
     "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(=off_please\) must be true or false",
     "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
-    "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3\)",
+    "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3.0\) must be a power of two",
     "data=synthetic strategy.algorithm=ring": r"`algorithm` \(='ring'\)",
     "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "data=synthetic label_smoothing=10": r"`label_smoothing` \(=10\) must be from 0 to less than 1",
