@@ -246,6 +246,18 @@ def effect_of(ablation, recipe):
     }[name]()
 
 
+def test_activation_checkpointing_is_an_override_that_changes_no_bit(one_rank):
+    plain, checkpointed = one_rank.run(weights_with_and_without_checkpointing)[0]
+    assert toy.same_bits(plain, checkpointed)
+
+
+def weights_with_and_without_checkpointing():
+    overrides = [(), ("model.checkpoint_activations=true",)]
+    modules = [fitted("resnet50_8k", "trainer.max_steps=3", *override)[1] for override in overrides]
+    assert [module.model.checkpoint_activations for module in modules] == [False, True]
+    return [toy.weights(module.model) for module in modules]
+
+
 def fitted(recipe, *overrides):
     trainer, module, data = build(small(recipe, *overrides))
     trainer.fit(module, data)
