@@ -232,6 +232,13 @@ def losses_of(channels_last, precision):
     return losses, strides
 
 
+def test_a_compiled_network_keeps_its_names_in_checkpoints():
+    """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
+    plain, compiled = classifier(), classifier(compile=True)
+    assert (plain.model._compiled_call_impl, callable(compiled.model._compiled_call_impl)) == (None, True)
+    assert plain.state_dict().keys() == compiled.state_dict().keys()
+
+
 WRONG_OPTIONS = {
     "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) must be one number and one",
     "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*nothing says how long",
