@@ -139,7 +139,8 @@ class _Work:
         ready.wait()
 
     def _run(self, ready: threading.Barrier) -> None:
-        torch.set_num_threads(1)  # of torch's operations in this thread
+        torch.get_num_threads()  # a thread's first operation takes the number over from the last one that set it ...
+        torch.set_num_threads(1)  # ... so this comes second; it is for operations in this thread
         ready.wait()
         while not self.stopped:
             with self.lock:
