@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,16 @@ class ShardIndex:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
+        """One index of several shards, from the indices of each; their number is that of the file."""
+        told = {
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(cls)
+            if field.name not in ("classes", "about")
+        }
+        return cls(**told, classes=parts[0].classes, about=parts[0].about)
 
     @classmethod
     def load(cls, path: Path) -> ShardIndex:
