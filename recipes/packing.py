@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lightning_hybrid.data.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
@@ -195,7 +196,7 @@ class _Split:
     def _part_path(self, shard: int) -> Path:
         return self.out / shard_name(shard).replace(".bin", ".part")
 
-    def _write(self, shard: int, images: Sequence[int], bar: tqdm) -> ShardIndex:
+    def _write(self, shard: int, images: NDArray[np.int64], bar: tqdm) -> ShardIndex:
         path = self.out / shard_name(shard)
         unfinished = path.with_suffix(".unfinished")
         kept, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
