@@ -41,7 +41,9 @@ class ImageSource(ABC):
 class View(Protocol):
     """What the network sees of an image; see `lightning_hybrid.data.views`."""
 
-    image_size: int
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side of the row."""
 
     def show(self, pixels: Pixels, row: Tensor, *, image: int, epoch: int) -> None:
         """Fill `row` from `pixels`."""
