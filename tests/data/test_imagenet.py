@@ -212,6 +212,29 @@ def test_waiting_for_data_is_counted_and_taken(root):
     iterator.close()
 
 
+class TakesWaits(pl.Callback):
+    """As a callback that logs it would."""
+
+    def __init__(self):
+        self.waits_s = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.waits_s.append(trainer.train_dataloader.take_wait_s())
+
+
+def test_a_callback_finds_the_counter_through_the_trainer(one_rank, root):
+    (waits_s,) = one_rank.run(waits_of_a_fit, str(root))
+    assert len(waits_s) == 6
+    assert waits_s[0] > 0  # nothing hides the first two batches of an epoch
+    assert all(0 <= wait_s < 30 for wait_s in waits_s)
+
+
+def waits_of_a_fit(root):
+    callback = TakesWaits()
+    seen_by_a_fit(root, callbacks=[callback], strategy="hybrid_allreduce")
+    return callback.waits_s
+
+
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
