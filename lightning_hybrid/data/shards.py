@@ -86,7 +86,7 @@ class ShardIndex:
             ValueError: It is damaged, of another version, or says what cannot be.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 told = {name: arrays[name] for name in arrays.files}
         except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
             raise ValueError(f"{path} (index of shards) is damaged ({error}): pack the images again.") from error
