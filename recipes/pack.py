@@ -29,8 +29,9 @@ def line(packed: Packed) -> str:
 def main(cfg: DictConfig) -> None:
     """Pack, or with `check=true` read every byte of what was packed."""
     with launch.short_errors():
-        if missing := sorted(OmegaConf.missing_keys(cfg)):
-            raise ValueError(f"`{missing[0]}` (=???) must have a value. Give it on the command line: {missing[0]}=...")
+        for key in ("root", "out"):
+            if OmegaConf.is_missing(cfg, key):
+                raise ValueError(f"`{key}` (=???) must have a value. Give it on the command line: {key}=...")
         packing = instantiate(cfg.packing)
         if cfg.check:
             check_packed(Path(packing.out), packing.splits)
