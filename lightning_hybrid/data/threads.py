@@ -117,13 +117,14 @@ class _Work:
                 if self.stopped:
                     return
                 num_rows = len(indices)
-                filling = _Filling(
-                    indices, self.take_buffer(num_rows), torch.empty(num_rows, dtype=torch.int64), num_rows
-                )
+                images = self.take_buffer(num_rows)
+                labels = torch.empty(num_rows, dtype=torch.int64, pin_memory=images.is_pinned())
+                filling = _Filling(indices, images, labels, num_rows)
+                del images, labels  # the consumer alone decides how long they live
                 self.begun.put(filling)
                 for row in range(num_rows):
                     yield filling, row
-                del filling  # full or not, the consumer decides how long it lives
+                del filling
             self.begun.put(None)
         except Exception as error:  # of the consumer's own shares or buffers
             self.begun.put(error)
