@@ -10,7 +10,7 @@ from lightning_hybrid.data.folder import ImageFolder, check_root, check_same_cla
 from lightning_hybrid.data.image_module import ImageDataModule
 from lightning_hybrid.data.on_device import IMAGENET_MEAN, IMAGENET_STD
 from lightning_hybrid.data.shards import ShardedImages, holds_shards
-from lightning_hybrid.data.source import DecodedRows, ImageSource
+from lightning_hybrid.data.source import DecodedRows, ImageSource, View
 from lightning_hybrid.data.views import EvalView, TrainView
 
 
@@ -93,9 +93,11 @@ class ImageNetDataModule(ImageDataModule):
             return
         train, val = (open_images(self.root / split) for split in ("train", "val"))
         check_same_classes(self.root, train.classes, val.classes, num_classes=self.num_classes)
-        told = {"decoder": self.decoder, "max_corrupt_images": self.max_corrupt_images}
-        self.train_rows = DecodedRows(train, self.train_view, **told)  # type: ignore[arg-type]
-        self.eval_rows = DecodedRows(val, self.eval_view, **told)  # type: ignore[arg-type]
+        self.train_rows = self._decoded(train, self.train_view)
+        self.eval_rows = self._decoded(val, self.eval_view)
+
+    def _decoded(self, images: ImageSource, view: View) -> DecodedRows:
+        return DecodedRows(images, view, decoder=self.decoder, max_corrupt_images=self.max_corrupt_images)
 
 
 def open_images(folder: Path) -> ImageSource:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,16 @@ class ShardIndex:
         os.replace(unfinished, path)
 
     @classmethod
+    def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
+        """One index of several shards, from the indices of each; their number is that of the file."""
+        told = {
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(cls)
+            if field.name not in ("classes", "about")
+        }
+        return cls(**told, classes=parts[0].classes, about=parts[0].about)
+
+    @classmethod
     def load(cls, path: Path) -> ShardIndex:
         """Read what :meth:`save` wrote.
 
@@ -76,7 +86,7 @@ class ShardIndex:
             ValueError: It is damaged, of another version, or says what cannot be.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 told = {name: arrays[name] for name in arrays.files}
         except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
             raise ValueError(f"{path} (index of shards) is damaged ({error}): pack the images again.") from error

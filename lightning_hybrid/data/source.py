@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from abc import ABC, abstractmethod
 from typing import Protocol
 
@@ -42,7 +41,9 @@ class ImageSource(ABC):
 class View(Protocol):
     """What the network sees of an image; see `lightning_hybrid.data.views`."""
 
-    image_size: int
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side of the row."""
 
     def show(self, pixels: Pixels, row: Tensor, *, image: int, epoch: int) -> None:
         """Fill `row` from `pixels`."""
@@ -81,7 +82,6 @@ class DecodedRows(Rows):
         self.num_images, self.image_size = len(source), view.image_size
         self.max_corrupt_images = max_corrupt_images
         self.corrupt: dict[int, str] = {}
-        self._lock = threading.Lock()
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
         """As :meth:`Rows.load`."""
@@ -99,12 +99,10 @@ class DecodedRows(Rows):
         raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
 
     def _count(self, index: int, error: Exception) -> None:
-        with self._lock:
-            if index in self.corrupt:  # another thread met it as well
-                return
-            name = self.source.name(index)
-            self.corrupt[index] = name
-            num_corrupt = len(self.corrupt)
+        name = self.source.name(index)
+        if self.corrupt.setdefault(index, name) is not name:  # another thread met it as well
+            return
+        num_corrupt = len(self.corrupt)
         if num_corrupt > self.max_corrupt_images:
             raise CorruptImageError(
                 f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of images that cannot "

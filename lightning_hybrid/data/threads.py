@@ -117,13 +117,14 @@ class _Work:
                 if self.stopped:
                     return
                 num_rows = len(indices)
-                filling = _Filling(
-                    indices, self.take_buffer(num_rows), torch.empty(num_rows, dtype=torch.int64), num_rows
-                )
+                images = self.take_buffer(num_rows)
+                labels = torch.empty(num_rows, dtype=torch.int64, pin_memory=images.is_pinned())
+                filling = _Filling(indices, images, labels, num_rows)
+                del images, labels  # the consumer alone decides how long they live
                 self.begun.put(filling)
                 for row in range(num_rows):
                     yield filling, row
-                del filling  # full or not, the consumer decides how long it lives
+                del filling
             self.begun.put(None)
         except Exception as error:  # of the consumer's own shares or buffers
             self.begun.put(error)
@@ -139,7 +140,8 @@ class _Work:
         ready.wait()
 
     def _run(self, ready: threading.Barrier) -> None:
-        torch.set_num_threads(1)  # of torch's operations in this thread
+        torch.get_num_threads()  # a thread's first operation takes the number over from the last one that set it ...
+        torch.set_num_threads(1)  # ... so this comes second; it is for operations in this thread
         ready.wait()
         while not self.stopped:
             with self.lock:
