@@ -13,7 +13,7 @@ One training step, as water flows; ``tests/test_one_step.py`` walks the same sta
     9a  unscale, check    fp16 gradients -> fp32; one boolean                precision.py: optimizer_step
     9b  LARS / LAMB       fp32 master, gradient -> fp32 master               optim/
     9c  fp16 copy         master -> model parameter                          precision.py: _step
-    10  metrics           loss, scale, skipped steps, exposed communication  callbacks.py
+    10  metrics           loss, scale, skipped steps, exposed communication  callbacks/
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         )
 
     carries_master_weights = True  # checkpoints hold fp32 masters: asked for by MasterWeightPrecision
+    communication_plan: str | None = None  # ranks, nodes, buckets, algorithms in a line, once it is known
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
@@ -224,9 +225,9 @@ class HybridAllReduceStrategy(DDPStrategy):
             trace=CommTrace(keep_events=self._trace_dir is not None),
             dtype_across_nodes=self._dtype_across_nodes,
         )
-        state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
-        self.model.register_comm_hook(state, average_bucket)
-        rank_zero_info(self._plan.describe(self._topology, on_cuda=self.root_device.type == "cuda"))
+        self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
+        self.communication_plan = self._plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+        rank_zero_info(self.communication_plan)
 
     def _topology_as_told(self) -> Topology:
         assert self._ranks_per_node is not None
@@ -292,8 +293,7 @@ class HybridAllReduceStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state in fp32: the masters where there are any."""
         state: dict[str, Any] = super().lightning_module_state_dict()
-        masters = self._masters
-        return state if masters is None else masters.fp32_state_dict(state)
+        return state if self._masters is None else self._masters.fp32_state_dict(state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load module and, after setup, the masters with the checkpoint's exact fp32 values."""

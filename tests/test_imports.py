@@ -18,7 +18,18 @@ ALLOWED: dict[str, set[str]] = {
     "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard"},
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
-    "callbacks": {"metrics", "communication", "comm.summary", "comm.trace"},
+    "callbacks.__init__": {
+        f"callbacks.{name}" for name in ("progress", "report", "seed", "time_to_accuracy", "training")
+    },
+    "callbacks.environment": set(),
+    "callbacks.page": set(),
+    "callbacks.progress": {"metrics", "callbacks.training"},
+    "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}
+    | {f"callbacks.{name}" for name in ("environment", "page", "report_parts", "time_to_accuracy", "training")},
+    "callbacks.report_parts": {"metrics", "communication", "comm.summary", "callbacks.page"},
+    "callbacks.seed": set(),
+    "callbacks.time_to_accuracy": {"metrics"},
+    "callbacks.training": {"metrics", "communication", "comm.summary", "comm.trace", "optim"},
     "communication": {"metrics", "comm.summary"},
     "comm.__init__": {"comm.topology", "comm.plan", "comm.engine", "comm.hook", "comm.trace"}
     | {"comm.summary", "comm.traffic"},

@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader
+from lightning_hybrid.data.resume import recounting
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 16
@@ -95,6 +96,7 @@ class DigitsDataModule(pl.LightningDataModule):
             seed=self.seed,
             shift_pixels=self.shift_pixels,
             normalise=self.normalise,
+            on_other_accumulation=recounting(trainer),
             **self._ranks(),
         )
 
