@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lightning_hybrid.outside_writes import is_untouched, settle, unwatch, watch
+from lightning_hybrid.outside_writes import is_untouched, unwatch, watch
 
 # Elements compared at once on a CPU: the expected values (2 MiB) then stay in cache, where those of a large layer would
 # be fresh pages in every step.
@@ -69,7 +69,6 @@ class Twin:
         # On a CPU nobody waits for this answer, and it saves four passes over memory where nothing was written.
         if self.low.is_cuda or not _is_rounded(self.low, self.master):
             torch.where(self.low == self.master.to(self.low.dtype), self.master, self.low, out=self.master)
-        settle(self.low)
 
 
 class MasterWeights:
@@ -127,7 +126,7 @@ class MasterWeights:
         return lambda tensor: tensor.to(dtype) if tensor.dtype is self.dtype else tensor
 
     def follow_device(self) -> None:
-        """Move each master beside its low tensor, let gradients of both precisions live in ``p.grad``, watch for writes.
+        """Move each master beside its low tensor; let ``p.grad`` have either precision; watch for outside writes.
 
         Call after the module was moved and before it is wrapped by ``DistributedDataParallel``: the wrapper's
         gradient accumulators are made for the parameters as they are then.

@@ -42,7 +42,7 @@ class WatchedParameter(nn.Parameter):
         self.is_data_known = True  # to whoever has `value`
         _DATA.__set__(self, value)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """As of a plain parameter."""
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
@@ -67,7 +67,7 @@ def watch(parameter: Tensor) -> None:
 
 
 def settle(parameter: Tensor) -> None:
-    """We have written, or have seen all that was written; from now on count anew."""
+    """All that was written is known; from now on count anew."""
     if type(parameter) is WatchedParameter:
         parameter.version_settled = parameter._version
 
@@ -96,4 +96,4 @@ def unwatch(parameter: Tensor) -> None:
     """End: the parameter is what it was before."""
     if type(parameter) is WatchedParameter:
         del parameter.version_settled, parameter.is_data_known
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
