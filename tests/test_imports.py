@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"loss_scale", "precision", "strategy"},
     "options": {"comm"},
     "strategy": {"precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch"},
-    "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard"}
+    "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard", "unscaled"}
     | {"outside_writes"},
     "masters": {"outside_writes"},
     "overflow": {"loss_scale"},
