@@ -37,7 +37,8 @@ GLOO_THREADS = 2  # torch's default: collectives of one group that run side by s
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is fitted: processor times and rates of one core, see ``Gloo``; ``step_s``: of a rank, for Lightning's loop."""
+    """What is fitted: processor times and rates of one core, see ``Gloo``; ``step_s``: of a rank, for
+    Lightning's loop; ``memory_bytes_per_s``: of a core's passes over memory."""
 
     stage_s: float = 200e-6
     message_s: float = 60e-6
@@ -45,6 +46,7 @@ class Machine:
     bytes_per_s: float = 1.5e9
     ring_share: float = 0.85
     step_s: float = 10e-3
+    memory_bytes_per_s: float = 10e9
 
     def cluster(self, setting: Setting) -> Cluster:
         """All ranks of all hosts on two cores."""
@@ -134,7 +136,7 @@ class Case:
         assert isinstance(gloo, Gloo)
         loop_s = gloo.work_s(machine.step_s, of_busiest=1, of_all=cluster.world_size)
         passes_s = gloo.work_s(
-            BYTES_PER_ELEMENT / machine.bytes_per_s, of_busiest=numel(shapes), of_all=cluster.world_size * numel(shapes)
+            BYTES_PER_ELEMENT / machine.memory_bytes_per_s, of_busiest=numel(shapes), of_all=cluster.world_size * numel(shapes)
         )
         in_backward_s = BACKWARD_SHARE * passes_s + self.backward_s
         work = Work(

@@ -215,7 +215,8 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
     else:
         rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
-        delay_s += gloo.wait_of_ring_s(size, nodes, cluster.across)
+        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # beside the other rings
+        delay_s += gloo.wait_of_ring_s(size, nodes, flow)
     if rounds:
         delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
     delay_s += gloo.work_s(end_s, of_busiest=ends, of_all=num_groups * nodes * ends)
@@ -233,7 +234,8 @@ def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> S
     moved_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=passed, of_all=ranks * passed)
     if nodes == 1:
         return Stage(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
-    delay_s += max(work_s, gloo.wait_of_ring_s(size, ranks, cluster.across))
+    flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
+    delay_s += max(work_s, gloo.wait_of_ring_s(size, ranks, flow))
     wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
     share = min(1.0, edges * gloo.ring_share)
     return Stage(name="all_reduce", place="across", delay_s=delay_s, work_s=max(wire_s, moved_s), share=share)
