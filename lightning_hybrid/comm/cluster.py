@@ -147,7 +147,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
             num_nodes=nodes,
             ranks_per_node=k,
             inside=cluster.inside,
-            across_bytes_per_s=cluster.node_bytes_per_s,
+            across=replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s),
             algorithm=only,  # type: ignore[arg-type]
         )
         return (_stage("all_reduce", place, cost),)
@@ -160,7 +160,8 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
     else:
         before = after = nccl.reduce(num_bytes, k, cluster.inside)
         rate, size = cluster.across.bytes_per_s, num_bytes
-    between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across_bytes_per_s=rate)
+    rail = replace(cluster.across, bytes_per_s=rate)
+    between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
     names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
     found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
     return tuple(stage for stage in found if stage.alone_s > 0)
@@ -208,6 +209,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
+    wait_s = 0.0
     if nodes == 2 or (nodes - 1) * size <= EXCHANGE_BYTES:
         rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
     elif size <= SCATTER_BYTES:
@@ -216,11 +218,20 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
         rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
         flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # beside the other rings
-        delay_s += gloo.wait_of_ring_s(size, nodes, flow)
+        wait_s = gloo.wait_of_ring_s(size, nodes, flow)
     if rounds:
         delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
     delay_s += gloo.work_s(end_s, of_busiest=ends, of_all=num_groups * nodes * ends)
-    return Stage(name=name, place="across", delay_s=delay_s, work_s=num_groups * sent / rate, share=share)
+    return _ring_stage(name, delay_s, wait_s, num_groups * sent / rate, share)
+
+
+def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> Stage:
+    """A ring that waits for consents leaves its link to others meanwhile: it fills a smaller share of it."""
+    if not work_s:
+        return Stage(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
+    return Stage(
+        name=name, place="across", delay_s=delay_s, work_s=work_s, share=work_s / (wait_s + work_s / share)
+    )
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> Stage:
@@ -235,7 +246,7 @@ def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> S
     if nodes == 1:
         return Stage(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
-    delay_s += max(work_s, gloo.wait_of_ring_s(size, ranks, flow))
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work beside it
     wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
     share = min(1.0, edges * gloo.ring_share)
-    return Stage(name="all_reduce", place="across", delay_s=delay_s, work_s=max(wire_s, moved_s), share=share)
+    return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

@@ -94,20 +94,20 @@ class Nccl:
         num_nodes: int,
         ranks_per_node: int,
         inside: Link,
-        across_bytes_per_s: float,
+        across: Link,
         algorithm: NcclAlgorithm | None = None,
     ) -> Cost:
         """Of all ranks, by the fastest algorithm and protocol, or the fastest protocol of one algorithm.
 
-        ``inside.bytes_per_s``: of a GPU in each direction. ``across_bytes_per_s``: of a node, all its NICs together.
-        Latencies are NCCL's own; those of the links do not enter.
+        ``inside.bytes_per_s``: of a GPU in each direction. ``across.bytes_per_s``: of a node, all its NICs together. A
+        hop takes NCCL's own latency, or the link's where that is more (sockets, slow fabrics).
         """
         require_whole("num_nodes", num_nodes, "nodes are counted")
         require_whole("ranks_per_node", ranks_per_node, "ranks are counted")
         if num_nodes * ranks_per_node == 1:
             return Cost()
         found = [
-            self._all_reduce(kind, place, num_bytes, num_nodes, ranks_per_node, inside.bytes_per_s, across_bytes_per_s)
+            self._all_reduce(kind, place, num_bytes, num_nodes, ranks_per_node, inside, across)
             for kind in ([algorithm] if algorithm else self.algorithms)
             if _is_possible(kind, num_nodes, ranks_per_node)
             for place in self._protocols(num_bytes, kind)
@@ -151,31 +151,36 @@ class Nccl:
         num_bytes: float,
         num_nodes: int,
         ranks_per_node: int,
-        inside_bytes_per_s: float,
-        across_bytes_per_s: float,
+        inside: Link,
+        across: Link,
     ) -> Cost:
         num_ranks, rounds = num_nodes * ranks_per_node, (num_nodes - 1).bit_length()
         inter = 0.0 if num_nodes == 1 else 1.0
         overhead_s = inter * self.net_overhead_s * (3 if place == 2 else 1)
         if algorithm == "ring":
-            inside_s = max(HOP_S[self.inside, "ring"][place], overhead_s)
-            hops_s = 2 * (num_ranks - num_nodes) * inside_s + 2 * (num_nodes - 1) * HOP_S["net", "ring"][place]
+            inside_s = max(HOP_S[self.inside, "ring"][place], overhead_s, inside.latency_s)
+            across_s = max(HOP_S["net", "ring"][place], across.latency_s)
+            hops_s = 2 * (num_ranks - num_nodes) * inside_s + 2 * (num_nodes - 1) * across_s
             if place == 2 and num_nodes > 1 and num_bytes / num_ranks >= PLATEAU_BYTES_PER_RANK:
                 hops_s *= PLATEAU_BEFORE_AMPERE if self.is_before_ampere else PLATEAU
-            rate = inside_bytes_per_s if num_nodes == 1 else min(inside_bytes_per_s, across_bytes_per_s)
+            rate = inside.bytes_per_s if num_nodes == 1 else across.bytes_per_s
+            if ranks_per_node > 1:
+                rate = min(rate, inside.bytes_per_s)
             transfer_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / rate / SHARE_OF_PROTOCOL[place]
             return Cost(latency_s=self.launch_s + BASE_S["ring"][place] + hops_s, transfer_s=transfer_s)
         up_and_down = 0 if num_nodes == 1 else 1 if num_nodes == 2 else 2
-        across_s = up_and_down * num_bytes / across_bytes_per_s
+        across_s = up_and_down * num_bytes / across.bytes_per_s
         if algorithm == "tree":
-            inside_s = max(HOP_S[self.inside, "tree"][place], overhead_s)
-            hops_s = 2 * ((ranks_per_node - 1) * inside_s + rounds * HOP_S["net", "tree"][place])
-            slowest_s = max(across_s, (2 if ranks_per_node > 1 else 0) * num_bytes / inside_bytes_per_s)
+            inside_s = max(HOP_S[self.inside, "tree"][place], overhead_s, inside.latency_s)
+            hop_s = max(HOP_S["net", "tree"][place], across.latency_s)
+            hops_s = 2 * ((ranks_per_node - 1) * inside_s + rounds * hop_s)
+            slowest_s = max(across_s, (2 if ranks_per_node > 1 else 0) * num_bytes / inside.bytes_per_s)
             share = SHARE_OF_TREE * SHARE_OF_PROTOCOL[place] * _tree_correction(num_bytes, place)
             return Cost(latency_s=self.launch_s + BASE_S["tree"][place] + hops_s, transfer_s=slowest_s / share)
-        inside_s = (1 + 1 / ranks_per_node) * num_bytes / (self.nvls_share * inside_bytes_per_s)
+        inside_s = (1 + 1 / ranks_per_node) * num_bytes / (self.nvls_share * inside.bytes_per_s)
+        hop_s = max(NVLS_TREE_HOP_S, across.latency_s)
         return Cost(
-            latency_s=self.launch_s + NVLS_HOP_S + 2 * rounds * NVLS_TREE_HOP_S,
+            latency_s=self.launch_s + NVLS_HOP_S + 2 * rounds * hop_s,
             transfer_s=max(inside_s, across_s),
         )
 
