@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.comm.cost import Link
 from lightning_hybrid.comm.cost_gloo import Gloo
+from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.comm.simulate import Work, simulate
+from lightning_hybrid.comm.simulate import simulate
 from recipes.bench_report import environment
 from recipes.gradient_sets import GRADIENT_SETS, numel
 
@@ -37,8 +38,10 @@ GLOO_THREADS = 2  # torch's default: collectives of one group that run side by s
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is fitted: processor times and rates of one core, see ``Gloo``; ``step_s``: of a rank, for
-    Lightning's loop; ``memory_bytes_per_s``: of a core's passes over memory."""
+    """What is fitted: processor times and rates of one core, as in ``Gloo``.
+
+    ``step_s``: of a rank, for Lightning's loop. ``memory_bytes_per_s``: of a core's passes over memory.
+    """
 
     stage_s: float = 200e-6
     message_s: float = 60e-6
@@ -136,7 +139,9 @@ class Case:
         assert isinstance(gloo, Gloo)
         loop_s = gloo.work_s(machine.step_s, of_busiest=1, of_all=cluster.world_size)
         passes_s = gloo.work_s(
-            BYTES_PER_ELEMENT / machine.memory_bytes_per_s, of_busiest=numel(shapes), of_all=cluster.world_size * numel(shapes)
+            BYTES_PER_ELEMENT / machine.memory_bytes_per_s,
+            of_busiest=numel(shapes),
+            of_all=cluster.world_size * numel(shapes),
         )
         in_backward_s = BACKWARD_SHARE * passes_s + self.backward_s
         work = Work(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hybrid.comm.simulate import Work
+from lightning_hybrid.comm.pieces import Work
 
 FORWARD_SHARE = 1 / 3  # of a step's arithmetic: backward makes two products for each of forward's
 
@@ -77,9 +77,7 @@ def work_of(
         backward_s = (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
         for place, numel in enumerate(reversed(layer.numels)):
             gradients.append((numel, backward_s if place == 0 else 0.0))
-    return Work(
-        forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s
-    )
+    return Work(forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s)
 
 
 def flops_per_image(layers: Sequence[Layer]) -> int:

@@ -101,9 +101,15 @@ class Report:
             ends_s = [span.end_s for span in first.spans if span.bucket == bucket.index]
             name = scenario.algorithm or bucket.algorithm
             size = bucket.num_bytes / 2**20
-            lines.append(f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |")
+            lines.append(
+                f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |"
+            )
         if self.curve:
-            lines += ["", "| ranks | step s | exposed s | efficiency | images/s | byte bound s |", "|---|---|---|---|---|---|"]
+            lines += [
+                "",
+                "| ranks | step s | exposed s | efficiency | images/s | byte bound s |",
+                "|---|---|---|---|---|---|",
+            ]
             lines += [
                 f"| {p.num_ranks} | {p.step_s:.4g} | {p.exposed_s:.3g} | {p.efficiency:.1%} | {p.images_per_s:.4g} "
                 f"| {p.least_s:.3g} |"
@@ -184,6 +190,7 @@ def why(candidates: Sequence[Candidate], num_shown: int) -> str:
     lines += ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
     shown = [*candidates[:num_shown], *([candidates[-1]] if len(candidates) > num_shown else [])]
     lines += [
-        f"| {c} | {c.num_buckets} | {c.step_s:.5g} | {c.exposed_s:.3g} | {c.step_s / best.step_s - 1:.1%} |" for c in shown
+        f"| {c} | {c.num_buckets} | {c.step_s:.5g} | {c.exposed_s:.3g} | {c.step_s / best.step_s - 1:.1%} |"
+        for c in shown
     ]
     return "\n".join(lines)

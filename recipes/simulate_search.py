@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.comm.cluster import Cluster
+from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.plan import CommPlan
-from lightning_hybrid.comm.simulate import NO_JITTER, Jitter, Outcome, Work, simulate
+from lightning_hybrid.comm.simulate import NO_JITTER, Jitter, Outcome, simulate
 from recipes.simulate_models import Layer, work_of
 
 

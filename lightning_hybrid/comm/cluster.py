@@ -1,8 +1,8 @@
 """A cluster as far as communication sees it, and the stages that each algorithm takes on it.
 
-A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes take
-of a node's inside or of its links to other nodes, alone at full rate. Nodes are alike and so are ranks of equal local
-rank, so one node stands for all. `timeline.py` lets stages run beside each other.
+A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
+take of a node's inside or of its links to other nodes, alone at full rate. Nodes are alike and so are ranks of equal
+local rank, so one node stands for all. `timeline.py` lets stages run beside each other.
 """
 
 from __future__ import annotations
@@ -229,9 +229,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
     """A ring that waits for consents leaves its link to others meanwhile: it fills a smaller share of it."""
     if not work_s:
         return Stage(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
-    return Stage(
-        name=name, place="across", delay_s=delay_s, work_s=work_s, share=work_s / (wait_s + work_s / share)
-    )
+    return Stage(name=name, place="across", delay_s=delay_s, work_s=work_s, share=work_s / (wait_s + work_s / share))
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> Stage:

@@ -243,23 +243,26 @@ def best_num_pieces(stages: Sequence[Cost]) -> int:
     hidden_s = sum(bytes_s) - max(bytes_s, default=0.0)
     if most_latency_s <= 0 or hidden_s <= 0:
         return 1
-    return max(1, round(math.sqrt(hidden_s / most_latency_s)))
+    least = max(1, math.floor(math.sqrt(hidden_s / most_latency_s)))
+    return min((least, least + 1), key=lambda m: (m - 1) * most_latency_s + hidden_s / m)
 
 
 def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: int = 1) -> float:
     """What no all-reduce among the nodes' own processors can beat between N nodes with r NICs each.
 
-        time >= max(2 (N - 1) / N S / (r B),  log2 N alpha)
+        time >= max(2 (N - 1) / N S / (r B),  alpha)
 
-    The bytes are those that must leave a node (Patarasuk and Yuan 2009); a word of every node reaches all others in
-    log2 N rounds at best. Switches that add (``in_network``) can take half of the first. One node has no such bound: 0.
+    The bytes are those that must leave a node (Patarasuk and Yuan 2009); and nothing is known of another node before
+    one message has come. Switches that add (``in_network``) can take half of the first. One node has no such bound: 0.
 
     >>> least_s(8e6, num_nodes=2, across=Link(latency_s=0.0, bytes_per_s=1e9))
     0.008
     """
-    rounds = _log2(num_bytes, num_nodes)
+    _check(num_bytes, num_nodes)
+    if num_nodes == 1:
+        return 0.0
     egress = 2 * (num_nodes - 1) / num_nodes * num_bytes
-    return max(egress / (nics_per_node * across.bytes_per_s), rounds * across.latency_s)
+    return max(egress / (nics_per_node * across.bytes_per_s), across.latency_s)
 
 
 def _log2(num_bytes: float, num_ranks: int) -> int:

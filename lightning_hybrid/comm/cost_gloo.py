@@ -4,9 +4,10 @@ Gloo asks consent: a message leaves only when its receiver has said that it wait
 
     straight (comm/direct.py)   receivers wait from the start, all messages are under way at once:
                                 consent and data, 2 latencies per round
-    Gloo's ring                 every rank passes on 2 (P - 1) chunks in two or more segments; two segments may be under
-                                way, and the consent for the next is given when one has arrived. So a segment takes t, its
-                                time on the wire, where that hides the way of the consent, and latency + t / 2 else:
+    Gloo's ring                 every rank passes on 2 (P - 1) chunks in two or more segments; two segments may be
+                                under way, and the consent for the next is given when one has arrived. So a segment
+                                takes t, its time on the wire, where that hides the way of the consent, and
+                                latency + t / 2 else:
 
         segments * max(t, latency + t / 2)          = 4 (P - 1) latencies for few bytes
 

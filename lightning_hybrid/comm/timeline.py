@@ -20,8 +20,8 @@ from lightning_hybrid.comm.cluster import Stage
 class Piece:
     """Part of a bucket: ``num_bytes`` that go through ``stages`` from ``ready_s`` on.
 
-    ``lane``: pieces of equal lane and column queue for the same threads, one for each stage. ``is_serial``: they queue for
-    one thread (or CUDA stream) that does all stages of one piece before the next.
+    ``lane``: pieces of equal lane and column queue for the same threads, one for each stage. ``is_serial``: they queue
+    for one thread (or CUDA stream) that does all stages of one piece before the next.
     """
 
     bucket: int
