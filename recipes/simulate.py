@@ -19,24 +19,29 @@ from recipes.simulate_search import Scenario
 launch.register_resolvers()
 
 
-def scenario_of(cfg: DictConfig) -> Scenario:
-    """What the configuration describes.
+def rate_of(cfg: DictConfig, model_name: str) -> float:
+    """Images per second of one device alone.
 
     Raises:
-        ValueError: The rate of one device on this model is nowhere given.
+        ValueError: It is nowhere given.
     """
-    name = HydraConfig.get().runtime.choices["model"]
-    rate = cfg.images_per_s if cfg.images_per_s is not None else cfg.cluster.images_per_s.get(name)
+    rate = cfg.images_per_s if cfg.images_per_s is not None else cfg.cluster.images_per_s.get(model_name)
     if rate is None:
         raise ValueError(
-            f"`images_per_s` (=null) must be given: {cfg.cluster.about} has no rate for model={name}. It is what one "
-            "device alone trains per second: measure it, or look it up, and give images_per_s=<rate>."
+            f"`images_per_s` (=null) must be given: {cfg.cluster.about} has no rate for model={model_name}. It is what "
+            "one device alone trains per second: measure it, or look it up, and give images_per_s=<rate>."
         )
+    return float(rate)
+
+
+def scenario_of(cfg: DictConfig) -> Scenario:
+    """What the configuration describes."""
+    rate = rate_of(cfg, HydraConfig.get().runtime.choices["model"])
     with torch.device("meta"):
         model = instantiate(cfg.model)
     return Scenario(
         layers=tuple(layers_of(model, list(cfg.image_shape))),
-        images_per_s=float(rate),
+        images_per_s=rate,
         batch_size_per_rank=cfg.batch_size_per_rank,
         input_images_per_s=cfg.cluster.input_images_per_s,
         update_s=cfg.update_s,

@@ -214,7 +214,7 @@ def error_of(machine: Machine, cases: Sequence[Case]) -> float:
     return statistics.fmean(math.log(case.predicted_s(machine) / case.measured_s) ** 2 for case in cases)
 
 
-def fit(cases: Sequence[Case], machine: Machine, *, num_rounds: int = 12) -> Machine:
+def fit(cases: Sequence[Case], machine: Machine, *, num_rounds: int = 60) -> Machine:
     """The machine with the least error: one parameter after another, by steps that shrink."""
     best, least, stride = machine, error_of(machine, cases), 0.5
     for _ in range(num_rounds):
@@ -318,7 +318,13 @@ def main() -> None:
     machine = fit(cases_of(asked.fit), Machine())
     _, known = check([asked.fit], machine)
     found, told = check(asked.records, machine)
-    told = {"fitted_to": asked.fit.name, "machine": asdict(machine), "fit": known, "predictions": told}
+    told = {
+        "fitted_to": asked.fit.name,
+        "records": [str(Path(*record.resolve().parts[-3:])) for record in asked.records],
+        "machine": asdict(machine),
+        "fit": known,
+        "predictions": told,
+    }
     print(markdown(found), json.dumps(told, indent=1), sep="\n")
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
