@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from recipes import launch, simulate_report
-from recipes.simulate_models import layers_of
+from recipes.simulate_models import layers_of, measured_work
 from recipes.simulate_search import Scenario
 
 launch.register_resolvers()
@@ -36,12 +36,16 @@ def rate_of(cfg: DictConfig, model_name: str) -> float:
 
 def scenario_of(cfg: DictConfig) -> Scenario:
     """What the configuration describes."""
-    rate = rate_of(cfg, HydraConfig.get().runtime.choices["model"])
+    measured = None
+    if cfg.profile is not None:
+        measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
+    rate = 0.0 if measured else rate_of(cfg, HydraConfig.get().runtime.choices["model"])
     with torch.device("meta"):
         model = instantiate(cfg.model)
     return Scenario(
         layers=tuple(layers_of(model, list(cfg.image_shape))),
         images_per_s=rate,
+        measured=measured,
         batch_size_per_rank=cfg.batch_size_per_rank,
         input_images_per_s=cfg.cluster.input_images_per_s,
         update_s=cfg.update_s,

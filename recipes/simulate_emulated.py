@@ -95,7 +95,7 @@ class Setting:
             num_hosts=int(words[0]),
             ranks_per_host=int(words[3]),
             bytes_per_s=float(rate.split()[0]) * 1e6 / 8,
-            delay_s=float(delay.split()[0]) * 1e-6,
+            delay_s=float(delay.split()[0]) / 1e6,
             is_interleaved="interleaved" in layout,
         )
 

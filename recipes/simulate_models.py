@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -78,6 +80,22 @@ def work_of(
         for place, numel in enumerate(reversed(layer.numels)):
             gradients.append((numel, backward_s if place == 0 else 0.0))
     return Work(forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s)
+
+
+def measured_work(path: Path, *, batch_size: int) -> Work:
+    """What ``recipes/simulate_profile.py`` measured, at this batch.
+
+    Raises ``ValueError`` for another batch than was measured.
+    """
+    told = json.loads(path.read_text())
+    if told["batch_size_per_rank"] != batch_size:
+        raise ValueError(
+            f"`batch_size_per_rank` (={batch_size}) must be that of the profile, {told['batch_size_per_rank']}: times "
+            f"of another batch are not known. Measure anew with batch_size_per_rank={batch_size}."
+        )
+    work = told["work"]
+    gradients = tuple((numel, time_s) for numel, time_s in work.pop("gradients"))
+    return Work(gradients=gradients, **work)
 
 
 def flops_per_image(layers: Sequence[Layer]) -> int:

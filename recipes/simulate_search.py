@@ -15,7 +15,10 @@ from recipes.simulate_models import Layer, work_of
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Network, device, cluster and plan; arguments as in conf/simulate.yaml."""
+    """Network, device, cluster and plan; arguments as in conf/simulate.yaml.
+
+    ``measured``: what a rank computes, instead of ``images_per_s`` spread over ``layers``.
+    """
 
     layers: tuple[Layer, ...]
     images_per_s: float
@@ -24,6 +27,7 @@ class Scenario:
     plan: CommPlan
     itemsize: int
     on_cuda: bool
+    measured: Work | None = None
     input_images_per_s: float | None = None
     update_s: float = 0.0
     algorithm: str | None = None
@@ -40,12 +44,15 @@ class Scenario:
     def work(self) -> Work:
         """Of one rank. The input of a node feeds its ranks alike."""
         node_batch = self.batch_size_per_rank * self.cluster.ranks_per_node
+        input_s = 0.0 if self.input_images_per_s is None else node_batch / self.input_images_per_s
+        if self.measured is not None:
+            return replace(self.measured, update_s=self.update_s, input_s=input_s)
         return work_of(
             self.layers,
             batch_size=self.batch_size_per_rank,
             images_per_s=self.images_per_s,
             update_s=self.update_s,
-            input_s=0.0 if self.input_images_per_s is None else node_batch / self.input_images_per_s,
+            input_s=input_s,
         )
 
     def run(self) -> Outcome:

@@ -7,7 +7,8 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from torch import nn
 
 from lightning_hybrid.comm.cost_gloo import Gloo
 from lightning_hybrid.comm.plan import MIB, CommPlan
@@ -22,7 +24,8 @@ from lightning_hybrid.models import ResNet, forward_flops_per_image
 from recipes import simulate_emulated as emulated
 from recipes.simulate import rate_of
 from recipes.simulate_clusters import CLUSTERS, cluster_of, network
-from recipes.simulate_models import layers_of, work_of
+from recipes.simulate_models import layers_of, measured_work, work_of
+from recipes.simulate_profile import measure
 from recipes.simulate_published_rows import rows
 from recipes.simulate_search import Scenario, Search
 
@@ -83,6 +86,13 @@ def test_a_model_whose_pace_nobody_knows_is_refused():
     assert rate_of(cfg, "resnet50") == 3.0
 
 
+def test_the_plan_of_the_configuration_is_the_librarys():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("simulate", overrides=["run_dir=/nowhere", "plan.algorithm=two_level"])
+    assert instantiate(cfg.plan) == CommPlan(algorithm="two_level")
+    assert instantiate(cfg.plan, algorithm="auto") == CommPlan()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_described_cluster_can_be_planned_for(name):
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
@@ -132,6 +142,25 @@ def test_a_part_of_a_node_is_a_smaller_node():
     assert scenario().at(2).cluster.world_size == 2
     assert scenario().at(2).cluster.num_nodes == 1
     assert scenario().at(9).cluster.world_size == 16
+
+
+def test_a_measured_profile_is_what_is_planned_with(tmp_path):
+    """Gradients in the order of backward, times that add up to what was measured, and no other batch."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+    batch = torch.randn(4, 3, 2, 2), torch.zeros(4, dtype=torch.long)
+    began_s = time.perf_counter()
+    work = measure(net, *batch, dtype=torch.float32, num_steps=3, num_warmup=2)
+    assert 0 < work.alone_s < time.perf_counter() - began_s
+    assert sorted(numel for numel, _ in work.gradients[:2]) == [3, 15]
+    assert sorted(numel for numel, _ in work.gradients[2:]) == [5, 60]
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"work": asdict(work), "batch_size_per_rank": 4}))
+    again = measured_work(path, batch_size=4)
+    assert again == work
+    assert scenario(measured=again, update_s=0.5).work() == replace(work, update_s=0.5)
+    with pytest.raises(ValueError, match=r"`batch_size_per_rank` \(=8\) must be that of the profile, 4"):
+        measured_work(path, batch_size=8)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
