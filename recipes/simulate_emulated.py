@@ -300,9 +300,13 @@ def check(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dic
     found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
     pairs = ranked(found)
     wrong = [(a, b) for a, b in pairs if a.predicted_s > b.predicted_s]
+    settings = sorted({str(case.setting) for case in cases})
     told = {
-        "settings": sorted({str(case.setting) for case in cases}),
+        "settings": settings,
         "error": summary(found),
+        "error_by_setting": {
+            setting: summary([one for one in found if str(one.case.setting) == setting]) for setting in settings
+        },
         "pairs_that_differ_by_10_percent": len(pairs),
         "of_these_in_the_wrong_order": [f"{a.group}: {a.case.arm} is faster than {b.case.arm}" for a, b in wrong],
     }
