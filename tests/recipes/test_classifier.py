@@ -232,6 +232,16 @@ def losses_of(channels_last, precision):
     return losses, strides
 
 
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_network_sees_images_in_its_own_layout(channels_last):
+    module, seen = classifier(channels_last=channels_last), []
+    module.model = torch.nn.Identity()
+    module.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        module(torch.zeros(2, 3, 4, 5).contiguous(memory_format=memory_format))
+    assert seen == [(60, 1, 15, 3) if channels_last else (60, 20, 5, 1)] * 2
+
+
 def test_a_compiled_network_keeps_its_names_in_checkpoints():
     """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
     plain, compiled = classifier(), classifier(compile=True)
