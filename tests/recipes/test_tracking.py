@@ -93,6 +93,7 @@ def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tm
     assert found.summary[m.TRAIN_LR] == found.column(m.TRAIN_LR)[-1][1]
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     first, other = tmp_path / "first", tmp_path / "other"
     (begun,) = one_rank.run(tracked, str(first), "trainer.max_epochs=1")
