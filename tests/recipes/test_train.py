@@ -118,12 +118,8 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
         told = [json.loads((run_dir / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         assert told[0] == told[1]
         assert run_dir.name.startswith("torchrun-")
-        assert sorted(p.name for p in run_dir.iterdir() if p.suffix != ".json") == [
-            ".hydra",
-            "checkpoints",
-            "run.html",
-            "run.png",
-        ]
+        written = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".json")
+        assert written == [".hydra", "checkpoints", "run.html", "run.png"]
     finally:
         for path in sorted(run_dir.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
