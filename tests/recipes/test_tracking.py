@@ -102,6 +102,7 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     path = f"resume={first}/checkpoints/last.ckpt"
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=3", path) == [begun]
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == ["mine"]
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # kept for later
     told = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
     assert told == [(begun, [0, 1]), (begun, [2, 3])]
     assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
