@@ -28,8 +28,9 @@ from lightning_hybrid.handover import (
     skips_by_itself,
     told,
 )
-from lightning_hybrid.loss_scale import LossScale, all_finite, loss_scale_from
-from lightning_hybrid.masters import MasterWeights, Twin
+from lightning_hybrid.loss_scale import LossScale, loss_scale_from, unscale_
+from lightning_hybrid.masters import MasterWeights, Twin, copy_to_low_
+from lightning_hybrid.outside_writes import settle
 from lightning_hybrid.overflow import Outcome, StepRecord, StepRecords, parameters_of, raise_if_stuck
 from lightning_hybrid.scheduler_guard import ScheduleGuard
 
@@ -263,8 +264,7 @@ class MasterWeightPrecision(Precision):
             return None
         if not gradients or record.grad_scale is None:
             return torch.zeros((), device=self._device)
-        torch._foreach_mul_(gradients, record.grad_scale.reciprocal())
-        return (~all_finite(gradients)).float()
+        return unscale_(gradients, record.grad_scale)
 
     def _step(self, optimizer: Optimizer, record: StepRecord, found_inf: Tensor | None, **kwargs: Any) -> None:
         """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
@@ -280,9 +280,7 @@ class MasterWeightPrecision(Precision):
                     optimizer.step(**kwargs)
             else:
                 optimizer.step(**kwargs)
-        if twins:
-            with torch.no_grad():
-                torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
+            copy_to_low_(twins)
 
     @contextmanager
     def _masters_hold_gradients(self, optimizer: Optimizer) -> Iterator[list[Twin]]:
@@ -296,6 +294,8 @@ class MasterWeightPrecision(Precision):
         try:
             with self.masters.in_place_of_low(optimizer):
                 yield twins
+            for twin in twins:
+                settle(twin.low)
         finally:
             for twin in twins:
                 twin.master.grad = None

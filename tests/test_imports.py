@@ -15,7 +15,9 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"loss_scale", "precision", "strategy"},
     "options": {"comm"},
     "strategy": {"precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch"},
-    "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard"},
+    "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard"}
+    | {"outside_writes"},
+    "masters": {"outside_writes"},
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
