@@ -95,14 +95,23 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ValueError: A `???` without a value, a seed or a batch size that is not a whole number.
     """
+    check_holes(cfg)
+    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
+        if not isinstance(cfg[name], int):
+            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
+
+
+def check_holes(cfg: DictConfig) -> None:
+    """Refuse a configuration with holes.
+
+    Raises:
+        ValueError: A `???` without a value.
+    """
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ValueError(
             f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
             f"{missing[0]}=..."
         )
-    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
-        if not isinstance(cfg[name], int):
-            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
 
 
 def checkpoint(resume: str | None, run_dir: str) -> str | None:

@@ -36,7 +36,9 @@ class TrackerRun(Callback):
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: by the time a checkpoint is loaded the run has begun, with this id or the one that was asked for."""
+        """A run that was begun has an id by now; one with another logger keeps that of the checkpoint for later."""
+        if self.run_id is None:
+            self.run_id = state_dict["run_id"]
 
 
 def kept_run_id(ckpt_path: str | None) -> str | None:

@@ -20,9 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "masters": {"outside_writes"},
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
-    "callbacks.__init__": {
-        f"callbacks.{name}" for name in ("progress", "report", "seed", "time_to_accuracy", "training")
-    },
+    "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
+    | {"callbacks.time_to_accuracy", "callbacks.training"},
+    "callbacks.ema": set(),
     "callbacks.environment": set(),
     "callbacks.page": set(),
     "callbacks.progress": {"metrics", "callbacks.training"},

@@ -52,7 +52,8 @@ class _ShowsWhatWasLogged(ProgressBar):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read what validation found."""
-        self._read(trainer, pl_module)
+        if not trainer.sanity_checking:
+            self._read(trainer, pl_module)
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:

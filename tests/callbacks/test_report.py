@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -68,9 +70,68 @@ def test_a_report_has_a_picture_a_summary_and_a_table(two_ranks, tmp_path):
 
 def report_after_a_test(run_dir):
     report = RunReport(run_dir)
+    report.config, report.overrides = {"optim": {"lr": 0.1, "note": "<b>"}}, ["optim.lr=0.1"]
     _, module, trainer = fit(more=[report], strategy=counting(loss_scale=1024.0, link_bytes_per_s=32000.0))
     trainer.test(module, toy.loader(), verbose=False)
     return report.table(trainer)
+
+
+class Page(HTMLParser):
+    """Cells of its tables by row, what it loads, and whether each tag that was opened was closed."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.rows, self.loaded, self.open, self.text = [], [], [], ""
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        self.loaded += [value for name, value in attributes if name in ("src", "href")]
+        self.open += [tag] if tag not in ("meta", "img") else []
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_the_page_of_a_run_needs_no_other_file(two_ranks, tmp_path):
+    two_ranks.run(report_after_a_test, str(tmp_path))
+    content = (tmp_path / "run.html").read_text()
+    page = Page(content)
+    assert page.open == []
+    (picture,) = page.loaded
+    png = base64.b64decode(picture.removeprefix("data:image/png;base64,"))
+    assert png == (tmp_path / "run.png").read_bytes()
+    rows = {row[0]: row[1:] for row in page.rows}
+    assert rows["test accuracy"] == ["75.00%"]
+    assert rows[m.VAL_ACC][:3] == ["0.5", "0.5", "1"]
+    assert rows["torch"] == [torch.__version__]
+    assert rows["optim.note"] == ["<b>"]
+    assert "optim.lr=0.1" in page.text
+    assert "comm: 2 ranks = 1 node x 2" in page.text
+    assert rows["0"][:3] == ["500", "float16", "1000"]  # of the table of buckets
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_the_summary_keeps_best_values_configuration_and_environment(two_ranks, tmp_path):
+    two_ranks.run(report_after_a_test, str(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    curves = json.loads((tmp_path / "curves.json").read_text())
+    assert summary["best"][m.TRAIN_LOSS] == min(value for _, value in curves[m.TRAIN_LOSS])
+    assert summary["best"][m.VAL_ACC] == 0.5
+    assert m.TRAIN_LR not in summary["best"]
+    assert summary["config"] == {"optim": {"lr": 0.1, "note": "<b>"}}
+    assert summary["overrides"] == ["optim.lr=0.1"]
+    assert summary["environment"]["torch"] == torch.__version__
+    # steps of 0.5 s; four batches of validation of 1000 s each after steps 4 and 8, and before the last point
+    assert curves[m.ELAPSED_S] == [[2, 1.0], [4, 2.0], [6, 4003.0], [8, 4004.0]]
 
 
 @pytest.mark.parametrize("settings", [{"validate": False}, {"precision": "32-true"}, {"max_epochs": 0}], ids=str)

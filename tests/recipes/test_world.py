@@ -69,5 +69,9 @@ def test_a_batch_of_a_rank_wins_over_the_limit():
     assert accumulation(256, 64, 8, 2, 1) == 2
 
 
-def test_devices_that_are_to_be_found_are_one_on_a_cpu():
+def test_devices_that_are_to_be_found_are_the_gpus_but_one_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert num_ranks("auto", 3) == num_ranks(-1, 3, "gpu") == 12
     assert num_ranks("auto", 3, "cpu") == num_ranks(-1, 3, "cpu") == 3
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert num_ranks("auto", 3) == 3
