@@ -10,6 +10,7 @@ from lightning_hybrid.callbacks import TimeToAccuracy
 from tests import toy
 from tests.callbacks.support import Module, fit
 
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")  # each rank has its own here
 STEP_S, VALIDATION_S = 0.5, 4 * 1000.0  # of the test's clock: a step, and a validation of four batches
 
 
