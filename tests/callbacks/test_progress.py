@@ -44,7 +44,7 @@ def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_r
     found, asked = two_ranks.run(shown, has_rich)[0]
     assert asked == [2, 4, 4, 6, 8, 8]  # and after each validation
     assert found[0] == {}
-    assert found[-1].keys() == {"loss", "images/s", "exposed comm, ms", "skipped", "own"}
+    assert found[-1].keys() == {"loss", "images/s", "exposed comm, ms", "data wait, ms", "skipped", "own"}
     assert (found[-1]["images/s"], found[-1]["exposed comm, ms"], found[-1]["own"]) == ("32", "50", "0.1235")
     assert found[2] == found[1] | {"loss": found[2]["loss"]}  # nothing new between logged steps
 
