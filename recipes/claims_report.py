@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from recipes.claims_study import Cell, Study
+from recipes.table import markdown_table
 from recipes.trials import Outcome, TrialLog
 
 TEST_ACC = "test/acc"
@@ -98,15 +99,6 @@ def _lines(study: Study) -> list[tuple[str, str]]:
     return [(arm, precision) for arm in study.arms for precision in study.precisions if (arm, precision) in there]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
-    text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (header, *rows)
-    ]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
-
-
 def _batch_names(study: Study) -> list[str]:
     return [f"{size} ({size / study.num_train:.2g} of the set)" for size in study.batch_sizes]
 
@@ -133,11 +125,11 @@ def markdown(study: Study, log: TrialLog) -> str:
     return "\n\n".join(
         [
             f"Test accuracy in %, mean ± standard deviation of {num_seeds} seeds; runs that diverged count as chance:",
-            _table(header, accuracy_rows),
+            markdown_table(header, accuracy_rows),
             "Differences of test accuracy in points, ± standard error:",
-            _table(["difference", "precision", *_batch_names(study)], _difference_rows(study, found)),
+            markdown_table(["difference", "precision", *_batch_names(study)], _difference_rows(study, found)),
             "Learning rate, chosen by validation loss:",
-            _table(header, rate_rows),
+            markdown_table(header, rate_rows),
         ]
     )
 

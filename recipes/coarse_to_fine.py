@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from recipes.trial_pool import Limits, TrialPool
 from recipes.trials import Mode, Outcome, TrialLog, best_of
@@ -81,6 +81,32 @@ class Axis:
     def is_edge(self, value: float) -> bool:
         """Whether the best of the first grid may lie outside of it."""
         return value <= self.low or value >= self.high
+
+
+def axes_from(config: Mapping[str, Any], *, above: str = "") -> list[Axis]:
+    """Axes from nested keys, as in a configuration: what has `low` and `high` is one.
+
+    Raises:
+        ValueError: There is none, or a value where an axis should be.
+
+    >>> axes_from({"optim": {"lr": {"low": 0.1, "high": 10.0, "num": 3}}})
+    [Axis(key='optim.lr', low=0.1, high=10.0, num=3, scale='log')]
+    """
+    axes: list[Axis] = []
+    for name, value in config.items():
+        key = f"{above}{name}"
+        if not isinstance(value, Mapping):
+            raise ValueError(f"`axes.{key}` (={value}) must be an axis, such as {{low: 0.1, high: 10.0, num: 3}}.")
+        if not {"low", "high"} & set(value):
+            axes += axes_from(value, above=f"{key}.")
+            continue
+        wrong = sorted({"low", "high", "num"} - set(value)) + sorted(set(value) - {"low", "high", "num", "scale"})
+        if wrong:
+            raise ValueError(f"`axes.{key}` (={value}) must have low, high and num, may have scale; see {wrong[0]}.")
+        axes.append(Axis(key=key, **value))
+    if not above and not axes:
+        raise ValueError("`axes` (={}) must name what to search, such as +axes.optim.lr={low:0.1,high:10.0,num:3}.")
+    return axes
 
 
 def overrides_of(point: Point) -> tuple[str, ...]:

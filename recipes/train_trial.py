@@ -164,11 +164,16 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", module="lightning")
 
 
-def common_of(base: tuple[str, ...]) -> Any:
+def common_of(base: tuple[str, ...], own: tuple[str, ...] = ()) -> Any:
     """The configuration that all trials have in common, as plain data, to be compared with that of another day.
+
+    Args:
+        base: Overrides of every trial.
+        own: Overrides of one of them, to see that such a trial can be configured.
 
     Raises:
         ValueError: As `configured`.
     """
-    cfg = configured(base, run_dir="-")
-    return OmegaConf.to_container(cfg, resolve=False)
+    configured((*base, *own), run_dir="-")
+    with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose("train", overrides=list(base)), resolve=False)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 Status = Literal["done", "stopped", "diverged", "failed"]
 Mode = Literal["min", "max"]
@@ -139,3 +139,14 @@ def fingerprint_of(settings: Any) -> str:
     True
     """
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def check_mode(mode: str) -> Mode:
+    """`min` or `max`.
+
+    Raises:
+        ValueError: Another word.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"`mode` (={mode!r}) must be min, for a loss, or max, for an accuracy.")
+    return cast(Mode, mode)
