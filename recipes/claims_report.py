@@ -143,7 +143,7 @@ def _difference_rows(study: Study, found: dict[Cell, Accuracy]) -> list[list[str
         return [name, precision, *(str(Difference.of(a, b)) if a and b else "" for a, b in pairs)]
 
     arms = list(study.arms)
-    main = [arm for arm in arms if study.arms[arm].precisions is None]
+    main = study.main_arms
     rows = [
         row(f"{one} - {other}", (one, precision), (other, precision), precision)
         for index, one in enumerate(main)
@@ -166,7 +166,7 @@ def _difference_rows(study: Study, found: dict[Cell, Accuracy]) -> list[list[str
 def picture(study: Study, log: TrialLog) -> Figure:
     """A panel per precision, a line per arm; bars are standard deviations. One more for what was taken out."""
     found = accuracies(study, log)
-    main = [arm for arm in study.arms if study.arms[arm].precisions is None]
+    main = study.main_arms
     others = [arm for arm in study.arms if arm not in main]
     panels = [(precision, main, precision) for precision in study.precisions]
     if others:

@@ -34,6 +34,19 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Precision:
+    """One way to compute.
+
+    Attributes:
+        overrides: What makes it.
+        batch_sizes: Those it is run with; None = all of the study.
+    """
+
+    overrides: tuple[str, ...]
+    batch_sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """An arm at one precision and batch: a mean and a deviation of the table."""
 
@@ -67,7 +80,7 @@ class Study:
     chance: float
     num_train: int
     batch_sizes: tuple[int, ...]
-    precisions: Mapping[str, tuple[str, ...]]
+    precisions: Mapping[str, Precision]
     arms: Mapping[str, Arm]
     tuning: Tuning
     seeds: tuple[int, ...] = field(default=(1, 2, 3, 4, 5))
@@ -78,7 +91,14 @@ class Study:
                 f"`tuning.seed` (={self.tuning.seed}) must not be among `seeds` (={list(self.seeds)}): the rate was "
                 "chosen for that run. Set another tuning.seed."
             )
+        smallest = min(self.batch_sizes)
         for name, arm in self.arms.items():
+            for precision in arm.precisions or self.precisions if arm.lr_of else ():
+                if smallest not in (self.precisions[precision].batch_sizes or self.batch_sizes):
+                    raise ValueError(
+                        f"`study.arms.{name}.lr_of` (={arm.lr_of}) must have a rate at the smallest batch (={smallest}), "
+                        f"and {precision!r} has none there. Leave {precision!r} out of study.arms.{name}.precisions."
+                    )
             known: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
                 ("lr_of", [arm.lr_of] if arm.lr_of else [], list(self.arms)),
                 ("precisions", arm.precisions or (), list(self.precisions)),
@@ -103,7 +123,10 @@ class Study:
         arms = {
             name: Arm(**{key: frozen(value) for key, value in arm.items()}) for name, arm in study.pop("arms").items()
         }
-        precisions = {name: tuple(overrides) for name, overrides in study.pop("precisions").items()}
+        precisions = {
+            name: Precision(**{key: frozen(value) for key, value in precision.items()})
+            for name, precision in study.pop("precisions").items()
+        }
         batch_sizes = tuple(sorted(study.pop("batch_sizes")))
         return cls(
             arms=arms,
@@ -114,22 +137,30 @@ class Study:
             **study,
         )
 
+    @property
+    def main_arms(self) -> list[str]:
+        """Those that are run in every precision, or take another's rate; the others take a part out."""
+        return [name for name, arm in self.arms.items() if arm.precisions is None or arm.lr_of is not None]
+
     def cells(self) -> Iterator[Cell]:
-        """In the order in which they are run: tuned arms before those that take their rates over."""
-        in_order = sorted(self.arms, key=lambda name: self.arms[name].lr_of is not None)
-        for precision in self.precisions:
-            for batch_size in self.batch_sizes:
-                for name in in_order:
-                    arm = self.arms[name]
-                    is_in = precision in (arm.precisions or self.precisions)
-                    if is_in and batch_size in (arm.batch_sizes or self.batch_sizes):
-                        yield Cell(arm=name, precision=precision, batch_size=batch_size)
+        """In the order in which they are run: tuned arms before those that take their rates over; parts out last."""
+        main = self.main_arms
+        in_order = sorted(main, key=lambda name: self.arms[name].lr_of is not None)
+        for names in (in_order, [name for name in self.arms if name not in main]):
+            for precision_name, precision in self.precisions.items():
+                for batch_size in self.batch_sizes:
+                    for name in names:
+                        arm = self.arms[name]
+                        is_in = precision_name in (arm.precisions or self.precisions)
+                        sizes = (arm.batch_sizes or self.batch_sizes, precision.batch_sizes or self.batch_sizes)
+                        if is_in and all(batch_size in of for of in sizes):
+                            yield Cell(arm=name, precision=precision_name, batch_size=batch_size)
 
     def overrides(self, cell: Cell) -> tuple[str, ...]:
         """What all runs of a cell share."""
         arm = self.arms[cell.arm]
         arm = self.arms[arm.lr_of] if arm.lr_of else arm
-        return (*arm.overrides, *self.precisions[cell.precision], f"global_batch_size={cell.batch_size}")
+        return (*arm.overrides, *self.precisions[cell.precision].overrides, f"global_batch_size={cell.batch_size}")
 
     def axis(self, cell: Cell) -> Axis:
         """Of the learning rate."""

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from recipes.trial_pool import Limits, TrialPool
@@ -281,5 +281,5 @@ class TrialRunner:
             self.log.append(outcome)
             known.append(outcome)
             self.tell(outcome)
-        found = [self.log.of(trial) for trial in trials]
-        return [replace(outcome) for outcome in found if outcome] if all(found) else None
+        self.rounds[-1] = found = [outcome for trial in trials if (outcome := self.log.of(trial)) is not None]
+        return found if len(found) == len(trials) else None
