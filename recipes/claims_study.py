@@ -96,8 +96,9 @@ class Study:
             for precision in arm.precisions or self.precisions if arm.lr_of else ():
                 if smallest not in (self.precisions[precision].batch_sizes or self.batch_sizes):
                     raise ValueError(
-                        f"`study.arms.{name}.lr_of` (={arm.lr_of}) must have a rate at the smallest batch (={smallest}), "
-                        f"and {precision!r} has none there. Leave {precision!r} out of study.arms.{name}.precisions."
+                        f"`study.arms.{name}.lr_of` (={arm.lr_of}) must have a rate at the smallest batch "
+                        f"(={smallest}), and {precision!r} has none there. Leave {precision!r} out of "
+                        f"study.arms.{name}.precisions."
                     )
             known: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
                 ("lr_of", [arm.lr_of] if arm.lr_of else [], list(self.arms)),
