@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
+import torch.distributed
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.callbacks import Callback
@@ -126,9 +127,12 @@ class TrainTrial:
         launch.register_resolvers()
         folder = Path(self.run_dir) / Outcome(overrides=overrides, status="done").key
         cfg = configured((*self.base, *overrides), run_dir=str(folder))
-        torch.set_num_threads(1)  # trials side by side share the cores
-        trainer, module, data = train.build(cfg)
         watch = Watch(objective=self.objective, mode=self.mode, limits=limits)
+        with _process_as_it_was():
+            return self._run(cfg, watch, overrides)
+
+    def _run(self, cfg: DictConfig, watch: Watch, overrides: tuple[str, ...]) -> Outcome:
+        trainer, module, data = train.build(cfg)
         trainer.callbacks.append(watch)  # type: ignore[attr-defined]
         trainer.fit(module, data)
         metrics: dict[str, float] = {"num_steps": trainer.global_step}
@@ -156,12 +160,26 @@ class TrainTrial:
         )
 
 
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """End the process group that a trial began, and take back what its launcher left in the environment."""
+    before, had_group = dict(os.environ), torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized() and not had_group:
+            torch.distributed.destroy_process_group()
+        for name in set(launch.LAUNCH_VARIABLES) - set(before):
+            os.environ.pop(name, None)
+
+
 def _quieten() -> None:
     """A line about devices and loaders for every trial would bury what the search says."""
     launch.quieten()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message="Encountered `nan` values")  # the trial says so itself
 
 
 def common_of(base: tuple[str, ...], own: tuple[str, ...] = ()) -> Any:
