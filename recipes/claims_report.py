@@ -88,8 +88,13 @@ class Difference:
 
 
 def accuracies(study: Study, log: TrialLog) -> dict[Cell, Accuracy]:
-    """Of every cell that was tested at all."""
-    found = {cell: Accuracy.of(study.results(cell, log), chance=study.chance) for cell in study.cells()}
+    """Of every cell whose tests have all ended."""
+    results = {cell: study.results(cell, log) for cell in study.cells()}
+    found = {
+        cell: Accuracy.of(outcomes, chance=study.chance)
+        for cell, outcomes in results.items()
+        if len(outcomes) == len(study.seeds)
+    }
     return {cell: accuracy for cell, accuracy in found.items() if accuracy is not None}
 
 
@@ -100,7 +105,7 @@ def _lines(study: Study) -> list[tuple[str, str]]:
 
 
 def _batch_names(study: Study) -> list[str]:
-    return [f"{size} ({size / study.num_train:.2g} of the set)" for size in study.batch_sizes]
+    return [f"{size} ({100 * size / study.num_train:.3g} %)" for size in study.batch_sizes]
 
 
 def markdown(study: Study, log: TrialLog) -> str:
@@ -126,7 +131,7 @@ def markdown(study: Study, log: TrialLog) -> str:
         [
             f"Test accuracy in %, mean ± standard deviation of {num_seeds} seeds; runs that diverged count as chance:",
             markdown_table(header, accuracy_rows),
-            "Differences of test accuracy in points, ± standard error:",
+            "Differences of test accuracy in points, ± standard error of the difference:",
             markdown_table(["difference", "precision", *_batch_names(study)], _difference_rows(study, found)),
             "Learning rate, chosen by validation loss:",
             markdown_table(header, rate_rows),

@@ -52,7 +52,7 @@ def test_the_tables_say_what_the_trials_said(tmp_path):
     assert is_complete
     text = markdown(study, log)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
-    assert cells[0][2:] == ["10 (0.5 of the set)", "20 (1 of the set)"]
+    assert cells[0][2:] == ["10 (50 %)", "20 (100 %)"]
     assert cells[2:5] == [
         ["SGD, linear", "fp32", "80.0 ± 10.0", "80.0 ± 10.0"],
         ["SGD", "fp32", "80.0 ± 10.0", "80.0 ± 10.0"],
@@ -120,6 +120,12 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     _, told, is_complete = run(study, tmp_path, budget_s=0.0)
     assert is_complete
     assert told == []
+
+
+def test_a_mean_waits_for_all_of_its_seeds(tmp_path):
+    log, _, _ = run(study_of(seeds=(1, 2)), tmp_path)
+    assert len(accuracies(study_of(seeds=(1, 2)), log)) == 6
+    assert accuracies(study_of(seeds=(1, 2, 3)), log) == {}
 
 
 def test_a_study_without_time_is_not_complete(tmp_path):
