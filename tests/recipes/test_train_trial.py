@@ -119,7 +119,7 @@ def search(folder, *overrides):
 
 @pytest.mark.slow
 def test_one_command_searches_and_a_second_one_runs_nothing_again(tmp_path):
-    """Four rates in one worker, of which the lowest is best; then once more, and with other settings."""
+    """Four rates in one worker, of which the lowest is best; then once more, in the command's own process."""
     settings = "recipe=claim_digits global_batch_size=600 trainer.max_epochs=2 optim=sgd precision=32-true".split()
     small = [f"trial={settings}"]
     small += ["axes.optim.lr.low=1e-2", "axes.optim.lr.high=1e37", "axes.optim.lr.num=4", "backend.num_rounds=1"]
@@ -134,12 +134,7 @@ def test_one_command_searches_and_a_second_one_runs_nothing_again(tmp_path):
     assert (tmp_path / "search.png").stat().st_size > 10_000
 
     before = (tmp_path / "trials.jsonl").read_bytes()
-    second = search(tmp_path, *small)
+    second = search(tmp_path, *small, "num_workers=0")
     assert second.returncode == 0, second.stderr
     assert (tmp_path / "trials.jsonl").read_bytes() == before
     assert second.stdout.strip().splitlines()[-1] == "best: optim.lr=0.01"
-
-    refused = search(tmp_path, *small, "trial=['optim=sgd']")
-    assert refused.returncode == 1
-    assert "must come from the same settings as now" in refused.stderr
-    assert "Traceback" not in refused.stderr
