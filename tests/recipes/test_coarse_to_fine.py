@@ -100,6 +100,7 @@ def test_a_search_in_which_everything_fails_ends_after_the_grid(tmp_path):
     assert is_complete
     assert best_of(run.seen()) is None
     assert [outcome.status for outcome in run.seen()] == ["failed"] * 5
+    assert len(run.rounds) == 1
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
