@@ -179,21 +179,24 @@ def picture(study: Study, log: TrialLog) -> Figure:
         panels.append((where, [main[-1], *others], f"{main[-1]}, {where}: one part taken out"))
     figure = Figure(figsize=(5 * len(panels), 4.6), layout="constrained")
     figure.suptitle(study.title)
-    all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (precision, arms, title) in zip(all_axes, panels, strict=True):
         for place, arm in enumerate(arms):
             cells = [Cell(arm=arm, precision=precision, batch_size=size) for size in study.batch_sizes]
             cells = [cell for cell in cells if cell in found]
+            if not cells:
+                continue
             x = [cell.batch_size * 1.03 ** (place - len(arms) / 2) for cell in cells]  # bars side by side
             y = [100 * found[cell].mean for cell in cells]
             error = [100 * found[cell].deviation for cell in cells]
-            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=3, label=arm)
+            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=3, label=arm, color=f"C{place}")
         axes.set_title(title)
         axes.set_xscale("log", base=2)
         axes.set_xticks(study.batch_sizes, list(map(str, study.batch_sizes)))
         axes.set_xlabel("batch, images per step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        if axes.containers:
+            axes.legend(fontsize=8)
     all_axes[0].set_ylabel(f"test accuracy, %; mean, deviation of {len(study.seeds)} seeds")
     return figure
 
