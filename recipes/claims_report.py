@@ -77,8 +77,8 @@ class Difference:
         """First less second.
 
         >>> one = Accuracy(mean=0.9, deviation=0.03, num_runs=9, num_lost=0)
-        >>> Difference.of(one, Accuracy(mean=0.8, deviation=0.04, num_runs=16, num_lost=0)).standard_error
-        0.014142135623730952
+        >>> str(Difference.of(one, Accuracy(mean=0.8, deviation=0.04, num_runs=16, num_lost=0)))
+        '+10.0 ± 1.4'
         """
         variance = one.deviation**2 / one.num_runs + other.deviation**2 / other.num_runs
         return cls(mean=one.mean - other.mean, standard_error=math.sqrt(variance))
