@@ -11,11 +11,17 @@ True
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 TRAIN_LOSS = "train/loss"
 TRAIN_LR = "train/lr"
+TRAIN_MOMENTUM = "train/momentum"
 TRAIN_LOSS_SCALE = "train/loss_scale"
 TRAIN_SKIPPED_STEPS = "train/skipped_steps"
+TRUST_RATIO_MIN = "train/trust_ratio_min"
+TRUST_RATIO_MEDIAN = "train/trust_ratio_median"
+TRUST_RATIO_MAX = "train/trust_ratio_max"
+DATA_WAIT_S = "data/wait_s"
 COMM_BYTES = "comm/bytes"
 COMM_LINK_BYTES = "comm/link_bytes"
 COMM_LEAST_LINK_BYTES = "comm/least_link_bytes"
@@ -26,9 +32,18 @@ COMM_EXPOSED_SHARE = "comm/exposed_share"
 COMM_ACHIEVED_BYTES_PER_S = "comm/achieved_bytes_per_s"
 COMM_ACHIEVED_SHARE = "comm/achieved_share"
 IMAGES_PER_S = "throughput/images_per_s"
+FLOPS_PER_S = "throughput/flops_per_s"
+MFU = "throughput/mfu"
+PEAK_MEMORY_BYTES = "memory/peak_bytes"
 VAL_LOSS = "val/loss"
 VAL_ACC = "val/acc"
+VAL_ACC_TOP5 = "val/acc_top5"
 TEST_ACC = "test/acc"
+TEST_ACC_TOP5 = "test/acc_top5"
+ELAPSED_S = "time/elapsed_s"
+TIME_TO_ACCURACY_TRAIN_S = "time_to_accuracy/train_s"
+TIME_TO_ACCURACY_TOTAL_S = "time_to_accuracy/total_s"
+TIME_TO_ACCURACY_STEP = "time_to_accuracy/step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +54,33 @@ class Metric:
         name: As loggers see it.
         unit: SI, or "1" for a pure number.
         meaning: In one sentence.
-        from_clock: Whether it comes from a clock, so that a repeated run gives another value; all others repeat digit
-            for digit.
+        from_clock: Whether it comes from a clock or from the operating system, so that a repeated run gives another
+            value; all others repeat digit for digit.
+        best: Which of a run's values is its best, where one is.
     """
 
     name: str
     unit: str
     meaning: str
     from_clock: bool = False
+    best: Literal["max", "min"] | None = None
 
 
 _TABLE = (
-    Metric(name=TRAIN_LOSS, unit="1", meaning="Mean over ranks of the loss of the batch just trained on."),
+    Metric(name=TRAIN_LOSS, unit="1", meaning="Mean over ranks of the loss of the batch just trained on.", best="min"),
     Metric(name=TRAIN_LR, unit="1", meaning="Learning rate of the step just made, of the first parameter group."),
+    Metric(name=TRAIN_MOMENTUM, unit="1", meaning="Momentum (Adam, LAMB: beta1) of that step, of the first group."),
     Metric(name=TRAIN_LOSS_SCALE, unit="1", meaning="Factor on the loss for the next step; none without fp16."),
     Metric(name=TRAIN_SKIPPED_STEPS, unit="1", meaning="Steps skipped so far because a gradient was not finite."),
+    Metric(name=TRUST_RATIO_MIN, unit="1", meaning="Least trust ratio of a layer, for the gradients just used."),
+    Metric(name=TRUST_RATIO_MEDIAN, unit="1", meaning="Median over layers of the trust ratio; of two, the smaller."),
+    Metric(name=TRUST_RATIO_MAX, unit="1", meaning="Largest trust ratio of a layer."),
+    Metric(
+        name=DATA_WAIT_S,
+        unit="s",
+        meaning="Time per step in which rank zero waited for its loader.",
+        from_clock=True,
+    ),
     Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero handed to the sum, as on the wire."),
     Metric(
         name=COMM_LINK_BYTES,
@@ -106,9 +133,59 @@ _TABLE = (
         meaning="Training images per second over all ranks, since the last value; validation is not counted.",
         from_clock=True,
     ),
-    Metric(name=VAL_LOSS, unit="1", meaning="Mean loss over the validation set."),
-    Metric(name=VAL_ACC, unit="1", meaning="Part of the validation set whose most likely class is right."),
-    Metric(name=TEST_ACC, unit="1", meaning="Part of the test set whose most likely class is right."),
+    Metric(
+        name=FLOPS_PER_S,
+        unit="1/s",
+        meaning="Floating-point operations per second over all ranks: images per second by the model's per image.",
+        from_clock=True,
+    ),
+    Metric(
+        name=MFU,
+        unit="1",
+        meaning="Model FLOP utilisation: these operations as a part of what all devices could do at their peak.",
+        from_clock=True,
+    ),
+    Metric(
+        name=PEAK_MEMORY_BYTES,
+        unit="B",
+        meaning="Most memory that rank zero held so far: tensors on CUDA; on a CPU the whole process.",
+        from_clock=True,
+    ),
+    Metric(name=VAL_LOSS, unit="1", meaning="Mean loss over the validation set.", best="min"),
+    Metric(name=VAL_ACC, unit="1", meaning="Part of the validation set whose most likely class is right.", best="max"),
+    Metric(
+        name=VAL_ACC_TOP5,
+        unit="1",
+        meaning="Part of the validation set whose class is among the five most likely; not with five classes or fewer.",
+        best="max",
+    ),
+    Metric(name=TEST_ACC, unit="1", meaning="Part of the test set whose most likely class is right.", best="max"),
+    Metric(
+        name=TEST_ACC_TOP5,
+        unit="1",
+        meaning="Part of the test set whose class is among the five most likely; not with five classes or fewer.",
+        best="max",
+    ),
+    Metric(
+        name=ELAPSED_S,
+        unit="s",
+        meaning="Time since training began, validation included; what an interrupted run did after its last "
+        "checkpoint, and the time until it was resumed, are not.",
+        from_clock=True,
+    ),
+    Metric(
+        name=TIME_TO_ACCURACY_TRAIN_S,
+        unit="s",
+        meaning="Time of training until the target was seen to be reached, validation not counted.",
+        from_clock=True,
+    ),
+    Metric(
+        name=TIME_TO_ACCURACY_TOTAL_S,
+        unit="s",
+        meaning="The same with validation, that which saw it included.",
+        from_clock=True,
+    ),
+    Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until the target was seen to be reached."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
@@ -148,10 +225,28 @@ def loss_scale_of_optimizer(index: int) -> str:
     return LOSS_SCALE_OF_OPTIMIZER.name.replace("<index>", str(index)) if index else TRAIN_LOSS_SCALE
 
 
+TRUST_RATIO_OF_GROUP = tuple(
+    Metric(name=f"{name}/group_<index>", unit="1", meaning="The same of a further group; the first has no index.")
+    for name in (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
+)
+"""Metrics for each parameter group with trust ratios but the first."""
+
+
+def trust_ratios_of_group(index: int) -> tuple[str, ...]:
+    """The names of least, median and largest trust ratio of one parameter group.
+
+    >>> trust_ratios_of_group(0)[0], trust_ratios_of_group(2)[0]
+    ('train/trust_ratio_min', 'train/trust_ratio_min/group_2')
+    """
+    if not index:
+        return TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX
+    return tuple(metric.name.replace("<index>", str(index)) for metric in TRUST_RATIO_OF_GROUP)
+
+
 def metric_of(name: str) -> Metric | None:
     """What is known of a logged name; None where it is not ours."""
     index = name.rpartition("_")[2]
-    for metric in (BUCKET_EXPOSED_S, LOSS_SCALE_OF_OPTIMIZER):
+    for metric in (BUCKET_EXPOSED_S, LOSS_SCALE_OF_OPTIMIZER, *TRUST_RATIO_OF_GROUP):
         if index.isdecimal() and name == metric.name.replace("<index>", index):
             return metric
     return METRICS.get(name)

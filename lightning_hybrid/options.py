@@ -98,7 +98,9 @@ def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int 
         ) from error
 
 
-def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bucket_caps_for_ddp(
+    module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
+) -> dict[str, Any]:
     """The plan's buckets as ``bucket_cap_mb_list``; empty where torch has no such option, or the user gave it.
 
     DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
@@ -106,7 +108,8 @@ def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[s
     Gradients of each dtype go into buckets of their own, and one list must do for all: it is made for the dtype that
     has most bytes. The others, normalisation in fp32 beside half-precision weights, fill none; DDP puts those last.
 
-    >>> bucket_caps_for_ddp(nn.Linear(256, 256), CommPlan(last_bucket_bytes=1024), {})    # bias first, weight last
+    >>> bias_then_weight = nn.Linear(256, 256)
+    >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)
     {'bucket_cap_mb_list': [0.0009765625, 0.25]}
     """
     if (
@@ -118,7 +121,7 @@ def bucket_caps_for_ddp(module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[s
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
         by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())
-    caps = plan.bucket_caps(max(by_dtype.values(), key=sum, default=[]))
+    caps = plan.bucket_caps(max(by_dtype.values(), key=sum, default=[]), num_nodes=num_nodes)
     caps = [cap for cap in caps if cap]
     if len(caps) < 2:
         return {}

@@ -23,15 +23,18 @@ from lightning_hybrid.half_arithmetic import HalfOperandsFullArithmetic
 from lightning_hybrid.handover import (
     does_all_by_itself,
     gradients_are_looked_at,
+    is_between_batches_of_a_step,
     prepare_to_skip_,
     refuse_unless_it_can_be_skipped,
     skips_by_itself,
     told,
 )
-from lightning_hybrid.loss_scale import LossScale, all_finite, loss_scale_from
-from lightning_hybrid.masters import MasterWeights, Twin
+from lightning_hybrid.loss_scale import LossScale, loss_scale_from, unscale_
+from lightning_hybrid.masters import MasterWeights, Twin, copy_to_low_
+from lightning_hybrid.outside_writes import settle
 from lightning_hybrid.overflow import Outcome, StepRecord, StepRecords, parameters_of, raise_if_stuck
 from lightning_hybrid.scheduler_guard import ScheduleGuard
+from lightning_hybrid.unscaled import UnscaledGradients
 
 
 class MasterWeightPrecision(Precision):
@@ -44,6 +47,9 @@ class MasterWeightPrecision(Precision):
         unscale             g   = fp32(g16) / s                         what hooks and clipping see in ``p.grad``
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
         copy                model <- half(w)
+
+    Of a step of several batches (``accumulate_grad_batches``) the gradients are added up in fp32 and rounded once:
+    after each batch but the last they are taken out of ``p.grad``, and into the last backward they go back as a sum.
 
     Nothing in a step waits for the device where the optimizer skips by itself: torch's with ``fused=True``, our LARS
     and LAMB. Any other costs one wait, for the verdict. A schedule by steps costs one per step, for the step before:
@@ -96,8 +102,7 @@ class MasterWeightPrecision(Precision):
         self._device = torch.device("cpu")
         self._schedules = ScheduleGuard(self._outcomes_of, self._may_put_off_schedules)
         self._num_schedules = 0
-        # parameter id -> (parameter, the gradient we unscaled, what we divided it by)
-        self._unscaled: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._unscaled = UnscaledGradients()
         self._last_loss: Tensor | None = None
 
     @property
@@ -178,11 +183,20 @@ class MasterWeightPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The loss times the scale (fp32), and the hooks ``on_before_backward``."""
-        self._take_back_unscaling()
+        self._unscaled.take_back()
+        if self.masters is not None and not is_between_batches_of_a_step(module):
+            self.masters.hand_over_sums()
         if self.loss_scale is not None:
             self._last_loss = tensor.detach()
             tensor = tensor.float() * self.records.scale_for_backward()
         return super().pre_backward(tensor, module)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """The hooks ``on_after_backward``; then gradients of a batch that is not its step's last go into fp32 sums."""
+        loss = super().post_backward(tensor, module)
+        if self.masters is not None and is_between_batches_of_a_step(module):
+            self.masters.sum_gradients()
+        return loss
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
@@ -225,7 +239,7 @@ class MasterWeightPrecision(Precision):
         return (
             does_all_by_itself(optimizer, self._device)
             and not gradients_are_looked_at(optimizer, model)
-            and not any(self._is_unscaled(parameter) for parameter in parameters_of(optimizer))
+            and not any(self._unscaled.has(parameter) for parameter in parameters_of(optimizer))
         )
 
     def _step_in_one_pass(self, optimizer: Optimizer, record: StepRecord, **kwargs: Any) -> Tensor | None:
@@ -246,7 +260,7 @@ class MasterWeightPrecision(Precision):
         gradients = []
         for parameter in parameters_of(optimizer):
             gradient = parameter.grad
-            if gradient is None or self._is_unscaled(parameter):
+            if gradient is None or self._unscaled.has(parameter):
                 continue
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
@@ -256,15 +270,14 @@ class MasterWeightPrecision(Precision):
             if gradient.dtype is self.dtype:
                 twin = self.masters.twin_of(parameter)
                 parameter.grad = gradient = gradient.float() if twin is None else twin.gradient_fp32()
-            self._unscaled[id(parameter)] = (parameter, gradient, record.grad_scale)
+            self._unscaled.add(parameter, gradient, record.grad_scale)
             if gradient.numel() > 0:
                 gradients.append(gradient)
         if record.loss_scale is None:
             return None
         if not gradients or record.grad_scale is None:
             return torch.zeros((), device=self._device)
-        torch._foreach_mul_(gradients, record.grad_scale.reciprocal())
-        return (~all_finite(gradients)).float()
+        return unscale_(gradients, record.grad_scale)
 
     def _step(self, optimizer: Optimizer, record: StepRecord, found_inf: Tensor | None, **kwargs: Any) -> None:
         """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
@@ -280,9 +293,7 @@ class MasterWeightPrecision(Precision):
                     optimizer.step(**kwargs)
             else:
                 optimizer.step(**kwargs)
-        if twins:
-            with torch.no_grad():
-                torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
+            copy_to_low_(twins)
 
     @contextmanager
     def _masters_hold_gradients(self, optimizer: Optimizer) -> Iterator[list[Twin]]:
@@ -296,6 +307,8 @@ class MasterWeightPrecision(Precision):
         try:
             with self.masters.in_place_of_low(optimizer):
                 yield twins
+            for twin in twins:
+                settle(twin.low)
         finally:
             for twin in twins:
                 twin.master.grad = None
@@ -336,24 +349,6 @@ class MasterWeightPrecision(Precision):
         for record in self.records:
             assert isinstance(self._module, LightningModule)
             raise_if_stuck(record, self._module, self._last_loss)
-
-    def _is_unscaled(self, parameter: Tensor) -> bool:
-        held = self._unscaled.get(id(parameter))
-        return held is not None and held[1] is parameter.grad
-
-    @torch.no_grad()
-    def _take_back_unscaling(self) -> None:
-        """Make gradients that outlived their step ready for another backward to be added to them.
-
-        Usually ``zero_grad`` removed them. Where it did not (``set_to_none=False``, or a manual loop that adds up),
-        they return to the model's dtype and to the current scale.
-        """
-        for parameter, gradient, divided_by in self._unscaled.values():
-            if parameter.grad is gradient:
-                if divided_by is not None:
-                    gradient.mul_(divided_by)
-                parameter.grad = gradient.to(parameter.dtype)
-        self._unscaled.clear()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

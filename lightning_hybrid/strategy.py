@@ -13,7 +13,7 @@ One training step, as water flows; ``tests/test_one_step.py`` walks the same sta
     9a  unscale, check    fp16 gradients -> fp32; one boolean                precision.py: optimizer_step
     9b  LARS / LAMB       fp32 master, gradient -> fp32 master               optim/
     9c  fp16 copy         master -> model parameter                          precision.py: _step
-    10  metrics           loss, scale, skipped steps, exposed communication  callbacks.py
+    10  metrics           loss, scale, skipped steps, exposed communication  callbacks/
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
         self._engine: CommEngine | None = None
+        self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
@@ -144,6 +145,7 @@ class HybridAllReduceStrategy(DDPStrategy):
         )
 
     carries_master_weights = True  # checkpoints hold fp32 masters: asked for by MasterWeightPrecision
+    communication_plan: str | None = None  # ranks, nodes, buckets, algorithms in a line, once it is known
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
@@ -202,29 +204,30 @@ class HybridAllReduceStrategy(DDPStrategy):
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
             if parameter.requires_grad or name in ignored
         }
+        self._topology = Topology.discover() if self._ranks_per_node is None else self._topology_as_told()
         own = self._ddp_kwargs
-        self._ddp_kwargs = {**own, **bucket_caps_for_ddp(self.model, self._plan, own)}
+        caps = bucket_caps_for_ddp(self.model, self._plan, own, num_nodes=self._topology.num_nodes)
+        self._ddp_kwargs = {**own, **caps}
         try:
             super().configure_ddp()
         finally:
             self._ddp_kwargs = own
 
     def _register_ddp_hooks(self) -> None:
-        """Build topology, groups and engine, and register the hook: on every device type, CPU included."""
+        """Build groups and engine, and register the hook: on every device type, CPU included."""
         assert isinstance(self.model, DistributedDataParallel)
-        topology = Topology.discover() if self._ranks_per_node is None else self._topology_as_told()
         assert self._timeout is not None
         self._engine = CommEngine(
-            topology=topology,
+            topology=self._topology,
             plan=self._plan,
             timeout=self._timeout,
             device=self.root_device,
             trace=CommTrace(keep_events=self._trace_dir is not None),
             dtype_across_nodes=self._dtype_across_nodes,
         )
-        state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
-        self.model.register_comm_hook(state, average_bucket)
-        rank_zero_info(self._plan.describe(topology, on_cuda=self.root_device.type == "cuda"))
+        self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
+        self.communication_plan = self._plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+        rank_zero_info(self.communication_plan)
 
     def _topology_as_told(self) -> Topology:
         assert self._ranks_per_node is not None
@@ -290,8 +293,7 @@ class HybridAllReduceStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state in fp32: the masters where there are any."""
         state: dict[str, Any] = super().lightning_module_state_dict()
-        masters = self._masters
-        return state if masters is None else masters.fp32_state_dict(state)
+        return state if self._masters is None else self._masters.fp32_state_dict(state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load module and, after setup, the masters with the checkpoint's exact fp32 values."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning
-import torch
 from matplotlib.figure import Figure
+
+from lightning_hybrid.callbacks.environment import environment as environment_of
 
 KIB, MIB = 2**10, 2**20
 
@@ -175,26 +172,7 @@ def _draw_bars(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) -
 
 def environment() -> dict[str, Any]:
     """Versions and machine; ``commit`` where this is a checkout, with a ``+`` where files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = _output([*git, "rev-parse", "HEAD"])
-    is_changed = bool(_output([*git, "status", "--porcelain", "--untracked-files=no"]))
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "commit": commit and commit + ("+" if is_changed else ""),
-        "system": platform.system() + " " + platform.release(),
-        "num_cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-    }
-
-
-def _output(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return environment_of(Path(__file__).parent)
 
 
 def write(

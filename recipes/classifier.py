@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -29,8 +31,19 @@ class Classifier(pl.LightningModule):
         optimizer: Makes the optimizer out of parameter groups.
         weight_decay: Of weights; biases and normalisation get none.
         schedule: Makes the schedule out of `(optimizer, total_steps=, warmup_steps=)`; it steps once per update.
-        warmup_epochs: Of the learning rate; may be a fraction.
+        warmup_epochs: Of the learning rate, in epochs of whole steps; may be a fraction. None: see `warmup_steps`.
+        warmup_steps: The same in optimizer steps, instead.
         num_classes: For the accuracy.
+        label_smoothing: Part of a training target that is spread evenly over all classes (Szegedy et al. 2015,
+            arXiv:1512.00567). The loss in validation is of the plain targets.
+        trust_ratio: False = every layer learns at the bare learning rate: an ablation.
+        decay_excluded: True = weight decay for biases and normalisation too: the paper's ablation.
+        channels_last: Network and images in that memory layout, which tensor cores are faster with; the same numbers up
+            to the order of summation.
+        compile: `torch.compile` the network, at its first batch.
+
+    Raises:
+        ValueError: Both or none of `warmup_epochs` and `warmup_steps`, or an option that breaks its rule.
     """
 
     def __init__(
@@ -40,52 +53,82 @@ class Classifier(pl.LightningModule):
         optimizer: Callable[..., Optimizer],
         weight_decay: float,
         schedule: Callable[..., LRScheduler],
-        warmup_epochs: float,
         num_classes: int,
+        warmup_epochs: float | None = None,
+        warmup_steps: int | None = None,
+        label_smoothing: float = 0.0,
+        trust_ratio: bool = True,
+        decay_excluded: bool = False,
+        channels_last: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        _check_warmup(warmup_epochs, warmup_steps)
+        _check_label_smoothing(label_smoothing)
+        switches = {"trust_ratio": trust_ratio, "decay_excluded": decay_excluded}
+        for name, value in (switches | {"channels_last": channels_last, "compile": compile}).items():
+            if not isinstance(value, bool):
+                raise ValueError(f"`{name}` (={value}) must be true or false: it is a switch. Set {name}=true.")
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.model: nn.Module = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+        if compile:
+            model.compile()
         self.optimizer = optimizer
         self.weight_decay = weight_decay
         self.schedule = schedule
-        self.warmup_epochs = warmup_epochs
+        self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
+        self.label_smoothing = label_smoothing
+        self.trust_ratio, self.decay_excluded = trust_ratio, decay_excluded
         self.val_loss = MeanMetric()
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+        has_top5 = num_classes > 5  # else it is 1
+        self.val_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
+        self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
-        logits: Tensor = self.model(images)
+        logits: Tensor = self.model(images.contiguous(memory_format=self.memory_format))
         return logits.float()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross entropy of this rank's batch."""
+        """Cross entropy of this rank's batch, with smoothed labels where asked."""
         images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        return loss
+        return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and accuracy; the metrics add up over batches and ranks."""
+        """Loss on the plain labels and accuracy; the metrics add up over batches and ranks."""
         images, labels = batch
         logits = self(images)
         self.val_loss(F.cross_entropy(logits, labels), weight=len(labels))
         self.val_acc(logits, labels)
         self.log(m.VAL_LOSS, self.val_loss, on_step=False, on_epoch=True)
         self.log(m.VAL_ACC, self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+        if self.val_acc_top5 is not None:
+            self.val_acc_top5(logits, labels)
+            self.log(m.VAL_ACC_TOP5, self.val_acc_top5, on_step=False, on_epoch=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Accuracy."""
+        """Accuracy, top-1 and top-5."""
         images, labels = batch
-        self.test_acc(self(images), labels)
+        logits = self(images)
+        self.test_acc(logits, labels)
         self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
+        if self.test_acc_top5 is not None:
+            self.test_acc_top5(logits, labels)
+            self.log(m.TEST_ACC_TOP5, self.test_acc_top5, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer on the parameter groups, schedule over all steps of the run."""
         groups = param_groups(self.model, weight_decay=self.weight_decay)
         rank_zero_info(groups.report())
+        adapted, excluded = groups
+        adapted["trust_ratio"] = self.trust_ratio
+        excluded["weight_decay"] = self.weight_decay if self.decay_excluded else 0.0
         optimizer = self.optimizer(groups)
         steps_per_epoch, total_steps = self._num_steps()
-        warmup_steps = min(round(self.warmup_epochs * steps_per_epoch), total_steps - 1)
+        asked = self.warmup_steps if self.warmup_epochs is None else round(self.warmup_epochs * steps_per_epoch)
+        warmup_steps = min(asked or 0, total_steps - 1)
         schedule = self.schedule(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -102,3 +145,26 @@ class Classifier(pl.LightningModule):
         steps_per_epoch = max(1, math.ceil(num_batches / trainer.accumulate_grad_batches))
         bounds = [steps_per_epoch * (trainer.max_epochs or 0), trainer.max_steps]
         return steps_per_epoch, max(1, min((bound for bound in bounds if bound > 0), default=1))
+
+
+def _check_warmup(epochs: Any, steps: Any) -> None:
+    if (epochs is None) == (steps is None):
+        problem = "both say how long the warm-up is" if steps is not None else "nothing says how long the warm-up is"
+        raise ValueError(
+            f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and one null: {problem}. "
+            "Set warmup_epochs=null or warmup_steps=null, and the other to a number, 0 for none."
+        )
+    name, value, kind = "warmup_steps", steps, "whole number"
+    if steps is None:
+        name, value, kind = "warmup_epochs", epochs, "number"
+    fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
+    if not fits or isinstance(value, bool) or value < 0:
+        raise ValueError(f"`{name}` (={value}) must be a {kind}, at least 0: it is a length of time. Set {name}=0.")
+
+
+def _check_label_smoothing(value: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(
+            f"`label_smoothing` (={value}) must be from 0 to less than 1: it is the part of a target that is spread "
+            "over all classes. 0 is off, 0.1 is usual: label_smoothing=0.1."
+        )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_hybrid.models import AlexNet, ResNet
+
 Shapes = Sequence[tuple[int, ...]]
 
 
@@ -25,9 +27,7 @@ def alexnet_shapes() -> list[tuple[int, ...]]:
     >>> numel(alexnet_shapes()), len(alexnet_shapes())
     (61100840, 16)
     """
-    convolutions = [(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3)]
-    linears = [(4096, 9216), (4096, 4096), (1000, 4096)]
-    return [shape for weight in [*convolutions, *linears] for shape in (weight, weight[:1])]
+    return _shapes_of(AlexNet)
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -38,18 +38,12 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
     >>> numel(resnet50_shapes()), len(resnet50_shapes())
     (25557032, 161)
     """
+    return _shapes_of(ResNet)
 
-    def convolution(num_out: int, num_in: int, kernel: int) -> list[tuple[int, ...]]:
-        return [(num_out, num_in, kernel, kernel), (num_out,), (num_out,)]
 
-    shapes, num_in = convolution(64, 3, 7), 64
-    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(num_blocks):
-            shapes += convolution(width, num_in, 1) + convolution(width, width, 3) + convolution(4 * width, width, 1)
-            if block == 0:  # the shortcut changes its width
-                shapes += convolution(4 * width, num_in, 1)
-            num_in = 4 * width
-    return [*shapes, (1000, 2048), (1000,)]
+def _shapes_of(network: type[nn.Module]) -> list[tuple[int, ...]]:
+    with torch.device("meta"):
+        return [tuple(parameter.shape) for parameter in network().parameters()]
 
 
 def linear_8mib_shapes() -> list[tuple[int, ...]]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -31,6 +30,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
+
+from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
 # What Lightning's launcher leaves in the environment of the process that starts the others.
 LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,61 +45,17 @@ def launch_id(otherwise: str) -> str:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
-    if "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+    if slurm_started_us():
         return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', 0)}"
     return otherwise
-
-
-def num_ranks(devices: Any, num_nodes: int) -> int:
-    """Ranks of the world, from the trainer's arguments.
-
-    >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1)
-    (8, 2, 3)
-    """
-    if isinstance(devices, str) and "," in devices:
-        devices = [part for part in devices.split(",") if part.strip()]
-    if not isinstance(devices, int | str):
-        return len(devices) * num_nodes
-    if devices in ("auto", -1, "-1"):
-        devices = torch.cuda.device_count() or 1
-    return int(devices) * num_nodes
-
-
-def accumulation(global_batch_size: int, batch_size_per_rank: int | None, devices: Any, num_nodes: int) -> int:
-    """Batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
-
-    Raises:
-        ValueError: It is not a whole number, or an argument is not.
-
-    >>> accumulation(256, 32, 4, 1), accumulation(256, None, 4, 1)
-    (2, 1)
-    """
-    world_size = num_ranks(devices, num_nodes)
-    if batch_size_per_rank is None or world_size < 1:  # the trainer refuses a world without ranks in its own words
-        return 1
-    if not isinstance(global_batch_size, int):
-        return 1  # `check` refuses it
-    if not isinstance(batch_size_per_rank, int) or batch_size_per_rank < 1:
-        raise ValueError(
-            f"`batch_size_per_rank` (={batch_size_per_rank}) must be a whole number of images above zero, or null for "
-            f"a rank's whole share: here {global_batch_size / world_size:g} images."
-        )
-    together = world_size * batch_size_per_rank
-    if global_batch_size < 1 or global_batch_size % together:
-        below = max(global_batch_size, 0) // together * together
-        nearest = f"{below} or {below + together}" if below else str(together)
-        raise ValueError(
-            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * batch_size_per_rank` "
-            f"(={world_size} * {batch_size_per_rank}): {global_batch_size / together:.2f} accumulation steps is not a "
-            f"whole number. Nearest that fit: global_batch_size={nearest}."
-        )
-    return global_batch_size // together
 
 
 def register_resolvers() -> None:
     """Make the functions that `conf` uses known; before Hydra composes."""
     resolvers: dict[str, Callable[..., Any]] = {
         "launch_id": launch_id,
+        "world_from_launcher": world_from_launcher,
+        "product": lambda a, b: a * b,
         "accumulation": accumulation,
         "on_rank_zero": lambda value: value if _is_rank_zero() else None,
         "log_handlers": lambda: ["console", "file"] if _is_rank_zero() else ["console"],
@@ -138,14 +95,23 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ValueError: A `???` without a value, a seed or a batch size that is not a whole number.
     """
+    check_holes(cfg)
+    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
+        if not isinstance(cfg[name], int):
+            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
+
+
+def check_holes(cfg: DictConfig) -> None:
+    """Refuse a configuration with holes.
+
+    Raises:
+        ValueError: A `???` without a value.
+    """
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ValueError(
             f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
             f"{missing[0]}=..."
         )
-    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
-        if not isinstance(cfg[name], int):
-            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
 
 
 def checkpoint(resume: str | None, run_dir: str) -> str | None:
@@ -180,7 +146,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for.
     """
     quieten()
-    before, argv, trainers = dict(os.environ), sys.argv, list[pl.Trainer | Fabric]()
+    before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     sys.argv = [argv[0], *command_of_this_job()]
     hydra = HydraConfig.get()
     with read_write(
@@ -193,12 +159,13 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
             torch.distributed.destroy_process_group()
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
+        exit_code = 0
     finally:
         sys.argv = argv
-        for name in set(LAUNCH_VARIABLES) - set(before):
+        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
         if (wandb := sys.modules.get("wandb")) is not None:
-            wandb.finish()
+            wandb.finish(exit_code=exit_code)
 
 
 def command_of_this_job() -> list[str]:

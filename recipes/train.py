@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 # Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,21 +11,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 import lightning.pytorch as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_info
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
-from lightning_hybrid.data import batch_size_per_rank
-from recipes import launch
+from lightning_hybrid.models import correct_momentum_
+from recipes import launch, tracking
 from recipes.classifier import Classifier
+from recipes.world import batch_line
 
 launch.register_resolvers()
 
+OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded channels_last compile".split()
 
-def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
+
+def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Everything a run needs, checked as far as it can be before any process is started."""
     launch.check(cfg)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -36,21 +39,19 @@ def build(cfg: DictConfig) -> tuple[pl.Trainer, Classifier, pl.LightningDataModu
     trainer: pl.Trainer = instantiate(
         cfg.trainer,
         strategy=instantiate(cfg.strategy),
-        callbacks=[instantiate(callback) for callback in cfg.callbacks.values()],
-        logger=instantiate(cfg.logger) or False,
+        callbacks=[made for each in cfg.callbacks.values() if (made := instantiate(each)) is not None],
+        logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
-    batch_size_per_rank(
-        global_batch_size=cfg.global_batch_size,
-        world_size=trainer.world_size,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-    )
+    rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
+    model: nn.Module = instantiate(cfg.model)
+    correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     module = Classifier(
-        model=instantiate(cfg.model),
+        model=model,
         optimizer=optimizer,
         weight_decay=cfg.optim.weight_decay,
         schedule=schedule,
-        warmup_epochs=cfg.warmup_epochs,
         num_classes=cfg.model.num_classes,
+        **{name: cfg[name] for name in OPTIONS},
     )
     return trainer, module, data
 
@@ -60,11 +61,10 @@ def main(cfg: DictConfig) -> float:
     """Fit, then test the network as training left it; the accuracy is what a sweep compares."""
     with launch.job() as trainers:
         with launch.short_errors():
-            trainer, module, data = build(cfg)
             ckpt_path = launch.checkpoint(cfg.resume, cfg.run_dir)
+            trainer, module, data = build(cfg, ckpt_path)
+            tracking.begin(trainer, cfg, overrides=HydraConfig.get().overrides.task)
         trainers.append(trainer)
-        for logger in trainer.loggers:
-            logger.log_hyperparams(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)))
         rank_zero_info(f"run directory: {cfg.run_dir}")
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.test(module, data, verbose=False)

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipes import launch, train
 from recipes.trial_pool import Limits
 from recipes.trials import Mode, Outcome, Status
+from recipes.world import num_ranks
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -46,10 +47,10 @@ def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
     with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, f"run_dir='{run_dir}'"])
     launch.check(cfg)
-    num_ranks = launch.num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes)
-    if num_ranks != 1:
+    world_size = num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
+    if world_size != 1:
         raise ValueError(
-            f"`trainer.devices * trainer.num_nodes` (={num_ranks}) must be 1 in a trial: trials run side by side, one "
+            f"`trainer.devices * trainer.num_nodes` (={world_size}) must be 1 in a trial: trials run side by side, one "
             "process each. Set trainer.devices=1, and num_workers for more at a time."
         )
     return cfg

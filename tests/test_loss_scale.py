@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.loss_scale import DynamicLossScale, StaticLossScale, loss_scale_from
+from lightning_hybrid.loss_scale import DynamicLossScale, StaticLossScale, loss_scale_from, unscale_
 
 OVERFLOW, CLEAN = torch.tensor(True), torch.tensor(False)
 
@@ -111,3 +111,14 @@ def test_bad_dynamic_scale_is_refused(arguments, message):
 def test_bad_setting_is_refused(setting):
     with pytest.raises(ValueError, match="`loss_scale` "):
         loss_scale_from(setting)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_unscaling_divides_exactly_and_finds_what_is_not_finite_in_any_dtype(where, bad):
+    gradients = [torch.rand(5), torch.rand(3, dtype=torch.float64), torch.rand(4)[::2]]
+    expected = [gradient / 1024 for gradient in gradients]
+    assert unscale_(gradients, torch.tensor(1024.0)).item() == 0
+    assert all(map(torch.equal, gradients, expected))
+    gradients[where][-1] = bad
+    assert unscale_(gradients, torch.tensor(1024.0)).item() == 1

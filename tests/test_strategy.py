@@ -483,7 +483,7 @@ def buckets_of_a_wide_fit(options, precision):
         def on_train_end(self, trainer, module):
             seen.extend(trainer.strategy._engine.buckets)
 
-    plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000)
+    plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000, num_buckets=16)
     strategy = HybridAllReduceStrategy(plan=plan, **options)
     toy.trainer(strategy=strategy, callbacks=[Looks()], max_epochs=1, precision=precision).fit(Wide(), toy.loader())
     return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in seen]

@@ -2,7 +2,9 @@
 
 The way of a bucket is ``hook`` (divide, hand over) -> ``engine`` (stages of successive buckets at the same time) ->
 ``allreduce`` (flat, hierarchical or two-level sum). Beside it: ``topology`` (who shares a node; process groups),
-``plan`` (bucket size; algorithm by bytes), ``traffic`` (bytes on the links), ``trace`` (bytes and seconds). In use::
+``plan`` (bucket size; algorithm by bytes), ``traffic`` (bytes on the links), ``trace`` (bytes and seconds). Apart from
+that, for clusters one does not have: ``cost`` (seconds by counting), ``cluster`` (links, stages), ``simulate`` (steps).
+In use::
 
     engine = CommEngine(topology=Topology.discover(), plan=CommPlan(), timeout=timeout, device=device)
     ddp_model.register_comm_hook(HookState(engine=engine), average_bucket)

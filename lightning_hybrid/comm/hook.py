@@ -2,9 +2,10 @@
 
     buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = world_size
 
-This is the only place that divides. ``before`` is a power of two near sqrt(world_size): dividing by it is exact, and
-in fp16 the sum of 2,048 gradients then has 64 times the room it would have undivided, while gradients lose 6 bits of
-the subnormal range where dividing by 2,048 first would lose 11.
+This is the only place that divides. On a wire of fp16 ``before`` is a power of two near sqrt(world_size): dividing by
+it is exact, and the sum of 2,048 gradients then has 64 times the room it would have undivided, while gradients lose 6
+bits of the subnormal range where dividing by 2,048 first would lose 11. Other dtypes have room for the sum of all:
+``before`` is 1, which saves a pass over memory.
 """
 
 from functools import partial
@@ -67,7 +68,8 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
-    before, after = split_divisor(engine.topology.world_size)
+    dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
+    before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
     return engine.submit(
         to_wire(buffer, state.comm_dtype, before=before),
         bucket_index=bucket.index(),
@@ -76,12 +78,16 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     )
 
 
-def split_divisor(world_size: int) -> tuple[int, float]:
-    """``world_size`` as (a power of two near its square root) times (the rest).
+def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
+    """``world_size`` as (a power of two near its square root) times (the rest), or as 1 times all of it.
 
-    >>> split_divisor(1), split_divisor(3), split_divisor(1024), split_divisor(2048)
-    ((1, 1.0), (2, 1.5), (32, 32.0), (64, 32.0))
+    >>> [split_divisor(world_size, is_fp16=True) for world_size in (1, 3, 1024, 2048)]
+    [(1, 1.0), (2, 1.5), (32, 32.0), (64, 32.0)]
+    >>> split_divisor(2048, is_fp16=False)
+    (1, 2048.0)
     """
+    if not is_fp16:
+        return 1, float(world_size)
     before = 1 << (world_size.bit_length() // 2)
     return before, world_size / before
 
@@ -97,7 +103,8 @@ def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> T
     if comm_dtype is None or comm_dtype == buffer.dtype:
         return buffer.div_(before) if before > 1 else buffer
     if comm_dtype.itemsize > buffer.dtype.itemsize:
-        return buffer.to(comm_dtype).div_(before)
+        wire = buffer.to(comm_dtype)
+        return wire.div_(before) if before > 1 else wire
     return torch.div(buffer, before, out=torch.empty_like(buffer, dtype=comm_dtype))
 
 

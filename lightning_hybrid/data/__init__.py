@@ -1,8 +1,25 @@
 """Input pipelines: what a rank reads, in which order, and how it gets to the device in time.
 
+    order           who reads which image when, and how far a loader is; resume: Lightning's counters afterwards
+    loaders         of image sets that fit in memory; digits is one
+    source          images as they are stored, and what becomes of broken ones; folder, shards: two ways to store them
+    decode, views   image files -> pixels -> what the network sees
+    threads         batches ahead of the consumer; buffers: their memory; image_loader: loaders made of all this
+    on_device       normalisation; prefetch: one batch ahead on the device
+    image_module    what imagenet and synthetic, two LightningDataModules, have in common
+
 Image sets are imported by their own name (`lightning_hybrid.data.digits`), since each brings its own library along.
 """
 
-from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader, batch_size_per_rank
+from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader
+from lightning_hybrid.data.order import EpochOrder, ResumableLoader, batch_size_per_rank
 
-__all__ = ["EvalLoader", "ImageSet", "Normalise", "TrainLoader", "batch_size_per_rank"]
+__all__ = [
+    "EpochOrder",
+    "EvalLoader",
+    "ImageSet",
+    "Normalise",
+    "ResumableLoader",
+    "TrainLoader",
+    "batch_size_per_rank",
+]

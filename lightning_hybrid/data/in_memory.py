@@ -7,6 +7,7 @@ from abc import abstractmethod
 import lightning.pytorch as pl
 
 from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader
+from lightning_hybrid.data.resume import recounting
 
 
 class InMemoryDataModule(pl.LightningDataModule):
@@ -63,6 +64,7 @@ class InMemoryDataModule(pl.LightningDataModule):
             seed=self.seed,
             shift_pixels=self.shift_pixels,
             normalise=self.normalise,
+            on_other_accumulation=recounting(trainer),
             **self._ranks(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-_OWN = ("_loader", "_device", "_convert", "_stream", "_state")
+_OWN = ("_loader", "_device", "_on_device", "_convert", "_stream", "_state", "_wait_s")
 
 
 class DevicePrefetcher:
@@ -19,7 +20,10 @@ class DevicePrefetcher:
 
     While step ``i`` runs, batch ``i + 1`` is fetched, moved and cast. On CUDA the copy runs on a side stream (truly
     asynchronous from pinned memory: ``DataLoader(pin_memory=True)``); on a CPU the same code runs and moves nothing.
-    What the consumer gets needs no further transfer: Lightning's own is then a no-op.
+    What the consumer gets needs no further transfer: Lightning's own is then a no-op. Where the loader has a method
+    ``on_device(batch)``, such as normalisation of images that travel as uint8, it is applied after moving.
+
+    The seconds for which the loader kept the consumer waiting add up; :meth:`take_wait_s` reads them.
 
     Everything but iteration is the loader's: attributes are read from and written to it, so samplers, ``dataset`` and
     worker settings stay where Lightning and users look for them.
@@ -33,9 +37,20 @@ class DevicePrefetcher:
     def __init__(self, loader: Iterable[Any], device: torch.device, convert: Callable[[Any], Any]) -> None:
         self._loader = loader
         self._device = device
+        self._on_device: Callable[[Any], Any] = getattr(loader, "on_device", _as_it_is)
         self._convert = convert
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._state: dict[str, Any] | None = None
+        self._wait_s = 0.0
+
+    def take_wait_s(self) -> float:
+        """Seconds spent waiting for the loader since this was last asked: near 0 where it keeps up.
+
+        Of the host's time alone: no device is asked. At the start of an epoch they include the loader's first two
+        batches, which nothing hides.
+        """
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return wait_s
 
     def __iter__(self) -> Iterator[Any]:
         self._state = None
@@ -57,10 +72,14 @@ class DevicePrefetcher:
     def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
         """The next batch and the loader's state after it. An error is kept until its batch is due: none is lost."""
         try:
-            batch = next(batches)
+            start_s = time.perf_counter()
+            try:
+                batch = next(batches)
+            finally:
+                self._wait_s += time.perf_counter() - start_s
             state = self._snapshot()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                return self._convert(move_data_to_device(batch, self._device)), state
+                return self._convert(self._on_device(move_data_to_device(batch, self._device))), state
         except Exception as error:
             return error
 
@@ -87,6 +106,10 @@ class DevicePrefetcher:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):

@@ -1,56 +1,62 @@
-"""AlexNet with BatchNorm, as large-batch training uses it, for images of any (small) size."""
+"""AlexNet with BatchNorm, as large-batch training uses it, for images of any size; and torchvision's AlexNet."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
+from lightning_hybrid.models.checkpointing import run_stages
+
+BNPosition = Literal["before_relu", "after_pool"]
+
 CONV_CHANNELS = (96, 256, 384, 384, 256)
+POOLED = (True, True, False, False, True)  # a max-pool follows conv1, conv2 and conv5
 FC_FEATURES = 4096
-POOL_KERNEL, POOL_STRIDE, POOL_PADDING = 3, 2, 1
-
-
-def _conv_bn_relu(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """No bias: the normalisation that follows would take it away again."""
-    conv = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
-    return [conv, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
-
-
-def _max_pool() -> nn.Module:
-    return nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=POOL_PADDING)
-
-
-def _out_size(size: int, *, kernel: int, stride: int, padding: int) -> int:
-    return (size + 2 * padding - kernel) // stride + 1
+POOL_KERNEL, POOL_STRIDE = 3, 2
 
 
 class AlexNetBN(nn.Module):
-    """AlexNet with BatchNorm after every convolution and after the last pooling.
+    """AlexNet with BatchNorm in the convolutions and after the last pooling.
 
-    ======  ==========================================================  =======================
-    layer   what                                                        channels / features
-    ======  ==========================================================  =======================
-    conv1   `stem_kernel`, stride `stem_stride`; BN, ReLU; max-pool     96 * width
-    conv2   3x3; BN, ReLU; max-pool                                     256 * width
-    conv3   3x3; BN, ReLU                                               384 * width
-    conv4   3x3; BN, ReLU                                               384 * width
-    conv5   3x3; BN, ReLU; max-pool; **BN** ("bn5", the paper's change) 256 * width
-    fc6     ReLU, dropout                                               4096 * width
-    fc7     ReLU, dropout                                               4096 * width
-    fc8     logits                                                      `num_classes`
-    ======  ==========================================================  =======================
+    ======  ==================================================  ==================  ============================
+    layer   what (defaults: small images)                       channels, features  at ImageNet's size
+    ======  ==================================================  ==================  ============================
+    conv1   `stem_kernel`, stride `stem_stride`; BN, ReLU       96 * width          11x11, stride 4, pad 2; 55 px
+    pool1   max 3x3, stride 2                                                       27 px
+    conv2   `conv2_kernel`; BN, ReLU                            256 * width         5x5, pad 2; 27 px
+    pool2   max 3x3, stride 2                                                       13 px
+    conv3   3x3; BN, ReLU                                       384 * width         3x3, pad 1; 13 px
+    conv4   3x3; BN, ReLU                                       384 * width         3x3, pad 1; 13 px
+    conv5   3x3; BN, ReLU                                       256 * width         3x3, pad 1; 13 px
+    pool5   max 3x3, stride 2; **BN** (`pool5_bn`: "bn5")                           6 px: 9216 features
+    fc6     ReLU, dropout                                       4096 * width
+    fc7     ReLU, dropout                                       4096 * width
+    fc8     logits                                              `num_classes`
+    ======  ==================================================  ==================  ============================
 
-    Every pooling is the overlapping 3x3 with stride 2 of AlexNet, padded by one, so that it halves any size (8 -> 4 ->
-    2 -> 1). Convolutions are padded to keep the size and are not grouped: the groups of Krizhevsky et al. (2012) were
-    there to fit two GPUs.
+    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of them 3,745,824 weights of convolutions,
+    58,621,952 weights and 9,192 biases of fc6 to fc8, 2,752 gamma and beta in the convolutions and 512 in bn5. The
+    network without BatchNorm, and so with biases in the convolutions, would have 62,378,344.
 
-    Sources. Five convolutions, three poolings, three fully connected layers: Krizhevsky et al. 2012. BatchNorm
-    between convolution and ReLU: Ioffe and Szegedy 2015, arXiv:1502.03167. BatchNorm after pool5, whose output
-    distribution otherwise widens with training, and no weight decay on biases and BatchNorm (the optimizer's matter,
-    not the network's): Jia et al. 2018, arXiv:1807.11205. Initialisation follows the same article: convolutions scaled
-    by fan-in, fully connected layers Gaussian. It leaves the Gaussian's width open; here it is sqrt(2 / fan_in) for fc6
-    and fc7, since a fixed 0.005 (usual at 4096 features) would silence layers as narrow as these, and 0.01 for fc8.
+    What is published, and what is chosen here:
+
+    * Five convolutions, three overlapping poolings, three fully connected layers, dropout: Krizhevsky et al. 2012.
+    * BatchNorm after pool5, whose output distribution otherwise widens with training, and no weight decay on biases and
+      BatchNorm (the optimizer's matter, not the network's): Jia et al. 2018, arXiv:1807.11205.
+    * The rest of Jia et al.'s network is not published layer by layer. The nearest that is, B. Ginsburg's AlexNet-BN in
+      NVCaffe 0.16 (`models/alexnet_bn`), has two layouts: `train_val` normalises each convolution before its ReLU (as
+      Ioffe and Szegedy 2015, arXiv:1502.03167) and is `bn_position="before_relu"`; `train_val2`, which the LARS
+      experiments there use, is `bn_position="after_pool"` with `conv_bias=True`: convolutions 1 to 4, then ReLU,
+      pooling if any, BatchNorm; nothing is normalised between conv5 and fc6, the place of the paper's bn5. There
+      BatchNorm has no gamma and beta; here it has. Which of the two Jia et al. started from is not known.
+    * Convolutions are not grouped (both of Ginsburg's are, in two): the authors speak of 62 million parameters, which
+      is the ungrouped network; grouped it would be 60,965,224.
+    * Initialisation: convolutions scaled by fan-in, fully connected layers Gaussian (the authors' article), which
+      leaves the Gaussian's width open. fc8 has 0.01 (Krizhevsky et al. 2012), fc6 and fc7 `fc_std`: Ginsburg's is
+      0.005, the default sqrt(2 / fan_in), since 0.005 would silence layers much narrower than 4096. Biases are 0.
 
     Args:
         num_classes: Classes, the last dimension of the logits.
@@ -59,13 +65,24 @@ class AlexNetBN(nn.Module):
         width: Factor on the channels and features of the original network.
         stem_kernel: Kernel of conv1, odd, in pixels (11 for ImageNet).
         stem_stride: Stride of conv1, in pixels (4 for ImageNet).
+        stem_padding: Padding of conv1, in pixels (2 for ImageNet at 224, 0 at 227); None: half the kernel.
+        conv2_kernel: Kernel of conv2, odd, in pixels (5 for ImageNet), padded to keep the size.
+        pool_padding: Padding of the poolings, 0 (ImageNet) or 1 pixel.
+        bn_position: Of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`, which is after the ReLU where
+            there is no pooling, and leaves conv5 to `pool5_bn`.
+        pool5_bn: BatchNorm after pool5; False is the paper's ablation.
+        conv_bias: Biases in the convolutions; with `"before_relu"` the BatchNorm that follows takes them away again.
+        fc_std: Initial standard deviation of the weights of fc6 and fc7; None: sqrt(2 / fan_in).
         dropout: Probability of a zero after fc6 and fc7.
+        bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
+        bn_momentum: Weight of the new batch in the running statistics; 0.1 is torch's and Ginsburg's.
+        checkpoint_activations: Compute what is inside each convolution's stage again in backward instead of keeping it.
 
     Shapes: images `"batch in_channels image_size image_size"` -> logits `"batch num_classes"`, in the images' dtype.
 
     Raises:
-        ValueError: A `width` that leaves a layer without channels, an even `stem_kernel`, or an `image_size` that
-            the strides reduce to nothing.
+        ValueError: An unknown `bn_position`, a `width` that leaves a layer without channels, an even kernel, a
+            `pool_padding` above 1, or an `image_size` that the strides reduce to nothing.
 
     >>> import torch
     >>> network = AlexNetBN(num_classes=10, in_channels=1, image_size=8, width=0.125)
@@ -86,57 +103,169 @@ class AlexNetBN(nn.Module):
         width: float = 1.0,
         stem_kernel: int = 3,
         stem_stride: int = 1,
+        stem_padding: int | None = None,
+        conv2_kernel: int = 3,
+        pool_padding: int = 1,
+        bn_position: BNPosition = "before_relu",
+        pool5_bn: bool = True,
+        conv_bias: bool = False,
+        fc_std: float | None = None,
         dropout: float = 0.5,
+        bn_eps: float = 1e-5,
+        bn_momentum: float = 0.1,
+        checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
-        c1, c2, c3, c4, c5 = channels = [round(width * c) for c in CONV_CHANNELS]
-        if min(channels) < 1:
-            raise ValueError(
-                f"`width` (={width}) must leave every layer at least one channel: conv1 would have {c1}. "
-                f"The smallest that fits is model.width={1 / CONV_CHANNELS[0]:.4f}."
-            )
-        if stem_kernel % 2 == 0:
-            raise ValueError(
-                f"`stem_kernel` (={stem_kernel}) must be odd: the padding that centres it would be half a pixel. "
-                f"Use model.stem_kernel={stem_kernel + 1}."
-            )
-        size = _out_size(image_size, kernel=stem_kernel, stride=stem_stride, padding=stem_kernel // 2)
-        for _ in range(3):
-            size = _out_size(size, kernel=POOL_KERNEL, stride=POOL_STRIDE, padding=POOL_PADDING)
-        if size < 1:
-            raise ValueError(f"`image_size` (={image_size}) must be at least 1 pixel. Set model.image_size.")
+        channels = [round(width * c) for c in CONV_CHANNELS]
+        _check(width, channels, bn_position, pool_padding, stem_kernel=stem_kernel, conv2_kernel=conv2_kernel)
+        kernels = (stem_kernel, conv2_kernel, 3, 3, 3)
+        strides = (stem_stride, 1, 1, 1, 1)
+        paddings = [kernel // 2 for kernel in kernels]
+        if stem_padding is not None:
+            paddings[0] = stem_padding
+        self.checkpoint_activations = checkpoint_activations
+        bn = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
 
-        self.features = nn.Sequential(
-            *_conv_bn_relu(in_channels, c1, kernel=stem_kernel, stride=stem_stride),
-            _max_pool(),
-            *_conv_bn_relu(c1, c2, kernel=3),
-            _max_pool(),
-            *_conv_bn_relu(c2, c3, kernel=3),
-            *_conv_bn_relu(c3, c4, kernel=3),
-            *_conv_bn_relu(c4, c5, kernel=3),
-            _max_pool(),
-            nn.BatchNorm2d(c5),  # bn5, Jia et al. 2018
-        )
+        layers: list[nn.Module] = []
+        size, last = image_size, in_channels
+        for index, (kernel, stride, padding) in enumerate(zip(kernels, strides, paddings, strict=True)):
+            layers.append(nn.Conv2d(last, channels[index], kernel, stride=stride, padding=padding, bias=conv_bias))
+            size, last = _out_size(size, kernel=kernel, stride=stride, padding=padding), channels[index]
+            if bn_position == "before_relu":
+                layers.append(bn(last))
+            layers.append(nn.ReLU(inplace=True))
+            if POOLED[index]:
+                layers.append(nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding))
+                size = _out_size(size, kernel=POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding)
+            if bn_position == "after_pool" and index < 4:
+                layers.append(bn(last))
+        if pool5_bn:
+            layers.append(bn(last))  # bn5, Jia et al. 2018
+        if size < 1:
+            raise ValueError(
+                f"`image_size` (={image_size}) must leave at least one pixel after pool5: nothing is left for fc6. "
+                "Set a larger model.image_size, or a smaller model.stem_stride."
+            )
+        self.features = nn.Sequential(*layers)
         fc = round(width * FC_FEATURES)
-        self.fc6 = nn.Linear(c5 * size * size, fc)
+        self.fc6 = nn.Linear(last * size * size, fc)
         self.fc7 = nn.Linear(fc, fc)
         self.fc8 = nn.Linear(fc, num_classes)
         self.relu = nn.ReLU(inplace=True)
         self.dropout = nn.Dropout(dropout)
-        self._initialise()
+        self._initialise(fc_std)
 
-    def _initialise(self) -> None:
+    def _initialise(self, fc_std: float | None) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         for layer in (self.fc6, self.fc7, self.fc8):
-            std = 0.01 if layer is self.fc8 else math.sqrt(2 / layer.in_features)
-            nn.init.normal_(layer.weight, std=std)
+            hidden_std = math.sqrt(2 / layer.in_features) if fc_std is None else fc_std
+            nn.init.normal_(layer.weight, std=0.01 if layer is self.fc8 else hidden_std)
             nn.init.zeros_(layer.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of a batch of normalised images."""
-        x = self.features(images).flatten(1)
+        x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations).flatten(1)
         x = self.dropout(self.relu(self.fc6(x)))
         x = self.dropout(self.relu(self.fc7(x)))
         return self.fc8(x)
+
+
+class AlexNet(nn.Module):
+    """AlexNet without any normalisation, as torchvision has it: Krizhevsky 2014 (arXiv:1404.5997), in one column.
+
+        features     conv 11x11 stride 4, 64; pool; conv 5x5, 192; pool; conv 3x3, 384; 256; 256; pool
+        avgpool      mean over 6 x 6 cells
+        classifier   dropout; fc 4096; dropout; fc 4096; fc `num_classes`
+
+    ReLU after every convolution and hidden layer; a pool is max 3x3 with stride 2. 61,100,840 parameters in 16
+    tensors, with names, shapes, order and initialisation (torch's default) of `torchvision.models.alexnet`:
+    checkpoints interchange. It is a baseline: `AlexNetBN` is what trains with large batches.
+
+    Args:
+        num_classes: Classes, the last dimension of the logits.
+        in_channels: Channels of the images.
+        dropout: Probability of a zero before the two hidden layers.
+        checkpoint_activations: Compute what is inside each convolution's stage again in backward instead of keeping it.
+
+    Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits
+    `"batch num_classes"`, in the images' dtype.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     network = AlexNet()
+    >>> sum(parameter.numel() for parameter in network.parameters()), len(list(network.parameters()))
+    (61100840, 16)
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        dropout: float = 0.5,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_activations = checkpoint_activations
+        self.features = nn.Sequential(
+            nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE),
+            nn.Conv2d(64, 192, 5, padding=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE),
+            nn.Conv2d(192, 384, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(256, 256, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(256 * 6 * 6, FC_FEATURES),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(FC_FEATURES, FC_FEATURES),
+            nn.ReLU(inplace=True),
+            nn.Linear(FC_FEATURES, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of a batch of normalised images."""
+        x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations)
+        return self.classifier(self.avgpool(x).flatten(1))
+
+
+def _out_size(size: int, *, kernel: int, stride: int, padding: int) -> int:
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+def _check(width: float, channels: list[int], bn_position: str, pool_padding: int, **kernels: int) -> None:
+    if min(channels) < 1:
+        raise ValueError(
+            f"`width` (={width}) must leave every layer at least one channel: conv1 would have {channels[0]}. "
+            f"The smallest that fits is model.width={1 / CONV_CHANNELS[0]:.4f}."
+        )
+    for name, kernel in kernels.items():
+        if kernel % 2 == 0:
+            raise ValueError(
+                f"`{name}` (={kernel}) must be odd: the padding that centres it would be half a pixel. "
+                f"Use model.{name}={kernel + 1}."
+            )
+    if bn_position not in get_args(BNPosition):
+        raise ValueError(
+            f"`bn_position` (={bn_position}) must be one of {', '.join(get_args(BNPosition))}: there is no other "
+            "place for the convolutions' BatchNorm. Set model.bn_position."
+        )
+    if pool_padding not in (0, 1):
+        raise ValueError(
+            f"`pool_padding` (={pool_padding}) must be 0 or 1: more than half of the 3x3 window would be padding. "
+            "Set model.pool_padding."
+        )

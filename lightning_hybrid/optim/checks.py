@@ -54,7 +54,19 @@ def check_common(group: dict[str, Any]) -> None:
             "trust_clip", group["trust_clip"], low=0, above=True, why="it bounds the trust ratio; None is no bound."
         )
     # torch leaves False there by itself.
-    check_choice("differentiable", group.get("differentiable", False), (False,), why="no step here records a gradient.")
+    check_choice(
+        "differentiable",
+        group.get("differentiable", False),
+        (False,),
+        why="the step writes in place and records no gradient. To differentiate through it, use torch.optim.SGD or "
+        "AdamW, whose rule is that of groups with trust_ratio=False.",
+    )
+    check_choice(
+        "capturable",
+        group["capturable"],
+        (True, False),
+        why="True reads nothing on the host in a step, so that a CUDA graph may capture it.",
+    )
     check_choice("trust_ratio", group["trust_ratio"], (True, False), why="False excludes the group from layer scaling.")
     check_choice("maximize", group["maximize"], (True, False), why="True climbs the objective.")
     check_choice(

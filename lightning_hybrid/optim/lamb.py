@@ -44,6 +44,10 @@ class LAMB(LayerwiseOptimizer):
     at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half
     a million elements, whose |u| is then summed in another order (in float64).
 
+    `capturable=True` counts steps on the parameters' device and reads nothing on the host, so that a CUDA graph may
+    capture the step; capture itself has not been run. A rate that changes between replays has to be a tensor.
+    `differentiable` is torch's, and refused.
+
     Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
     parameter, a sparse gradient.
 
@@ -71,6 +75,8 @@ class LAMB(LayerwiseOptimizer):
         excluded_lr_mult: float = 1.0,
         foreach: bool | None = None,
         maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -84,6 +90,8 @@ class LAMB(LayerwiseOptimizer):
             "trust_ratio": True,
             "foreach": foreach,
             "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
         }
         super().__init__(params, defaults)
 
@@ -139,7 +147,7 @@ class LAMB(LayerwiseOptimizer):
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
         moments = self._state_lists(params, "exp_avg", "exp_avg_sq")
-        steps = [self._next_step(param) for param in params]
+        steps = [self._next_step(param, group["capturable"]) for param in params]
         copies = self._copies_of(params)
         blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))
         for _, some_grads, means, squares, *_ in blocks:
@@ -164,18 +172,18 @@ class LAMB(LayerwiseOptimizer):
             if some_copies:
                 torch._foreach_copy_(some_copies[0], some_params)
 
-    def _next_step(self, param: Tensor) -> float | Tensor:
+    def _next_step(self, param: Tensor, capturable: bool) -> float | Tensor:
         """Count this step, unless it is skipped; the count as `_corrections` takes it."""
         state, found_inf = self.state[param], self._scaling.found_inf
         if "step" not in state:
             # On the CPU wherever the parameter is, so that reading it waits for nothing.
             state["step"] = torch.zeros((), dtype=torch.float32)
-        if found_inf is None:
+        if found_inf is None and not capturable:
             state["step"] += 1
             return _count(state["step"], param.device)
         if state["step"].device != param.device:
             state["step"] = state["step"].to(param.device, non_blocking=True)
-        state["step"] += (found_inf <= 0).to(torch.float32)
+        state["step"] += 1 if found_inf is None else (found_inf <= 0).to(torch.float32)
         # A skipped first step divides by 1 - beta ** 0; nothing comes of it, and nothing is written.
         return state["step"].to(torch.float64)
 

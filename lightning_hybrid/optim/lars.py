@@ -74,6 +74,9 @@ class LARS(LayerwiseOptimizer):
     `torch.amp.GradScaler` that the step unscales and skips by itself; Lightning then refuses to clip gradients under
     "16-mixed". Under `torch.compile(optimizer.step)` the lists are what is compiled.
 
+    `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it; capture itself has not
+    been run. A rate that changes between replays has to be a tensor. `differentiable` is torch's, and refused.
+
     Half-precision gradients on float32 parameters, loss scale, skipping and half-precision copies of the parameters
     are taken by plain attributes, on every path: see `LayerwiseOptimizer`.
 
@@ -105,6 +108,8 @@ class LARS(LayerwiseOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -121,6 +126,8 @@ class LARS(LayerwiseOptimizer):
             "foreach": foreach,
             "maximize": maximize,
             "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
         }
         super().__init__(params, defaults)
 

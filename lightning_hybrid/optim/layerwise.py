@@ -1,7 +1,6 @@
 """What LARS and LAMB share: checked parameter groups, float32 state, lists of tensors to work on."""
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -11,9 +10,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.optim.scaling import Scaling, any_not_finite
 
 # Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
-_FOREIGN_KEYS = frozenset(
-    "params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr differentiable".split()
-)
+_FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -44,7 +41,7 @@ class LayerwiseOptimizer(Optimizer):
     a gradient is inf or nan, before it writes. Gradients are not changed: divided once more they would be wrong.
     """
 
-    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    copies: Mapping[Tensor, Tensor] = {}  # never written; torch.compile stops at a MappingProxyType
     last_found_inf: Tensor | None = None
     _scaling = Scaling()  # of the step in progress
 
@@ -93,8 +90,7 @@ class LayerwiseOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                if key != "differentiable":
-                    group.setdefault(key, value)
+                group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep the state of half-precision parameters in float32.
@@ -240,10 +236,12 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
     """The group's learning rate, that of excluded groups multiplied; a tensor only where a number would cost a wait.
 
-    A tensor on the CPU is read, which waits for nothing, except while `torch.compile` traces.
+    A tensor on the CPU is read, which waits for nothing, except while `torch.compile` traces and with `capturable`:
+    a number would be frozen into the graph.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.detach()
-        lr = lr.item() if lr.device.type == "cpu" and not torch.compiler.is_compiling() else lr.to(device)
+        may_be_read = lr.device.type == "cpu" and not torch.compiler.is_compiling() and not group["capturable"]
+        lr = lr.item() if may_be_read else lr.to(device)
     return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]

@@ -1,12 +1,14 @@
 """The learning-rate schedule of the large-batch records: linear warm-up, then polynomial decay."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hybrid.optim.checks import check_number
+from lightning_hybrid.optim.checks import check_choice, check_number
+
+DecayFrom = Literal["warmup_end", "start"]
 
 
 def warmup_polynomial_lr(
@@ -18,6 +20,7 @@ def warmup_polynomial_lr(
     power: float,
     end_lr: float,
     warmup_start_lr: float,
+    decay_from: DecayFrom = "warmup_end",
 ) -> Any:
     """The learning rate of update number `step`, counted from 0; the rule is that of `WarmupPolynomialDecay`.
 
@@ -27,7 +30,8 @@ def warmup_polynomial_lr(
     """
     if step < warmup_steps:
         return warmup_start_lr + (base_lr - warmup_start_lr) * (step / warmup_steps)
-    remaining = 1 - min(step - warmup_steps, total_steps - warmup_steps) / (total_steps - warmup_steps)
+    begin = warmup_steps if decay_from == "warmup_end" else 0
+    remaining = 1 - min(step - begin, total_steps - begin) / (total_steps - begin)
     return end_lr + (base_lr - end_lr) * remaining**power
 
 
@@ -44,6 +48,10 @@ class WarmupPolynomialDecay(LRScheduler):
     rule; the TensorFlow reference divides by T + 1, which at thousands of steps is the same. Like both, the rule makes
     update 0 at `warmup_start_lr`, which at 0 is no update. Poly-2 ending at 1e-4 is MLPerf's for LARS
     (mlcommons/training, image classification).
+
+    With `decay_from="start"` the decay counts from update 0, whatever the warm-up (W = 0 in the second line): at s = W
+    the rate falls from near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's
+    `rampup_interval`, and its learning rates are to be read so.
 
     `end_lr` and `warmup_start_lr` hold for all groups: a group with a smaller base than `end_lr` is an error, not a
     rise. `lr` may be a 0-dim tensor, which is then filled in place; torch reads the value to the host to do so.
@@ -74,6 +82,7 @@ class WarmupPolynomialDecay(LRScheduler):
         end_lr: float = 1e-4,
         warmup_start_lr: float = 0.0,
         last_epoch: int = -1,
+        decay_from: DecayFrom = "warmup_end",
     ) -> None:
         for name, value, low in (("total_steps", total_steps, 1), ("warmup_steps", warmup_steps, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -89,6 +98,7 @@ class WarmupPolynomialDecay(LRScheduler):
         check_number("power", power, low=0, above=True, why="2 is MLPerf's, 1 is linear; 0 would never decay.")
         check_number("end_lr", end_lr, low=0, why="it is a learning rate; 1e-4 is MLPerf's.")
         check_number("warmup_start_lr", warmup_start_lr, low=0, why="it is a learning rate; 0 is usual.")
+        check_choice("decay_from", decay_from, get_args(DecayFrom), why="start is Caffe's rule.")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer: its groups are changed."
@@ -105,6 +115,7 @@ class WarmupPolynomialDecay(LRScheduler):
         self.power = power
         self.end_lr = end_lr
         self.warmup_start_lr = warmup_start_lr
+        self.decay_from: DecayFrom = decay_from
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -118,6 +129,7 @@ class WarmupPolynomialDecay(LRScheduler):
                 power=self.power,
                 end_lr=self.end_lr,
                 warmup_start_lr=self.warmup_start_lr,
+                decay_from=self.decay_from,
             )
             for base_lr in self.base_lrs
         ]

@@ -176,8 +176,9 @@ def test_halves_are_averaged_as_halves_or_in_single_precision(three_ranks, comm_
 
 @pytest.mark.parametrize("world_size", [*range(1, 70), 1000, 1024, 2048, 4096])
 def test_the_divisor_is_split_near_its_root_and_its_first_part_is_a_power_of_two(world_size):
-    before, after = split_divisor(world_size)
+    before, after = split_divisor(world_size, is_fp16=True)
     assert before * after == world_size
+    assert split_divisor(world_size, is_fp16=False) == (1, world_size)
     assert before & (before - 1) == 0
     assert 0.5 <= after / before <= 2
 
@@ -193,7 +194,7 @@ def average_of_equals(value, world_size, *, before):
 
 @pytest.mark.parametrize("value", [2.0**-18, 2.0**-17, 1.0, 1000.0, 1023.5])
 def test_halves_survive_2048_ranks(value):
-    before, _ = split_divisor(2048)
+    before, _ = split_divisor(2048, is_fp16=True)
     assert average_of_equals(value, 2048, before=before).tolist() == [value] * 3
 
 

@@ -20,7 +20,7 @@ plans = st.builds(
     algorithm=st.sampled_from(["auto", "flat", "parallel_flat", "hierarchical", "two_level"]),
     bucket_bytes=st.integers(1, 2**40),
     last_bucket_bytes=st.integers(1, 2**40),
-    num_buckets=st.integers(1, 100),
+    num_buckets=st.none() | st.integers(1, 100),
     hierarchical_below_bytes=st.integers(0, 2**40),
     chunk_bytes=st.integers(1, 2**40),
     num_parallel_groups=st.integers(1, 16),
@@ -182,10 +182,10 @@ def test_chunks_grow_with_the_nodes_that_a_ring_cuts_them_for():
         assert bucket.num_chunks == num_chunks
 
 
-@given(plans, st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 2000), st.integers(1, 500))
-def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket_bytes, last_bucket_bytes):
+@given(plans, st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 2000), st.integers(1, 500), st.integers(1, 9))
+def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket_bytes, last_bucket_bytes, num_nodes):
     plan = dataclasses.replace(plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1)
-    caps = plan.bucket_caps(sizes)
+    caps = plan.bucket_caps(sizes, num_nodes=num_nodes)
     assert sum(caps) == sum(sizes)
     rest = iter(sizes)
     buckets = []
@@ -201,3 +201,10 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket
             assert sum(bucket) + buckets[index + 1][0] > bucket_bytes
     if buckets:
         assert len(buckets[-1]) == 1 or sum(buckets[-1]) <= min(last_bucket_bytes, bucket_bytes)
+
+
+def test_buckets_are_large_on_one_node_unless_a_number_of_buckets_is_asked_for():
+    sizes = [MIB] * 64
+    assert CommPlan().bucket_caps(sizes, num_nodes=1) == [25 * MIB, 14 * MIB, 25 * MIB]
+    assert len(CommPlan(num_buckets=8).bucket_caps(sizes, num_nodes=1)) == 9
+    assert CommPlan().bucket_caps(sizes, num_nodes=2) == CommPlan(num_buckets=16).bucket_caps(sizes, num_nodes=2)

@@ -143,13 +143,7 @@ def test_the_state_is_the_same_on_every_rank():
         next(iterator)
         states.append(loader.state_dict())
     assert states[0] == states[1]
-    assert states[0]["batches_done"] == 1
-
-
-@pytest.mark.parametrize("change", [{"seed": 4}, {"global_batch_size": 24}, {"accumulate_grad_batches": 2}])
-def test_a_state_of_another_order_is_refused(change):
-    with pytest.raises(ValueError, match=r"must be that of the checkpoint"):
-        train_loader(**change).load_state_dict(train_loader().state_dict())
+    assert (states[0]["steps_done"], states[0]["batches_done_of_step"]) == (1, 0)
 
 
 class Remembers(pl.LightningModule):
@@ -213,12 +207,47 @@ def test_a_resumed_fit_sees_the_batches_that_were_left(two_ranks, tmp_path, plac
     assert whole[0] != whole[1]
 
 
-def fit_and_save_at(path, hook, epoch, batch_idx, strategy):
-    return seen_by_a_fit([SavesAt(path, hook, epoch, batch_idx)], strategy=strategy)
+def fit_and_save_at(path, hook, epoch, batch_idx, strategy, accumulate=1):
+    callbacks = [SavesAt(path, hook, epoch, batch_idx)]
+    return seen_by_a_fit(callbacks, strategy=strategy, accumulate_grad_batches=accumulate)
 
 
-def resume_from(path, strategy):
-    return seen_by_a_fit(ckpt_path=path, strategy=strategy)
+def resume_from(path, strategy, accumulate=1):
+    return seen_by_a_fit(ckpt_path=path, strategy=strategy, accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize(
+    ("place", "num_ranks", "accumulate"),
+    [
+        ("middle of a later epoch", 1, 4),
+        ("middle of a later epoch", 3, 1),
+        ("last batch", 4, 1),
+        ("end of an epoch", 1, 4),
+    ],
+)
+def test_other_ranks_and_accumulation_resume_the_steps_that_were_left(
+    rank_pool, tmp_path, place, num_ranks, accumulate
+):
+    """Two ranks with two batches each were interrupted between two of an epoch's four steps."""
+    hook, epoch, step = PLACES[place]
+    path = str(tmp_path / "some.ckpt")
+    whole = steps_of(rank_pool.ranks(2).run(fit_and_save_at, path, hook, epoch, 2 * step + 1, "hybrid_allreduce", 2), 2)
+    rest = steps_of(rank_pool.ranks(num_ranks).run(resume_from, path, "hybrid_allreduce", accumulate), accumulate)
+    assert len(whole) == 12
+    assert rest == whole[epoch * 4 + step + 1 :]
+
+
+def steps_of(seen, accumulate):
+    """Epoch and sorted labels of each step, over all ranks and batches; batches are numbered as they come."""
+    steps = []
+    for batches in zip(*seen, strict=True):
+        ((epoch, batch_idx),) = {batch[:2] for batch in batches}
+        labels = [label for batch in batches for label in batch[2]]
+        if batch_idx % accumulate == 0:
+            steps.append((epoch, batch_idx // accumulate, labels))
+        else:
+            steps[-1][2].extend(labels)
+    return [(*step, sorted(labels)) for *step, labels in steps]
 
 
 def test_every_epoch_starts_anew_where_batches_are_limited(two_ranks):

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import time
 
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid.data.on_device import NormaliseOnDevice
 from lightning_hybrid.data.prefetch import prefetch
 
 CPU = torch.device("cpu")
@@ -117,3 +119,54 @@ def test_batches_arrive_on_the_gpu_with_the_right_values():
     for i, batch in enumerate(prefetch(host, device, lambda b: b.half())):
         assert batch.device == device
         assert torch.equal(batch.cpu(), host[i].half())
+
+
+class Images(list):
+    """Batches, and what is left to do with each on the device."""
+
+    def on_device(self, batch):
+        assert batch.dtype is torch.uint8
+        return batch / 255
+
+
+def test_what_a_loader_leaves_to_the_device_is_done_between_moving_and_casting():
+    batches = Images([torch.full((2,), level, dtype=torch.uint8) for level in (0, 51, 255)])
+
+    def cast(batch):
+        assert batch.dtype is torch.float32
+        return batch.half()
+
+    ahead = prefetch(batches, CPU, cast)
+    assert [batch.tolist() for batch in ahead] == [[0.0] * 2, [torch.tensor(0.2).half().item()] * 2, [1.0] * 2]
+    assert [batch.dtype for batch in copy.deepcopy(ahead)] == [torch.float16] * 3
+
+
+def test_waiting_for_the_loader_adds_up_until_it_is_taken():
+    def slow():
+        for i in range(3):
+            time.sleep(0.02)
+            yield torch.tensor(i)
+
+    ahead = prefetch(slow(), CPU, same)
+    iterator = iter(ahead)
+    assert ahead.take_wait_s() == 0.0
+    next(iterator)  # two batches: one handed out, one ahead
+    assert 0.04 <= ahead.take_wait_s() < 5
+    time.sleep(0.05)  # the consumer's own time
+    next(iterator)
+    assert 0.02 <= ahead.take_wait_s() < 5
+    next(iterator)  # the last one came before
+    assert ahead.take_wait_s() < 0.02
+
+
+@pytest.mark.gpu
+def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
+    images = torch.arange(2 * 8 * 8 * 3).remainder(256).to(torch.uint8).reshape(2, 8, 8, 3).permute(0, 3, 1, 2)
+    labels, device = torch.tensor([1, 2]), torch.device("cuda", 0)
+    loader = Images([(images.pin_memory(), labels.pin_memory())] * 4)
+    loader.on_device = NormaliseOnDevice()
+    expected, _ = NormaliseOnDevice()((images, labels))
+    for found, found_labels in prefetch(loader, device, same):
+        assert found.device == found_labels.device == device
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(found.cpu(), expected)

@@ -1,10 +1,12 @@
 """AlexNet-BN: its shape is the published one, its initialisation is the documented one."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import AlexNetBN
+from lightning_hybrid.models import AlexNet, AlexNetBN
 
 
 def small(**changes):
@@ -67,9 +69,165 @@ def test_dropout_is_off_in_evaluation_and_at_zero():
     assert not torch.equal(dropping(images), dropping(images))
 
 
+IMAGENET = {
+    "num_classes": 1000,
+    "in_channels": 3,
+    "image_size": 224,
+    "width": 1.0,
+    "stem_kernel": 11,
+    "stem_stride": 4,
+    "stem_padding": 2,
+    "conv2_kernel": 5,
+    "pool_padding": 0,
+    "fc_std": 0.005,
+}
+
+
+def imagenet(**changes):
+    with torch.device("meta"):
+        return AlexNetBN(**(IMAGENET | changes))
+
+
+def numel(tensors):
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def weights_of(network, kind):
+    return [layer.weight for layer in network.modules() if isinstance(layer, kind)]
+
+
+def test_at_imagenets_size_parameters_split_as_the_docstring_says():
+    network = imagenet()
+    assert numel(network.parameters()) == 62_380_232
+    assert numel(weights_of(network, nn.Conv2d)) == 3_745_824
+    assert numel(weights_of(network, nn.Linear)) == 58_621_952
+    assert numel(layer.bias for layer in (network.fc6, network.fc7, network.fc8)) == 9_192
+    *in_convolutions, bn5 = [layer for layer in network.modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert [layer.num_features for layer in in_convolutions] == [96, 256, 384, 384, 256]
+    assert sum(numel(layer.parameters()) for layer in in_convolutions) == 2_752
+    assert numel(bn5.parameters()) == 512
+
+
+def test_without_batch_norm_it_has_the_62_million_parameters_of_the_article():
+    network = imagenet(conv_bias=True)
+    norms = sum(numel(layer.parameters()) for layer in network.modules() if isinstance(layer, nn.BatchNorm2d))
+    assert numel(network.parameters()) - norms == 62_378_344
+
+
+def test_the_share_without_weight_decay_is_the_published_0_02_percent():
+    network = imagenet()
+    excluded = numel(parameter for parameter in network.parameters() if parameter.dim() == 1)
+    assert round(100 * excluded / numel(network.parameters()), 2) == 0.02
+
+
+@pytest.mark.parametrize("crop", [{}, {"image_size": 227, "stem_padding": 0}], ids=["224", "227"])
+def test_at_imagenets_size_feature_maps_are_the_published_ones(crop):
+    network, sizes = imagenet(**crop), []
+    for layer in network.features:
+        if isinstance(layer, nn.Conv2d | nn.MaxPool2d):
+            layer.register_forward_hook(lambda layer, inputs, output: sizes.append(output.shape[-1]))
+    image_size = crop.get("image_size", 224)
+    network(torch.empty(2, 3, image_size, image_size, device="meta"))
+    assert sizes == [55, 27, 27, 13, 13, 13, 13, 6]
+    assert [conv.kernel_size[0] for conv in network.features if isinstance(conv, nn.Conv2d)] == [11, 5, 3, 3, 3]
+    assert network.fc6.in_features == 9216
+
+
+def test_without_bn5_only_bn5_is_missing():
+    with_bn5, without = small(), small(pool5_bn=False)
+    assert list(without.state_dict()) == [name for name in with_bn5.state_dict() if not name.startswith("features.18")]
+    assert isinstance(with_bn5.features[18], nn.BatchNorm2d)
+    assert with_bn5.features[18].num_features == with_bn5.features[14].out_channels
+
+
+@pytest.mark.parametrize(("pool5_bn", "last"), [(True, " bn"), (False, "")])
+def test_after_pool_is_the_layout_of_nvcaffes_lars_experiments(pool5_bn, last):
+    network = small(bn_position="after_pool", pool5_bn=pool5_bn, conv_bias=True)
+    first_four = "conv relu pool bn conv relu pool bn conv relu bn conv relu bn"
+    assert kinds(network) == f"{first_four} conv relu pool{last}"
+    assert all(conv.bias is not None for conv in network.features if isinstance(conv, nn.Conv2d))
+    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
+
+
+def test_hidden_layers_start_at_the_given_deviation_and_biases_at_zero():
+    """A sample deviation is off by std / sqrt(2 n), 0.7 % for the 10,240 weights of fc8; 3 % are four times that."""
+    torch.manual_seed(0)
+    network = small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)
+    for layer in (network.fc6, network.fc7):
+        assert layer.weight.std().item() == pytest.approx(0.005, rel=0.03)
+    assert network.fc8.weight.std().item() == pytest.approx(0.01, rel=0.03)
+    assert not any(layer.bias.any() for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear))
+
+
+def test_batch_norm_options_reach_every_batch_norm():
+    layers = [layer for layer in small(bn_eps=0.5, bn_momentum=0.25).modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert [(layer.eps, layer.momentum) for layer in layers] == [(0.5, 0.25)] * 6
+
+
+class AsRecorded(nn.Module):
+    """The digits' network as it was when the records of `recipes/digits` were measured."""
+
+    def __init__(self):
+        super().__init__()
+        layers, last = [], 1
+        for index, channels in enumerate((12, 32, 48, 48, 32)):
+            conv = nn.Conv2d(last, channels, 3, stride=1, padding=1, bias=False)
+            layers += [conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+            if index in (0, 1, 4):
+                layers.append(nn.MaxPool2d(3, stride=2, padding=1))
+            last = channels
+        self.features = nn.Sequential(*layers, nn.BatchNorm2d(32))
+        self.fc6, self.fc7, self.fc8 = nn.Linear(32 * 2 * 2, 512), nn.Linear(512, 512), nn.Linear(512, 10)
+        self.dropout = nn.Dropout(0.5)
+        for layer in self.features:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
+        for layer, std in (
+            (self.fc6, math.sqrt(2 / 128)),
+            (self.fc7, math.sqrt(2 / 512)),
+            (self.fc8, 0.01),
+        ):
+            nn.init.normal_(layer.weight, std=std)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, images):
+        x = self.features(images).flatten(1)
+        return self.fc8(self.dropout(self.fc7(self.dropout(self.fc6(x).relu())).relu()))
+
+
+def test_the_digits_network_is_the_recorded_one_bit_for_bit():
+    """Names, weights, what is drawn afterwards, and a training step with dropout."""
+    results = []
+    for make in (AsRecorded, small):
+        torch.manual_seed(7)
+        network = make()
+        logits = network(torch.randn(8, 1, 16, 16))
+        logits.square().sum().backward()
+        results.append((network.state_dict(), logits, [parameter.grad for parameter in network.parameters()]))
+    (recorded, recorded_logits, recorded_grads), (state, logits, grads) = results
+    assert list(state) == list(recorded)
+    assert all(torch.equal(state[name], recorded[name]) for name in state)
+    assert torch.equal(logits, recorded_logits)
+    assert all(torch.equal(a, b) for a, b in zip(grads, recorded_grads, strict=True))
+
+
+def test_plain_alexnet_takes_images_of_63_pixels_and_more():
+    network = AlexNet(num_classes=3, in_channels=1).features
+    assert network(torch.zeros(1, 1, 63, 63)).shape[2:] == (1, 1)
+    with pytest.raises(RuntimeError, match="too small"):
+        network(torch.zeros(1, 1, 62, 62))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"width": 0.001}, r"`width` \(=0.001\)"), ({"stem_kernel": 4}, r"`stem_kernel` \(=4\)")],
+    [
+        ({"width": 0.001}, r"`width` \(=0.001\)"),
+        ({"stem_kernel": 4}, r"`stem_kernel` \(=4\).*model\.stem_kernel=5"),
+        ({"conv2_kernel": 2}, r"`conv2_kernel` \(=2\).*model\.conv2_kernel=3"),
+        ({"bn_position": "before_conv"}, r"`bn_position` \(=before_conv\)"),
+        ({"pool_padding": 2}, r"`pool_padding` \(=2\)"),
+        ({"image_size": 8, "pool_padding": 0}, r"`image_size` \(=8\)"),
+    ],
 )
 def test_what_cannot_be_built_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

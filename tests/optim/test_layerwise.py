@@ -308,13 +308,6 @@ def test_sparse_gradients_are_refused_by_name(rule):
         optimizer.step()
 
 
-@every_rule
-@pytest.mark.parametrize("flag", ["differentiable", "capturable"])
-def test_flags_of_torch_that_mean_nothing_here_are_refused(rule, flag):
-    with pytest.raises(ValueError, match=rf"`{flag}` \(=True\)"):
-        rule([{"params": parameters((2,)), flag: True}])
-
-
 def test_a_group_that_is_no_dict_is_refused():
     with pytest.raises(TypeError, match="`param_group` "):
         LARS(parameters((2,)), lr=0.1).add_param_group(parameters((2,)))

@@ -53,6 +53,17 @@ def test_rates_rise_to_the_base_then_fall_to_the_end(total, data, power, base):
     assert rates[total:] == [0.01] * 3
 
 
+def test_a_decay_from_the_start_falls_from_the_peak_to_the_curve():
+    """Caffe's rule: base * (1 - s / total) ** power, whose first W rates are those of the ramp."""
+    optimizer = sgd(32.0)
+    schedule = WarmupPolynomialDecay(optimizer, 4000, 400, end_lr=0.0, warmup_start_lr=1.0, decay_from="start")
+    rates = [rate for (rate,) in trace(optimizer, schedule, 4001)]
+    assert rates[:401:100] == pytest.approx([1.0, 8.75, 16.5, 24.25, 32 * 0.9**2])
+    assert rates[399] == pytest.approx(1 + 31 * 399 / 400)
+    assert rates[2200] == pytest.approx(32 * 0.45**2)
+    assert rates[4000] == 0.0
+
+
 def test_resume_gives_the_same_rates():
     optimizer = sgd(8.0, 2.0)
     schedule = WarmupPolynomialDecay(optimizer, 20, 5)
@@ -101,6 +112,7 @@ def test_a_tensor_rate_is_filled_in_place():
         ("end_lr", {"end_lr": -1e-4}),
         ("end_lr", {"end_lr": 9.0}),
         ("warmup_start_lr", {"warmup_start_lr": -0.1}),
+        ("decay_from", {"decay_from": "peak"}),
     ],
 )
 def test_bad_arguments_are_refused(name, options):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_hybrid.metrics import metric_of
+from tests.recipes.wandb_file import runs_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "recipes/train.py"]
@@ -117,7 +118,8 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
         told = [json.loads((run_dir / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         assert told[0] == told[1]
         assert run_dir.name.startswith("torchrun-")
-        assert sorted(p.name for p in run_dir.iterdir() if p.suffix != ".json") == [".hydra", "checkpoints", "run.png"]
+        written = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".json")
+        assert written == [".hydra", "checkpoints", "run.html", "run.png"]
     finally:
         for path in sorted(run_dir.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -133,7 +135,14 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert summary["precision"] == "16-true"
     assert summary["world_size"] == 2
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    (tracked,) = runs_in(tmp_path)
+    checkpoint = last_checkpoint(tmp_path)
+    assert tracked.run.run_id == checkpoint["callbacks"]["TrackerRun"]["run_id"]
+    assert tracked.config["overrides"] == ["trainer.max_epochs=12"]
+    curve = [(step - 1, value) for step, value in checkpoint["callbacks"]["RunReport"]["curves"]["val/acc"]]
+    assert tracked.column("val/acc") == curve
+    assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
+    assert tracked.exit_code == 0
     lines = [line.split()[0] for line in out.strip().splitlines()[-6:]]
     assert lines == ["test", "throughput", "skipped", "communication", "run", "picture"]
 

@@ -1,0 +1,102 @@
+"""An exponential moving average of the weights, of the fp32 masters where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+
+class MasterWeightAveraging(EMAWeightAveraging):
+    """Lightning's `EMAWeightAveraging`, exact in fp32 under `precision="16-true"` and `"bf16-true"`.
+
+        average <- decay * average + (1 - decay) * master         fp32, after each step
+
+    Validation sees the average, rounded to the model's precision; training goes on from where it was. Checkpoints hold
+    the average as their weights, and what was trained beside it; after `fit` the module holds the average.
+
+    Lightning's own reads and writes the module's tensors: with masters behind them it would average their fp16 copies,
+    and each validation would round the average itself to fp16, as it swaps the two. In all else this is its class, and
+    without masters it does what that does, but for the swap: the average stays where it is, and the module's tensors
+    are kept aside during validation.
+
+    Args:
+        decay: Part of the average that stays at each update, 0 to 1.
+        **kwargs: As in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`, `use_buffers`, ...
+
+    Raises:
+        ValueError: `decay` is not between 0 and 1.
+    """
+
+    def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
+        if not 0 <= decay <= 1:
+            raise ValueError(
+                f"`decay` (={decay}) must be between 0 and 1: it is the part of the average that stays at each update. "
+                "0.999 remembers about a thousand steps."
+            )
+        super().__init__(decay=decay, **kwargs)
+        self._kept: list[Tensor] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """As Lightning's, with a model that averages masters."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            assert self._average_model is not None
+            self._average_model.__class__ = _AverageOfMasters
+
+    @torch.no_grad()
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        """Show the average; called again, show what is trained."""
+        current = list(_tensors(pl_module))
+        if self._kept is None:
+            assert self._average_model is not None
+            self._kept = [tensor.clone() for tensor in current]
+            shown = _tensors(self._average_model.module)
+        else:
+            shown, self._kept = iter(self._kept), None
+        for tensor, value in zip(current, shown, strict=True):
+            tensor.data.copy_(value)
+
+    @torch.no_grad()
+    def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
+        assert self._average_model is not None
+        for tensor, average in zip(_tensors(pl_module), _tensors(self._average_model.module), strict=True):
+            tensor.data.copy_(average)
+            _truth_of(pl_module, tensor).data.copy_(average)
+
+
+class _AverageOfMasters(AveragedModel):
+    def update_parameters(self, model: nn.Module) -> None:
+        super().update_parameters(_Truth(model))
+
+
+class _Truth(nn.Module):
+    """A module whose tensors are the masters of another's, where it has some."""
+
+    of: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "of", model)  # not a submodule
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return (_truth_of(self.of, tensor) for tensor in self.of.parameters())
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return (_truth_of(self.of, tensor) for tensor in self.of.buffers())
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _truth_of(module: Any, tensor: Tensor) -> Tensor:
+    masters = getattr(module.trainer.precision_plugin, "masters", None)
+    twin = None if masters is None else masters.twin_of(tensor)
+    return tensor if twin is None else twin.master

@@ -1,0 +1,54 @@
+"""What a run ran on and from: versions, machine, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+
+def environment(code_dir: Path | None = None) -> dict[str, Any]:
+    """Versions and machine; ``commit`` where ``code_dir`` is in a checkout, with a ``+`` where files differ from it.
+
+    >>> environment()["torch"] == torch.__version__, environment()["commit"]
+    (True, None)
+    """
+    state = None if code_dir is None else code_state(code_dir)
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "commit": None if state is None else state["commit"] + ("+" if state["is_dirty"] else ""),
+        "system": platform.system() + " " + platform.release(),
+        "num_cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+    }
+
+
+def code_state(code_dir: Path) -> dict[str, Any] | None:
+    """``commit`` of the repository around a folder, and whether a file that it tracks differs: ``is_dirty``.
+
+    None where there is no repository, no commit, or no git.
+
+    >>> code_state(Path("/")) is None
+    True
+    """
+    git = ["git", "-C", str(code_dir)]
+    commit = _output([*git, "rev-parse", "HEAD"])
+    if commit is None:
+        return None
+    return {"commit": commit, "is_dirty": bool(_output([*git, "status", "--porcelain", "--untracked-files=no"]))}
+
+
+def _output(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,90 @@
+"""A progress bar that shows what a large run is watched for, and reads nothing from the device to do so."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks.training import is_logged_step
+
+_SHOWN = {
+    m.TRAIN_LOSS: ("loss", "{:.4g}", 1.0),
+    m.IMAGES_PER_S: ("images/s", "{:,.0f}", 1.0),
+    m.COMM_EXPOSED_S: ("exposed comm, ms", "{:.3g}", 1e3),
+    m.DATA_WAIT_S: ("data wait, ms", "{:.3g}", 1e3),
+    m.TRAIN_SKIPPED_STEPS: ("skipped", "{:.0f}", 1.0),
+}
+"""Of the metrics that `TrainingMetrics` logs: label, format, factor from the metric's unit."""
+
+
+def labelled(metrics: dict[str, Any]) -> dict[str, str]:
+    """What of these metrics a bar shows, and how.
+
+    >>> labelled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
+    {'loss': '0.25', 'images/s': '12,346', 'exposed comm, ms': '12.3'}
+    """
+    return {
+        label: text.format(factor * float(metrics[name]))
+        for name, (label, text, factor) in _SHOWN.items()
+        if name in metrics
+    }
+
+
+class _ShowsWhatWasLogged(ProgressBar):
+    """Lightning's bars ask for all metrics after each batch, which on CUDA waits for each; here they are kept."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._kept: dict[str, Any] = {}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read at logged steps only: then `TrainingMetrics` has read as well."""
+        if is_logged_step(trainer):
+            self._read(trainer, pl_module)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read what validation found."""
+        if not trainer.sanity_checking:
+            self._read(trainer, pl_module)
+        super().on_validation_end(trainer, pl_module)
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """What was read last."""
+        return dict(self._kept)
+
+    def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        own = {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+        values = {name: f"{float(v):.4g}" if isinstance(v, int | float) else v for name, v in own.items()}
+        self._kept = labelled(trainer.callback_metrics) | values
+
+
+class _RichBar(_ShowsWhatWasLogged, RichProgressBar):
+    pass
+
+
+class _PlainBar(_ShowsWhatWasLogged, TQDMProgressBar):
+    pass
+
+
+def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
+    """A bar with loss, images per second, exposed communication, waiting for data and what the module logs for it.
+
+    Rich's where `rich` is installed, else the plain one. Values are those of the last logged step, which
+    `TrainingMetrics`, to be listed before it, has read; between logged steps nothing is read from the device. The
+    callbacks' order matters to nothing else.
+
+    Args:
+        refresh_rate: Of Rich's bar per second; of the plain one in batches.
+        is_enabled: False returns None: Lightning refuses a bar beside `enable_progress_bar=False`.
+    """
+    if not is_enabled:
+        return None
+    return (_PlainBar if find_spec("rich") is None else _RichBar)(refresh_rate=refresh_rate)

@@ -1,0 +1,119 @@
+"""When a run reached the accuracy it was for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_hybrid import metrics as m
+
+
+class TimeToAccuracy(Callback):
+    """Log the seconds of training until a metric of validation first reaches a target; stop there, if asked.
+
+    Two times, both of this process's clock since training began, start-up not counted:
+
+        time_to_accuracy/train_s   validation not counted
+        time_to_accuracy/total_s   validation counted, that which saw it included
+
+    and the step. They are seen as finely as validation is done. The clock travels in the checkpoint: a resumed run goes
+    on from the time at which it was saved, so what an interrupted run did after its last checkpoint is not counted,
+    although the machine spent it. A target that was reached before the interruption stays reached.
+
+    Every rank must have this callback; the target is reached when every rank sees it reached.
+
+    Args:
+        target: Of the metric.
+        monitor: A metric that validation logs.
+        mode: `"max"`: reached at `target` or more; `"min"`: or less.
+        stop: Whether to end training there.
+
+    Raises:
+        ValueError: An unknown mode; in training, a metric that validation does not log.
+    """
+
+    def __init__(
+        self, target: float, monitor: str = m.VAL_ACC, mode: Literal["max", "min"] = "max", stop: bool = False
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise ValueError(
+                f'`mode` (={mode!r}) must be "max" or "min": whether `{monitor}` reaches {target} from below, as '
+                "accuracy does, or from above, as loss does."
+            )
+        self.target, self.monitor, self.mode, self.stop = target, monitor, mode, stop
+        self.reached: dict[str, float] | None = None
+        self._before_s = self._validation_s = 0.0  # of fits that were interrupted; of validation in all
+        self._began_s: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock, and whether the target was reached."""
+        return {"elapsed_s": self.elapsed_s, "validation_s": self._validation_s, "reached": self.reached}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the clock of the interrupted run."""
+        self._before_s, self._validation_s = state_dict["elapsed_s"], state_dict["validation_s"]
+        self.reached = state_dict["reached"]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since training began, validation included."""
+        return self._before_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._began_s = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop it."""
+        self._before_s, self._began_s = self.elapsed_s, None
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note when validation began."""
+        self._validation_began_s = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the metric. Collective."""
+        if self._began_s is None or trainer.sanity_checking:  # `trainer.validate` trains nothing
+            return
+        self._validation_s += time.perf_counter() - self._validation_began_s
+        if self.reached is None and self._is_reached(trainer):
+            self.reached = {
+                m.TIME_TO_ACCURACY_TRAIN_S: self.elapsed_s - self._validation_s,
+                m.TIME_TO_ACCURACY_TOTAL_S: self.elapsed_s,
+                m.TIME_TO_ACCURACY_STEP: float(trainer.global_step),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(self.reached, step=trainer.global_step)
+            rank_zero_info(self.line())
+        if self.reached is not None and self.stop:
+            trainer.should_stop = True
+
+    def _is_reached(self, trainer: pl.Trainer) -> bool:
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ValueError(
+                f"`monitor` (={self.monitor!r}) must be a metric that validation logs: logged so far were {logged}. "
+                "Name one of them, or log it with `self.log` in `validation_step`."
+            )
+        number = float(value)
+        here = number >= self.target if self.mode == "max" else number <= self.target
+        # A metric that is each rank's own would let ranks stop at different steps, and those that go on would hang.
+        return bool(trainer.strategy.reduce_boolean_decision(here, all=True))
+
+    def line(self) -> str:
+        """What happened, in a sentence.
+
+        >>> TimeToAccuracy(target=0.75).line()
+        'val/acc has not reached 0.75'
+        """
+        if self.reached is None:
+            return f"{self.monitor} has not reached {self.target}"
+        step, train_s = self.reached[m.TIME_TO_ACCURACY_STEP], self.reached[m.TIME_TO_ACCURACY_TRAIN_S]
+        total_s = self.reached[m.TIME_TO_ACCURACY_TOTAL_S]
+        times = f"{train_s:.1f} s of training, {total_s:.1f} s with validation"
+        return f"{self.monitor} reached {self.target} after {step:.0f} steps: {times}"

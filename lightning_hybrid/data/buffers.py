@@ -1,0 +1,60 @@
+"""Memory for batches on the host, used again as soon as nobody looks at it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Ours: more than a loader and its consumer have under way; the rest of what somebody collected goes back to the system.
+MAX_FREE = 8
+
+
+class HostBuffers:
+    """Batches of uint8 images `"batch channels height width"`, channels_last, of at most `max_images` images.
+
+    Memory returns to the pool when the last tensor on it is gone, whoever held it: consumers may keep batches as long
+    as they like, and a loop that does not keeps using the same few blocks (fresh pages cost as much as a copy).
+    Pinned memory comes from torch's caching allocator, which does the same and also waits for copies to the device that
+    are under way.
+
+    >>> buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
+    >>> images = buffers.take(2)
+    >>> images.shape, images.is_contiguous(memory_format=torch.channels_last)
+    (torch.Size([2, 3, 4, 4]), True)
+    >>> first = images.data_ptr()
+    >>> del images
+    >>> buffers.take(1).data_ptr() == first
+    True
+    """
+
+    def __init__(self, *, max_images: int, image_size: int, pin_memory: bool) -> None:
+        self.max_images, self.image_size = max_images, image_size
+        self.pin_memory = pin_memory
+        self._free: deque[NDArray[np.uint8]] = deque(maxlen=MAX_FREE)
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make, (self.max_images, self.image_size, self.pin_memory)
+
+    def take(self, num_images: int) -> Tensor:
+        """Memory of a batch; what is in it is left over from others."""
+        shape = (num_images, self.image_size, self.image_size, 3)
+        if self.pin_memory:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True).permute(0, 3, 1, 2)
+        with self._lock:
+            block = self._free.pop() if self._free else None
+        if block is None:
+            block = np.empty((self.max_images, *shape[1:]), dtype=np.uint8)
+        lent = block[:num_images]  # torch holds this view, and nothing else does, as long as a tensor is on it
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return torch.from_numpy(lent).permute(0, 3, 1, 2)
+
+
+def _make(max_images: int, image_size: int, pin_memory: bool) -> HostBuffers:
+    return HostBuffers(max_images=max_images, image_size=image_size, pin_memory=pin_memory)

@@ -1,0 +1,88 @@
+"""Bytes of an image file -> RGB pixels: simplejpeg where it is installed, Pillow for the rest."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+try:
+    import simplejpeg
+except ImportError:  # the extra `jpeg`
+    simplejpeg = None
+
+Pixels = NDArray[np.uint8]
+JPEG_MAGIC = b"\xff\xd8"
+DECODERS = ("simplejpeg", "pillow")
+
+
+class CorruptImageError(ValueError):
+    """The bytes are not an image, or not all of one."""
+
+
+def default_decoder() -> str:
+    """The faster of :data:`DECODERS` that is installed."""
+    return "pillow" if simplejpeg is None else "simplejpeg"
+
+
+def check_decoder(decoder: str) -> None:
+    """Refuse a decoder that is not there.
+
+    Raises:
+        ValueError: It has another name, or is not installed.
+
+    >>> check_decoder("libjpeg")
+    Traceback (most recent call last):
+        ...
+    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow. Set data.decoder=null for the faster one.
+    """
+    if decoder not in DECODERS:
+        raise ValueError(
+            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}. Set data.decoder=null for the faster one."
+        )
+    if decoder == "simplejpeg" and simplejpeg is None:
+        raise ValueError(
+            "`decoder` (='simplejpeg') must be installed: pip install 'lightning-hybrid[jpeg]', or set "
+            "data.decoder=pillow."
+        )
+
+
+def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
+    """RGB pixels of an image file: uint8 `"height width 3"`.
+
+    `simplejpeg` gives the same bits as Pillow, as both run libjpeg-turbo with exact transforms, in less time. What it
+    refuses goes to Pillow: other formats under a JPEG's name (ImageNet has a PNG), and what libjpeg warns of.
+    Grey becomes three equal channels, CMYK is converted, 16 bits keep their upper 8, transparency is dropped.
+
+    Raises:
+        CorruptImageError: Not an image, or cut short.
+    """
+    if not data:
+        raise CorruptImageError("the file is empty")
+    if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
+        try:
+            pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
+            return pixels
+        except ValueError:
+            pass
+    return _decode_with_pillow(data)
+
+
+def _decode_with_pillow(data: bytes) -> Pixels:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.mode.startswith("I"):  # convert() would clip 16 bits, not scale them
+                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+                return np.repeat(grey[:, :, None], 3, axis=2)
+            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    except Exception as error:  # Pillow's plugins raise nearly anything for bytes that are not what they claim
+        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+
+
+def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:
+    """JPEG of RGB pixels, baseline, chroma halved both ways, as nearly all of ImageNet is."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="JPEG", quality=quality, subsampling="4:2:0")
+    return buffer.getvalue()

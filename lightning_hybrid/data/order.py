@@ -1,0 +1,238 @@
+"""Who reads which image when: a pure function of (seed, epoch, step, rank, world size); and how far a loader is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+Indices = NDArray[np.int64]
+
+
+def batch_size_per_rank(*, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1) -> int:
+    """Images that one rank takes at a time: `global_batch_size / (world_size * accumulate_grad_batches)`.
+
+    Raises:
+        ValueError: It does not divide.
+
+    >>> batch_size_per_rank(global_batch_size=65536, world_size=1024, accumulate_grad_batches=2)
+    32
+    >>> batch_size_per_rank(global_batch_size=128, world_size=3)
+    Traceback (most recent call last):
+        ...
+    ValueError: `global_batch_size` (=128) must be a multiple of `world_size * accumulate_grad_batches` (=3 * 1): \
+42.67 images per rank is not a whole number. Nearest that fit: global_batch_size=126 or 129.
+    """
+    num_parts = world_size * accumulate_grad_batches
+    if global_batch_size < 1 or global_batch_size % num_parts:
+        below = max(global_batch_size, 0) // num_parts * num_parts
+        nearest = f"{below} or {below + num_parts}" if below else f"{num_parts}"
+        raise ValueError(
+            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * accumulate_grad_batches` "
+            f"(={world_size} * {accumulate_grad_batches}): {global_batch_size / num_parts:.2f} images per rank is not "
+            f"a whole number{' above zero' if global_batch_size < 1 else ''}. Nearest that fit: "
+            f"global_batch_size={nearest}."
+        )
+    return global_batch_size // num_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochOrder:
+    """The images of every batch of one rank.
+
+    The order of an epoch is a permutation P drawn from (seed, epoch) alone. With G = `global_batch_size`, A =
+    `accumulate_grad_batches`, W = `world_size` and b = G / (A W), rank r takes as its batch a of step s
+
+        P[s G + (a W + r) b : s G + (a W + r + 1) b]
+
+    so
+
+    - ranks are disjoint, and their union over an epoch is the epoch: `num_images // G` whole steps. The
+      `num_images mod G` images at the end of P are left out, other ones each epoch;
+    - the images of a step do not depend on how many ranks and batches share it: W and A may change between two steps.
+
+    Raises:
+        ValueError: G does not divide by A W, exceeds `num_images`, or there is no such rank.
+
+    >>> order = EpochOrder(num_images=10, global_batch_size=4, seed=0, world_size=2, rank=1)
+    >>> permutation = order.permutation(epoch=0)
+    >>> permutation
+    array([4, 6, 2, 7, 3, 5, 9, 0, 8, 1])
+    >>> order.num_steps, order.share(permutation, 0), order.share(permutation, 1)
+    (2, array([2, 7]), array([9, 0]))
+    """
+
+    num_images: int
+    global_batch_size: int
+    seed: int
+    world_size: int = 1
+    rank: int = 0
+    accumulate_grad_batches: int = 1
+
+    def __post_init__(self) -> None:
+        _ = self.batch_size_per_rank
+        if self.global_batch_size > self.num_images:
+            raise ValueError(
+                f"`global_batch_size` (={self.global_batch_size}) must be at most the number of training images "
+                f"(={self.num_images}): an epoch would have no step. Set global_batch_size={self.num_images} or less."
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1}).")
+
+    @property
+    def batch_size_per_rank(self) -> int:
+        """Images that one rank takes at a time."""
+        return batch_size_per_rank(
+            global_batch_size=self.global_batch_size,
+            world_size=self.world_size,
+            accumulate_grad_batches=self.accumulate_grad_batches,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Whole global batches in an epoch."""
+        return self.num_images // self.global_batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this rank in an epoch."""
+        return self.num_steps * self.accumulate_grad_batches
+
+    def permutation(self, epoch: int) -> Indices:
+        """The order of an epoch, of all images; the same on every rank."""
+        return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
+
+    def share(self, permutation: Indices, batch: int) -> Indices:
+        """The images of this rank's batch number `batch` of the epoch; a view of the permutation."""
+        # s G + a W b = (s A + a) W b: batches of successive steps follow one another
+        start = (batch * self.world_size + self.rank) * self.batch_size_per_rank
+        return permutation[start : start + self.batch_size_per_rank]
+
+
+class ResumableLoader(ABC):
+    """Batches of one rank in the order of an :class:`EpochOrder`, from any place on.
+
+    The state counts steps of the global batch, so it is the same on every rank, which matters because Lightning saves
+    rank zero's alone, and a checkpoint between two steps continues exactly under any `world_size` and
+    `accumulate_grad_batches`. Within a step of several batches it continues under the same two only.
+
+    Lightning never exhausts a loader that has a length, and tells it the epoch through `loader.sampler.set_epoch`; both
+    ways to begin a new epoch (that, or iterating again after the last batch) work.
+
+    Args:
+        order: Of the images.
+        on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it is not that of `order`:
+            whoever counts batches must count anew, see :func:`lightning_hybrid.data.resume.recount_batches`.
+    """
+
+    _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
+    _SAME_IN_STEP: ClassVar[tuple[str, ...]] = ("world_size", "accumulate_grad_batches")
+
+    def __init__(self, order: EpochOrder, *, on_other_accumulation: Callable[[int], None] | None = None) -> None:
+        self.order = order
+        self.epoch = self.batches_done = 0
+        self._on_other_accumulation = on_other_accumulation
+
+    @abstractmethod
+    def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
+        """One batch for each share of images; a generator, closed when the consumer leaves."""
+
+    @property
+    def sampler(self) -> ResumableLoader:
+        """Itself: Lightning looks for `set_epoch` here."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, unless that epoch is already under way (as after a resume)."""
+        if epoch != self.epoch:
+            self.epoch, self.batches_done = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where this loader stands; the same on every rank."""
+        steps_done, batches_done = divmod(self.batches_done, self.order.accumulate_grad_batches)
+        place = {"epoch": self.epoch, "steps_done": steps_done, "batches_done_of_step": batches_done}
+        return place | {name: getattr(self.order, name) for name in self._SAME + self._SAME_IN_STEP}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the loader that `state` is from stood.
+
+        Raises:
+            ValueError: The checkpoint comes from another order of images (seed, global batch, image set), or from the
+                middle of a step that other ranks or batches shared.
+        """
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ValueError(
+                f"`{missing[0]}` must be in the checkpoint's state of the training loader, which has {sorted(state)}: "
+                "another loader or version wrote it. Train with data=... as it was in the interrupted run."
+            )
+        self._refuse_other(state, self._SAME, "the resumed epoch would repeat some images and miss others")
+        if state["batches_done_of_step"]:
+            why = (
+                f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
+                f"{state['accumulate_grad_batches']} batches), which other ranks would share in another way"
+            )
+            self._refuse_other(state, self._SAME_IN_STEP, why)
+        self.epoch = state["epoch"]
+        accumulate = self.order.accumulate_grad_batches
+        self.batches_done = state["steps_done"] * accumulate + state["batches_done_of_step"]
+        if state["accumulate_grad_batches"] != accumulate and self._on_other_accumulation is not None:
+            self._on_other_accumulation(state["accumulate_grad_batches"])
+
+    def _refuse_other(self, state: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+        cures = {
+            "num_images": "data=... as it was in the interrupted run: the same images",
+            "world_size": "trainer.devices and trainer.num_nodes as they were in the interrupted run",
+            "accumulate_grad_batches": "trainer.accumulate_grad_batches as it was in the interrupted run",
+        }
+        for name in names:
+            own = getattr(self.order, name)
+            if state[name] != own:
+                cure = cures.get(name, f"{name}={state[name]} as it was in the interrupted run")
+                raise ValueError(
+                    f"`{name}` (={own}) must be that of the checkpoint (={state[name]}): {why}. Set {cure}."
+                )
+
+    def __len__(self) -> int:
+        return self.order.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.batches_done >= len(self):  # nobody called `set_epoch`
+            self.epoch, self.batches_done = self.epoch + 1, 0
+        permutation = self.order.permutation(self.epoch)
+        shares = (self.order.share(permutation, batch) for batch in range(self.batches_done, len(self)))
+        with closing(self._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                self.batches_done += 1  # before the yield: nothing after the last one would run
+                yield batch
+
+
+def eval_shares(*, num_images: int, world_size: int, rank: int, batch_size_per_rank: int) -> list[Indices]:
+    """Batches of one rank such that every image comes exactly once over all ranks.
+
+    Rank r takes images r, r + world_size, ...; nothing is repeated to make the shares equal, so they differ by up to
+    one image. The number of batches is the same on every rank all the same, and at least one: what ranks do together
+    at a batch, such as DDP's broadcast of BatchNorm statistics before the first, finds all of them. A batch has
+    therefore up to one image more than `batch_size_per_rank`.
+
+    Raises:
+        ValueError: There are more ranks than images.
+
+    >>> [share.tolist() for share in eval_shares(num_images=7, world_size=2, rank=0, batch_size_per_rank=2)]
+    [[0, 2], [4, 6]]
+    """
+    smallest_share, rest = divmod(num_images, world_size)
+    if smallest_share < 1:
+        raise ValueError(
+            f"`world_size` (={world_size}) must be at most the number of images to evaluate (={num_images}): a rank "
+            "would have none. Use fewer ranks, or set limit_val_batches=0."
+        )
+    largest_share = smallest_share + (rest > 0)
+    num_batches = min(-(-largest_share // batch_size_per_rank), smallest_share)
+    return np.array_split(np.arange(rank, num_images, world_size), num_batches)

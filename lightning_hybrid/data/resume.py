@@ -1,0 +1,33 @@
+"""Lightning counts batches; after a resume with another accumulation the same steps are other numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+
+def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> None:
+    """Let Lightning's counters of the current epoch say what they would had the whole epoch accumulated as it does now.
+
+        batches = steps done * accumulate_grad_batches
+
+    Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved: an epoch
+    resumed with half the accumulation would end at once, with twice the accumulation last twice as long. All of them
+    move by the same number, as their differences tell Lightning in which hook the checkpoint was written. The total
+    over all epochs stays what it is: batches that ran.
+
+    To be called between restoring the loops and running them, as from a loader's `load_state_dict`.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    steps_done = batches.ready // accumulate_grad_batches_before
+    shift = steps_done * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(batches, name, getattr(batches, name) + shift)
+
+
+def recounting(trainer: pl.Trainer | None) -> Callable[[int], None] | None:
+    """`on_other_accumulation` of a loader that `trainer` iterates."""
+    if trainer is None:
+        return None
+    return lambda before: recount_batches(trainer, accumulate_grad_batches_before=before)

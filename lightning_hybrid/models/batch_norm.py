@@ -1,0 +1,124 @@
+"""BatchNorm when a step is made of several micro-batches: its running statistics, and what it normalises over."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
+    """The momentum with which k updates forget as much as one update with `momentum` does.
+
+        m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
+
+    m -> `momentum`, torch's: the weight of the new batch; k -> `accumulate_grad_batches`.
+
+    Raises:
+        ValueError: An `accumulate_grad_batches` below 1, a `momentum` outside [0, 1].
+
+    >>> one = corrected_momentum(0.1, accumulate_grad_batches=4)
+    >>> round(one, 6), round((1 - one) ** 4, 12)
+    (0.025996, 0.9)
+    """
+    if accumulate_grad_batches < 1:
+        raise ValueError(
+            f"`accumulate_grad_batches` (={accumulate_grad_batches}) must be at least 1: a step has no fewer "
+            "micro-batches. Set trainer.accumulate_grad_batches."
+        )
+    if not 0 <= momentum <= 1:
+        raise ValueError(
+            f"`momentum` (={momentum}) must be in [0, 1]: it weighs the new batch against the old average. "
+            "Set model.bn_momentum."
+        )
+    if momentum == 1 or accumulate_grad_batches == 1:
+        return momentum
+    return -math.expm1(math.log1p(-momentum) / accumulate_grad_batches)
+
+
+def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int:
+    """Make `module`'s running statistics forget per optimizer step, not per micro-batch. In place.
+
+    BatchNorm updates its running statistics r in every forward, k times a step with k micro-batches:
+
+        r <- (1 - m) r + m * statistics of this micro-batch
+
+    With the momentum m unchanged, (1 - m)^k of the old average is left after a step, 0.43 instead of 0.9 for
+    m = 0.1 and k = 8: evaluation then sees noisier statistics than the same step in one batch would leave. With m' of
+    `corrected_momentum` it is 1 - m again, and where all micro-batches agree, r is what one update gives.
+
+    What still differs from one batch of all images: the last micro-batch weighs more than the first, by
+    (1 - m')^-(k - 1), at most 1 / (1 - m); and the variance is the mean of variances within micro-batches, without the
+    variance between their means. Forward in training is untouched: each micro-batch is normalised by itself.
+
+    Corrected are BatchNorm, SyncBatchNorm and InstanceNorm with running statistics. A momentum of None (plain average
+    over all batches) forgets nothing and stays. The momentum is no part of a checkpoint: call it once for each network
+    built, as a second call would correct again.
+
+    Returns:
+        How many layers were corrected; 0 with `accumulate_grad_batches=1`.
+
+    Raises:
+        ValueError: As `corrected_momentum`.
+
+    >>> norm = nn.BatchNorm2d(8, momentum=0.19)
+    >>> correct_momentum_(norm, accumulate_grad_batches=2), round(norm.momentum, 12)
+    (1, 0.1)
+    """
+    corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)  # refuses what no step can have
+    corrected = 0
+    for layer in module.modules():
+        if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is not None:
+            layer.momentum = corrected_momentum(layer.momentum, accumulate_grad_batches=accumulate_grad_batches)
+            corrected += accumulate_grad_batches > 1
+    return corrected
+
+
+def ghost_batch_size(
+    *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1, ranks_per_norm: int = 1
+) -> int:
+    """Images that one normalisation takes its mean and variance over ("BN span", "ghost batch").
+
+        ghost = global_batch_size / (world_size * accumulate_grad_batches) * ranks_per_norm
+
+    BatchNorm sees one micro-batch of one rank, however large the step is. MLPerf's reference runs at 65,536 images have
+    128; Hoffer et al. 2017 (arXiv:1705.08741) train large batches better with small ones.
+
+    Args:
+        global_batch_size: Images per optimizer step over all ranks.
+        world_size: Ranks.
+        accumulate_grad_batches: Micro-batches per step.
+        ranks_per_norm: Ranks that share statistics: 1 for BatchNorm; the size of its process group for SyncBatchNorm.
+
+    Raises:
+        ValueError: A number below 1, a batch that does not divide, or ranks that do not.
+
+    >>> ghost_batch_size(global_batch_size=65536, world_size=1024)
+    64
+    >>> ghost_batch_size(global_batch_size=65536, world_size=8, accumulate_grad_batches=32, ranks_per_norm=2)
+    512
+    """
+    sizes = {"global_batch_size": global_batch_size, "world_size": world_size}
+    sizes |= {"accumulate_grad_batches": accumulate_grad_batches, "ranks_per_norm": ranks_per_norm}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"`{name}` (={value}) must be at least 1: it is a count. Set {name}.")
+    parts = world_size * accumulate_grad_batches
+    if global_batch_size % parts:
+        below = global_batch_size // parts * parts
+        raise ValueError(
+            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * accumulate_grad_batches` "
+            f"(={world_size} * {accumulate_grad_batches}): {global_batch_size / parts:.2f} images is no micro-batch. "
+            + (
+                f"Nearest that fit: global_batch_size={below} or {below + parts}."
+                if below
+                else f"Nearest that fits: global_batch_size={parts}."
+            )
+        )
+    if world_size % ranks_per_norm:
+        raise ValueError(
+            f"`ranks_per_norm` (={ranks_per_norm}) must divide `world_size` (={world_size}): the last group would "
+            "normalise over fewer images. Give SyncBatchNorm groups of equal size."
+        )
+    return global_batch_size // parts * ranks_per_norm

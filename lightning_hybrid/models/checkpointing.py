@@ -1,0 +1,90 @@
+"""Activation checkpointing that counts each batch once in BatchNorm's running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import _get_current_function_mode_stack  # as torch's own checkpoint reads it
+from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Module) -> Tensor:
+    """`stage(x)`, whose activations are not kept for backward but computed again there.
+
+    Values and gradients are those of `stage(x)` bit for bit, where its kernels repeat themselves. Two things that
+    torch's `checkpoint` leaves to its caller are done here:
+
+    * Running statistics of the normalisation layers in `norms` move once, in forward. The second pass works on copies
+      that are thrown away; otherwise each batch would count twice, and `num_batches_tracked` too.
+    * Modes that change what torch's functions compute (`TorchFunctionMode`: the emulated fp16 arithmetic of
+      `precision="16-true"` on a CPU is one) are entered again, so that backward sees the numbers of forward.
+
+    Random numbers are not drawn the same way twice: `stage` must not draw any (no dropout).
+
+    Shapes, dtypes: those of `stage`. Without autograd (`torch.no_grad`) nothing is kept anyway and `stage` runs once.
+
+    Source: Chen et al. 2016, arXiv:1604.06174.
+
+    >>> import torch
+    >>> norm = nn.BatchNorm1d(3)
+    >>> x = torch.randn(4, 3, requires_grad=True)
+    >>> checkpointed(norm, x, norms=norm).sum().backward()
+    >>> norm.num_batches_tracked
+    tensor(1)
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _second_pass(norms)
+
+    return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
+    """`features(x)`, where asked one checkpoint per stage: a convolution and what follows up to the next one."""
+    if not checkpoint_activations:
+        return features(x)
+    starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
+    for start, end in zip(starts, [*starts[1:], len(features)], strict=True):
+        stage = features[start:end]
+        x = checkpointed(stage, x, norms=stage)
+    return x
+
+
+def _second_pass(norms: nn.Module) -> AbstractContextManager[None]:
+    # checkpoint itself restores the innermost DeviceContext
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            stack.enter_context(_copies_of_running_statistics(norms))
+            yield
+
+    return context()
+
+
+@contextmanager
+def _copies_of_running_statistics(norms: nn.Module) -> Iterator[None]:
+    """Within, the normalisation layers of `norms` update copies of their buffers.
+
+    Not `track_running_stats=False`: checkpoint insists that both passes save as many tensors, and these are saved.
+    """
+    originals = [
+        (module, name, buffer)
+        for module in norms.modules()
+        if isinstance(module, _NormBase)
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    for module, name, buffer in originals:
+        setattr(module, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for module, name, buffer in originals:
+            setattr(module, name, buffer)

@@ -1,0 +1,51 @@
+"""Measure the input pipeline on this machine: `python recipes/bench_input.py`, or with `bench.root=/data/imagenet`."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads decode, each with one of torch's
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+import numpy
+import PIL
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hybrid.data import decode
+from recipes import bench_inputs, bench_report, launch
+
+launch.register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="bench_input")
+def main(cfg: DictConfig) -> None:
+    """Measure; print the tables; write ``bench.json`` with every sample, and ``table.md``."""
+    with launch.short_errors():
+        bench = instantiate(cfg.bench)
+        speeds = bench.speeds()
+        waits = bench.waits(speeds)
+    versions = {"numpy": numpy.__version__, "pillow": PIL.__version__}
+    versions["simplejpeg"] = getattr(decode.simplejpeg, "__version__", "not installed")
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    folder = Path(config.pop("run_dir"))
+    config["bench"].pop("scratch")  # a place on this machine
+    told = {
+        "config": config,
+        "environment": bench_report.environment() | versions,
+        "speeds": [bench_inputs.as_dict(row) for row in speeds],
+        "waits": [asdict(row) for row in waits],
+    }
+    tables = [bench_inputs.speed_table(speeds)] + ([bench_inputs.wait_table(waits)] if waits else [])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "table.md").write_text("\n\n".join(tables) + "\n")
+    print("\n" + "\n\n".join(tables) + f"\n\nwritten to {folder.resolve()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Lay runs side by side: `python recipes/report.py runs=[outputs/a,outputs/b]`, folders that `train.py` wrote."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+from omegaconf import DictConfig
+
+from recipes import launch, report_runs
+
+launch.register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="report")
+def main(cfg: DictConfig) -> None:
+    """Read all runs, print the final metrics, write ``report.html``, ``report.png`` and ``report.json``."""
+    with launch.short_errors():
+        launch.check_holes(cfg)
+        runs = report_runs.read_all([Path(run) for run in cfg.runs], names=cfg.names)
+    folder = Path(cfg.run_dir)
+    report_runs.write(folder, runs, title=cfg.title)
+    print(f"{report_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""A short fit on a clock of its own, a logger that keeps what it is given, a strategy with communication as told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from lightning.pytorch.loggers import Logger
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import TrainingMetrics, report, time_to_accuracy, training
+from lightning_hybrid.comm import BucketSummary, CommSummary, Traffic
+from tests import toy
+
+
+class Keeps(Logger):
+    """A logger that keeps what it is given."""
+
+    name = version = "keeps"
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step + 1, metrics))
+
+    def column(self, name):
+        return {step: row[name] for step, row in self.rows if name in row}
+
+
+class Module(toy.Toy):
+    """With validation that is logged, a schedule, and steps that take half a second of a clock of its own."""
+
+    now_s = 0.0
+
+    def training_step(self, batch, batch_idx):
+        Module.now_s += 0.5
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        Module.now_s += 1000.0
+        self.log(m.VAL_LOSS, self.loss(batch), sync_dist=True)
+        self.log(m.VAL_ACC, 0.5, sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log(m.TEST_ACC, 0.75, sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Clock:
+    @staticmethod
+    def perf_counter():
+        return Module.now_s
+
+
+def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=None, train=None, metrics=None, **settings):
+    """Two epochs; with two ranks each has four steps of 2 * 8 images. ``metrics``: more arguments of the callback."""
+    for each in (training, report, time_to_accuracy):
+        each.time = Clock
+    logger, module = Keeps(), Module(lr=0.1) if module is None else module
+    settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
+    trainer = toy.trainer(callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *more], **settings)
+    train = toy.loader() if train is None else train
+    trainer.fit(module, train, toy.loader() if validate else None, ckpt_path=ckpt_path)
+    return logger, module, trainer
+
+
+def bucket(index, num_times, in_flight_s, exposed_s):
+    return BucketSummary(
+        index=index,
+        numel=500,
+        num_bytes=1000,
+        dtype="float16",
+        algorithm="flat",
+        num_chunks=2,
+        traffic=Traffic(least_across=1000.0, across=1500.0, inside=2000.0),
+        num_times=num_times,
+        in_flight_s=in_flight_s,
+        exposed_s=exposed_s,
+    )
+
+
+TWO_STEPS = CommSummary(
+    num_steps=2,
+    num_buckets=4,
+    num_bytes=4000,
+    busy_s=0.25,
+    exposed_s=0.1,
+    least_bytes_across=4000.0,
+    bytes_across=6000.0,
+    bytes_inside=8000.0,
+    buckets=(bucket(0, 2, 0.2, 0.0), bucket(1, 2, 0.4, 0.1)),
+)
+WINDOWS = {
+    "two nodes": TWO_STEPS,
+    "one node": dataclasses.replace(TWO_STEPS, least_bytes_across=0.0, bytes_across=0.0),
+    "cuda": dataclasses.replace(TWO_STEPS, busy_s=None, exposed_s=None, buckets=(bucket(0, 2, None, None),)),
+    "nothing": CommSummary(busy_s=None, exposed_s=None),
+}
+
+
+class Counted:
+    """Stands for `CommTrace`: each drain tells the same of two steps."""
+
+    def __init__(self, window):
+        self.window = window
+        self.seen = CommSummary()
+
+    def drain(self):
+        self.seen += self.window
+        return self.window
+
+    def total(self):
+        return self.seen
+
+
+def counting(window=TWO_STEPS, **options):
+    class Counting(HybridAllReduceStrategy):
+        comm_trace = Counted(window)
+
+    return Counting(**options)

@@ -1,0 +1,108 @@
+"""The moving average: of the masters, exact in fp32, through validation, a resumption and the end of training."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_hybrid.callbacks import MasterWeightAveraging
+from tests import toy
+from tests.callbacks.support import Module, fit
+
+DECAY = 0.75  # exact in binary, and far from 0 and 1
+NUM_PARAMETERS = len(list(toy.Toy().parameters()))
+
+
+class ByHand(pl.Callback):
+    """The average of the masters after every step, in fp32 and in torch's own order of operations."""
+
+    def __init__(self):
+        self.average, self.validated = None, []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        masters = getattr(trainer.precision_plugin, "masters", None)
+        now = []
+        for tensor in (*module.parameters(), *module.buffers()):
+            twin = None if masters is None else masters.twin_of(tensor)
+            now.append((tensor if twin is None else twin.master).detach().clone())
+        if self.average is None:
+            self.average = now
+        else:
+            pairs = zip(self.average, now, strict=True)
+            self.average = [(DECAY * old + (1 - DECAY) * new).to(new.dtype) for old, new in pairs]
+
+    def on_validation_epoch_end(self, trainer, module):
+        """What validation saw: called before the average's own hook, which takes it away again."""
+        self.validated.append([tensor.detach().clone() for tensor in (*module.parameters(), *module.buffers())])
+
+
+def averaged(precision, ema=MasterWeightAveraging, validate=True):
+    """By hand, what validation last saw and the last step's average, and what the module holds in the end."""
+    by_hand = ByHand()
+    module = fit(more=[by_hand, ema(decay=DECAY)], precision=precision, validate=validate)[1]
+    left = [tensor.detach().clone() for tensor in (*module.parameters(), *module.buffers())]
+    return by_hand.average, by_hand.validated, left
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
+def test_the_average_is_that_of_the_masters_to_the_bit(two_ranks, precision):
+    """In validation DDP lets every rank see the statistics of rank zero: there only are they a rank's own."""
+    for rank, (average, validated, left) in enumerate(two_ranks.run(averaged, precision)):
+        assert any(not torch.equal(tensor, tensor.half().float()) for tensor in average if tensor.is_floating_point())
+        for index, (tensor, seen, end) in enumerate(zip(average, validated[-1], left, strict=True)):
+            assert torch.equal(end, tensor)  # fp32, also where the model was fp16
+            assert torch.equal(seen, tensor.to(seen.dtype)) or (rank > 0 and index >= NUM_PARAMETERS)
+
+
+def plain(precision):
+    return averaged(precision, ema=Lightnings)
+
+
+class Lightnings(pl.callbacks.EMAWeightAveraging):
+    """What ours is measured against."""
+
+
+def test_lightnings_own_average_would_be_rounded(two_ranks):
+    """Why ours exists. If this fails, Lightning has learnt it and ours can go."""
+    average, _, left = two_ranks.run(plain, "16-true")[0]
+    assert any(not torch.equal(tensor, end) for tensor, end in zip(average, left, strict=True))
+
+
+def test_training_is_not_moved_by_it(two_ranks):
+    with_average, without = two_ranks.run(losses, True)[0], two_ranks.run(losses, False)[0]
+    assert with_average == without
+
+
+def losses(has_average):
+    return fit(more=[MasterWeightAveraging(decay=DECAY)] if has_average else [])[1].losses
+
+
+def test_a_resumed_run_averages_on_to_the_bit(two_ranks, tmp_path):
+    """Saved after four of eight steps; the checkpoint's weights are the average, in fp32, and rank zero's."""
+    whole, resumed, saved, by_hand = two_ranks.run(whole_and_resumed, str(tmp_path))[0]
+    assert toy.same_bits(whole, resumed)
+    assert all(torch.equal(value, average) for value, average in zip(saved, by_hand, strict=True))
+
+
+def whole_and_resumed(run_dir):
+    class Saves(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+    def run(*more, ckpt_path=None):
+        return fit(more=[MasterWeightAveraging(decay=DECAY), *more], ckpt_path=ckpt_path)[1]
+
+    path, by_hand = f"{run_dir}/some.ckpt", ByHand()
+    fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], max_epochs=1)
+    whole, resumed = run(Saves()), run(ckpt_path=path)
+    checkpoint = torch.load(path, weights_only=True)["state_dict"]
+    module = Module()
+    saved = [checkpoint[name] for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return toy.weights(whole), toy.weights(resumed), saved, by_hand.average
+
+
+def test_a_decay_outside_its_range_is_refused():
+    with pytest.raises(ValueError, match=r"`decay` \(=1\.5\) must be between 0 and 1"):
+        MasterWeightAveraging(decay=1.5)

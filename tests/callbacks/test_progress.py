@@ -1,0 +1,66 @@
+"""The progress bar: what it shows, when it reads, which bar it is."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import progress, progress_bar
+from tests.callbacks.support import TWO_STEPS, Module, counting, fit
+
+
+class Says(Module):
+    """A metric of the user's own for the bar."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("own", 0.123456, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+
+def shown(has_rich):
+    """What the bar shows after each step, and what Lightning was asked for meanwhile."""
+    found, asked = [], []
+
+    class Watches(progress._RichBar if has_rich else progress._PlainBar):
+        def on_train_batch_end(self, trainer, module, *args):
+            super().on_train_batch_end(trainer, module, *args)
+            found.append(self.get_metrics(trainer, module))
+
+        def _read(self, trainer, module):
+            asked.append(trainer.global_step)
+            super()._read(trainer, module)
+
+    fit(more=[Watches(refresh_rate=1)], module=Says(), strategy=counting(TWO_STEPS), enable_progress_bar=True)
+    return found, asked
+
+
+@pytest.mark.parametrize("has_rich", [True, False], ids=["rich", "plain"])
+def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_rich):
+    """Logged every second step; 32 images per second of which 50 ms of each step wait for others."""
+    pytest.importorskip("rich" if has_rich else "tqdm")
+    found, asked = two_ranks.run(shown, has_rich)[0]
+    assert asked == [2, 4, 4, 6, 8, 8]  # and after each validation
+    assert found[0] == {}
+    assert found[-1].keys() == {"loss", "images/s", "exposed comm, ms", "skipped", "own"}
+    assert (found[-1]["images/s"], found[-1]["exposed comm, ms"], found[-1]["own"]) == ("32", "50", "0.1235")
+    assert found[2] == found[1] | {"loss": found[2]["loss"]}  # nothing new between logged steps
+
+
+def test_the_bar_is_richs_where_there_is_rich(monkeypatch):
+    kinds = []
+    for has_rich in (True, False):
+        real = importlib.util.find_spec
+        monkeypatch.setattr(progress, "find_spec", lambda name, has=has_rich: real("torch") if has else None)
+        if has_rich and real("rich") is None:
+            continue
+        kinds.append(type(progress_bar()))
+    assert kinds[-1] is progress._PlainBar
+    assert kinds[:-1] in ([progress._RichBar], [])
+    assert progress_bar(is_enabled=False) is None
+
+
+def test_what_was_not_measured_is_not_shown():
+    assert progress.labelled({m.TRAIN_LOSS: torch.tensor(2.0), "other": 1.0}) == {"loss": "2"}

@@ -1,0 +1,107 @@
+"""Time to accuracy: two clocks, seen once, kept over a resumption, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import TimeToAccuracy
+from tests import toy
+from tests.callbacks.support import Module, fit
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")  # each rank has its own here
+STEP_S, VALIDATION_S = 0.5, 4 * 1000.0  # of the test's clock: a step, and a validation of four batches
+
+
+class Rises(Module):
+    """Accuracy k / 4 in the k-th epoch, on every rank or on the last one only."""
+
+    everywhere = True
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        rises = self.everywhere or dist.get_rank() == dist.get_world_size() - 1
+        self.log("rises", (self.current_epoch + 1) / 4 if rises else 0.0)
+
+
+def reached(run_dir=None, everywhere=True, max_epochs=3, resumed_at=None, **options):
+    """Logged rows, steps made, the callback's own sentence."""
+    module = Rises()
+    module.everywhere = everywhere
+    options = {"target": 0.5, "monitor": "rises"} | options
+    if resumed_at is not None:
+        path = f"{run_dir}/some.ckpt"
+        fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[2].save_checkpoint(path)
+        options_of_fit = {"ckpt_path": path}
+    else:
+        options_of_fit = {}
+    event = TimeToAccuracy(**options)
+    logger, _, trainer = fit(more=[event], module=module, max_epochs=max_epochs, **options_of_fit)
+    names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
+    return [logger.column(name) for name in names], trainer.global_step, event.line(), event.reached
+
+
+def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
+    """In the second epoch of three, after eight steps and two validations."""
+    for columns, num_steps, line, _ in two_ranks.run(reached):
+        assert columns == [{9: 8 * STEP_S}, {9: 8 * STEP_S + 2 * VALIDATION_S}, {9: 8.0}]
+        assert num_steps == 12
+        assert line == "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
+
+
+def stopped():
+    return reached(stop=True)
+
+
+def test_training_ends_there_if_asked(two_ranks):
+    assert [num_steps for _, num_steps, *_ in two_ranks.run(stopped)] == [8, 8]
+
+
+def loss_reached():
+    return reached(target=10.0, monitor=m.VAL_LOSS, mode="min")
+
+
+def test_a_loss_reaches_its_target_from_above(two_ranks):
+    """Ten is above the loss of any three classes guessed at random (log 3): the first validation sees it."""
+    assert two_ranks.run(loss_reached)[0][0][2] == {5: 4.0}
+
+
+def resumed(run_dir, at):
+    return reached(run_dir=run_dir, resumed_at=at)
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["before the target", "after it"])
+def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
+    columns, _, _, event = two_ranks.run(resumed, str(tmp_path), at)[0]
+    assert event == {
+        m.TIME_TO_ACCURACY_TRAIN_S: 8 * STEP_S,
+        m.TIME_TO_ACCURACY_TOTAL_S: 8 * STEP_S + 2 * VALIDATION_S,
+        m.TIME_TO_ACCURACY_STEP: 8.0,
+    }
+    assert len(columns[0]) == (1 if at == 1 else 0)  # what was logged before is not logged again
+
+
+def reached_on_one_rank():
+    return reached(everywhere=False, stop=True, max_epochs=3)
+
+
+def test_one_rank_alone_does_not_stop(two_ranks):
+    """Each rank has a value of its own; with `stop` on one rank only the others would wait for it for ever."""
+    assert [(step, event) for _, step, _, event in two_ranks.run(reached_on_one_rank)] == [(12, None)] * 2
+
+
+def error_of_monitor():
+    return toy.error_of(reached, monitor="val/accuracy")
+
+
+def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):
+    told = two_ranks.run(error_of_monitor)[0]
+    assert told.startswith("ValueError: `monitor` (='val/accuracy') must be a metric that validation logs")
+    assert "rises, " in told
+    assert m.VAL_ACC in told
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match=r"`mode` \(='highest'\) must be \"max\" or \"min\""):
+        TimeToAccuracy(target=0.5, mode="highest")

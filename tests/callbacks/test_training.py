@@ -1,0 +1,260 @@
+"""What training logs, when, and what that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import TrainingMetrics
+from lightning_hybrid.metrics import METRICS
+from lightning_hybrid.optim import LARS, param_groups
+from tests import toy
+from tests.callbacks.support import TWO_STEPS, WINDOWS, Module, counting, fit
+
+
+def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
+    rows, losses = zip(*two_ranks.run(logged_and_losses), strict=True)
+    logger = rows[0]
+    assert list(logger[m.TRAIN_LOSS]) == [2, 4, 6, 8]
+    assert losses[0] != losses[1]
+    for step, loss in logger[m.TRAIN_LOSS].items():
+        assert loss == pytest.approx((losses[0][step - 1] + losses[1][step - 1]) / 2, rel=1e-6)  # fp32 mean
+    # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
+    assert logger[m.TRAIN_LR] == pytest.approx({2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6)
+    assert logger[m.TRAIN_LOSS_SCALE] == dict.fromkeys((2, 4, 6, 8), 1024.0)
+    assert logger[m.TRAIN_SKIPPED_STEPS] == dict.fromkeys((2, 4, 6, 8), 0.0)
+
+
+def logged_and_losses():
+    logger, module, _ = fit(strategy=HybridAllReduceStrategy(loss_scale=1024.0))
+    return {name: logger.column(name) for name in METRICS}, module.losses
+
+
+def test_throughput_is_that_of_all_ranks_without_first_steps_and_validation(two_ranks):
+    """16 images in half a second are 32 per second; the windows that end at steps 6 and 8 begin after 4 steps."""
+    assert two_ranks.run(throughput)[0] == {6: 32.0, 8: 32.0}
+
+
+def throughput():
+    return fit()[0].column(m.IMAGES_PER_S)
+
+
+def test_accumulated_batches_make_one_step(two_ranks):
+    """Two batches a step: 32 images in a second, and a logged loss of one batch, not of half a batch."""
+    images_per_s, loss, last_loss = two_ranks.run(with_accumulation)[0]
+    assert images_per_s == {3: 32.0, 4: 32.0}
+    assert loss[4] == pytest.approx(last_loss, rel=0.3)  # rank zero's, against the mean over ranks
+
+
+def with_accumulation():
+    logger, module, _ = fit(skip_steps=2, accumulate_grad_batches=2, log_every_n_steps=1)
+    return logger.column(m.IMAGES_PER_S), logger.column(m.TRAIN_LOSS), module.losses[-1]
+
+
+def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
+    columns = two_ranks.run(communication_logged, TWO_STEPS, {"link_bytes_per_s": 32000})[0]
+    of_bytes = {m.COMM_BYTES: 2000, m.COMM_LINK_BYTES: 3000, m.COMM_LEAST_LINK_BYTES: 2000, m.COMM_NODE_BYTES: 4000}
+    of_clock = {
+        m.COMM_BUSY_S: 0.125,
+        m.COMM_EXPOSED_S: 0.05,
+        m.COMM_EXPOSED_SHARE: 0.1,  # of two steps of half a second
+        "comm/exposed_s/bucket_0": 0.0,
+        "comm/exposed_s/bucket_1": 0.05,
+        m.COMM_ACHIEVED_BYTES_PER_S: 16000,
+        m.COMM_ACHIEVED_SHARE: 0.5,
+    }
+    assert columns.keys() == of_bytes.keys() | of_clock.keys()
+    for name, value in of_bytes.items():
+        assert columns[name] == dict.fromkeys((2, 4, 6, 8), value), name
+    for name, value in of_clock.items():
+        assert columns[name] == pytest.approx(dict.fromkeys((6, 8), value)), name
+
+
+BETWEEN_NODES = {m.COMM_LINK_BYTES, m.COMM_LEAST_LINK_BYTES, m.COMM_ACHIEVED_BYTES_PER_S, m.COMM_ACHIEVED_SHARE}
+IN_SECONDS = {name for name, metric in METRICS.items() if name.startswith("comm/") and metric.from_clock}
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [("two nodes", {m.COMM_ACHIEVED_SHARE}), ("one node", BETWEEN_NODES), ("cuda", IN_SECONDS)],
+)
+def test_what_was_not_measured_is_not_logged(two_ranks, kind, missing):
+    names = two_ranks.run(communication_logged, WINDOWS[kind], {})[0].keys()
+    assert {name for name in METRICS if name.startswith("comm/")} - names == missing
+
+
+def communication_logged(window, options):
+    logger = fit(strategy=counting(window, **options))[0]
+    return {name: logger.column(name) for _, row in logger.rows for name in row if name.startswith("comm/")}
+
+
+def test_stock_strategies_log_what_they_have(two_ranks):
+    names = two_ranks.run(names_under_ddp)[0]
+    of_training = {m.TRAIN_LOSS, m.TRAIN_LR, m.TRAIN_MOMENTUM, m.IMAGES_PER_S, m.PEAK_MEMORY_BYTES}
+    assert names == of_training | {m.VAL_LOSS, m.VAL_ACC}
+
+
+def names_under_ddp():
+    logger = fit(strategy="ddp", precision="32-true")[0]
+    return {name for _, row in logger.rows for name in row if name in METRICS}
+
+
+def test_between_logged_steps_nothing_is_read(two_ranks):
+    assert two_ranks.run(reads_of_the_scale) == [4, 4]
+
+
+def reads_of_the_scale():
+    reads = []
+
+    class Watches(pl.Callback):
+        def on_train_start(self, trainer, module):
+            scale = trainer.precision_plugin.loss_scale
+            watched = type("Watched", (type(scale),), {"value": property(lambda s: reads.append(0) or 1.0)})
+            scale.__class__ = watched
+
+    fit(more=[Watches()])
+    return len(reads)
+
+
+def test_momentum_is_that_of_the_step(two_ranks):
+    """A schedule of the momentum: 0.9 * 0.5 ** steps before this one; float32 on the way to the logger."""
+    assert two_ranks.run(momentum_logged, "SGD")[0] == pytest.approx({2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128})
+    assert two_ranks.run(momentum_logged, "Adagrad")[0] == {}
+
+
+def momentum_logged(optimizer):
+    class Halves(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            for group in trainer.optimizers[0].param_groups:
+                if "momentum" in group:
+                    group["momentum"] *= 0.5
+
+    return fit(more=[Halves()], module=Module(optimizer=optimizer), precision="32-true")[0].column(m.TRAIN_MOMENTUM)
+
+
+def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
+    """Each batch is waited for 3 ms, of which the first four are not told; then two batches make a step."""
+    assert two_ranks.run(waits_logged, 1)[0] == pytest.approx({6: 0.003, 8: 0.003})
+    assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
+    assert two_ranks.run(waits_logged, 0)[0] == {}
+
+
+def waits_logged(accumulate):
+    class Waits(DataLoader):
+        waited_s = 0.0
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                self.waited_s += 0.003
+                yield batch
+
+        def take_wait_s(self):
+            waited_s, self.waited_s = self.waited_s, 0.0
+            return waited_s
+
+    class Exact(HybridAllReduceStrategy):
+        def process_dataloader(self, dataloader):  # a prefetcher is a batch ahead
+            return dataloader
+
+    counts = Waits if accumulate else DataLoader
+    settings = {"accumulate_grad_batches": max(1, accumulate), "use_distributed_sampler": False}
+    train = counts(toy.Blobs(32), batch_size=8)
+    skip_steps = 4 // max(1, accumulate)
+    logger = fit(train=train, strategy=Exact(), skip_steps=skip_steps, precision="32-true", **settings)[0]
+    return logger.column(m.DATA_WAIT_S)
+
+
+def test_utilisation_is_operations_by_all_peaks(two_ranks):
+    """32 images per second of 1e9 operations each, on two devices of 1e11 per second."""
+    flops_per_s, utilisation = two_ranks.run(utilisation_logged)[0]
+    assert flops_per_s == pytest.approx({6: 32e9, 8: 32e9})
+    assert utilisation == pytest.approx({6: 0.16, 8: 0.16})
+
+
+def utilisation_logged():
+    logger = fit(metrics={"flops_per_image": 1e9, "peak_flops_per_s": 1e11})[0]
+    return logger.column(m.FLOPS_PER_S), logger.column(m.MFU)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be a number above zero"),
+        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be a number above zero"),
+        ({"peak_flops_per_s": 1e12}, r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"),
+    ],
+    ids=str,
+)
+def test_utilisation_needs_two_numbers_above_zero(numbers, words):
+    with pytest.raises(ValueError, match=words):
+        TrainingMetrics(**numbers)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the other source is Linux's")
+def test_peak_memory_is_what_the_system_says(two_ranks):
+    """At the last step, against the system's own count after it: pages come by megabytes, not by hundreds of them."""
+    logged, peak_bytes = two_ranks.run(memory_logged_and_counted)[0]
+    assert list(logged) == [2, 4, 6, 8]
+    assert logged[8] == pytest.approx(peak_bytes, rel=0.05)
+
+
+def memory_logged_and_counted():
+    column = fit()[0].column(m.PEAK_MEMORY_BYTES)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return column, int(status["VmHWM"].split()[0]) * 1024
+
+
+# ---- trust ratios ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "looked_at"),
+    [("32-true", False), ("16-true", False), ("16-true", True)],
+    ids=["fp32", "fp16, handed over still scaled", "fp16, unscaled for a hook"],
+)
+def test_trust_ratios_are_those_of_the_gradients_just_used(two_ranks, precision, looked_at):
+    """Against float64 from what the optimizer saw. lr is 0, so weights are those of the step.
+
+    fp16: the norm of weights is taken of their halves, each within 2^-11 of its master.
+    """
+    logged, expected = two_ranks.run(ratios_logged_and_expected, precision, looked_at)[0]
+    assert list(logged) == list(expected) == [2, 4, 6, 8]
+    for step, found in logged.items():
+        assert found == pytest.approx(expected[step], rel=2**-11 if precision == "16-true" else 1e-5)
+        assert 0 < found[0] < found[1] < found[2]
+
+
+def ratios_logged_and_expected(precision, looked_at):
+    expected = {}
+
+    class Lars(Module):
+        def configure_optimizers(self):
+            groups = param_groups(self, weight_decay=0.01, rules=())
+            return LARS(groups, lr=0.0, fused=precision == "16-true" and not looked_at)
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            """The norms, in float64, of the gradients that the step took, unscaled by hand."""
+            scale = 1024.0 if precision == "16-true" and not looked_at else 1.0
+            ratios = []
+            for parameter in module.parameters():
+                grad, weight = parameter.grad.double().norm() / scale, parameter.double().norm()
+                ratios.append((0.001 * weight / (grad + 0.01 * weight)).item() if weight * grad else 1.0)
+            ratios.sort()
+            expected[trainer.global_step] = [ratios[0], ratios[(len(ratios) - 1) // 2], ratios[-1]]
+
+    class Seen(pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            pass
+
+    strategy = HybridAllReduceStrategy(loss_scale=1024.0)
+    more = [Looks(), Seen()] if looked_at else [Looks()]
+    logger = fit(module=Lars(), more=more, strategy=strategy, precision=precision, validate=False)[0]
+    columns = [logger.column(name) for name in m.trust_ratios_of_group(0)]
+    logged = {step: [column[step] for column in columns] for step in columns[0]}
+    return logged, {step: expected[step] for step in logged}

@@ -1,0 +1,242 @@
+"""Threads that work ahead: every batch in order, a bounded number of them, and none left when the consumer leaves."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hybrid.data.buffers import HostBuffers
+from lightning_hybrid.data.image_loader import Staff
+from lightning_hybrid.data.synthetic import StoredRows
+from lightning_hybrid.data.threads import BatchesAhead
+
+SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
+
+
+def buffer_of(num_rows):
+    return torch.zeros(num_rows, 1, 1, 1, dtype=torch.uint8)
+
+
+def fill(index, row):
+    row.fill_(index)
+    return 10 * index
+
+
+def batches(load_row=fill, *, shares=SHARES, num_threads=3, num_batches_ahead=2, take_buffer=buffer_of):
+    return BatchesAhead(shares, load_row, take_buffer, num_threads=num_threads, num_batches_ahead=num_batches_ahead)
+
+
+def decode_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    assert decode_threads() == []
+    yield
+    gc.collect()
+    assert decode_threads() == []
+
+
+def wait_until(condition, limit_s=10.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+@pytest.mark.parametrize("num_batches_ahead", [1, 3])
+def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batches_ahead):
+    def uneven(index, row):
+        time.sleep(0.001 * (index * 7 % 4))  # threads overtake one another
+        return fill(index, row)
+
+    read = list(batches(uneven, num_threads=num_threads, num_batches_ahead=num_batches_ahead))
+    assert [images.flatten().tolist() for images, _ in read] == [share.tolist() for share in SHARES]
+    assert [labels.tolist() for _, labels in read] == [(10 * share).tolist() for share in SHARES]
+
+
+def test_threads_work_ahead_and_no_further_than_told():
+    loaded = []
+
+    def noted(index, row):
+        loaded.append(index)
+        return 0
+
+    ahead = batches(noted, num_batches_ahead=2)
+    wait_until(lambda: len(loaded) == 10)
+    time.sleep(0.05)
+    assert len(loaded) == 10  # two batches, while nobody has asked for one
+    next(ahead)
+    wait_until(lambda: len(loaded) == 15)
+    time.sleep(0.05)
+    assert len(loaded) == 15
+    ahead.close()
+
+
+def test_the_next_batch_is_ready_before_the_step_ends():
+    """With a step longer than loading a batch, waiting is what it costs to take a full batch: next to nothing."""
+
+    def slow(index, row):
+        time.sleep(0.002)
+        return 0
+
+    ahead = batches(slow, num_threads=2)
+    next(ahead)
+    waits_s = []
+    for _ in range(5):
+        time.sleep(0.05)  # the step; a batch takes 5 rows * 2 ms / 2 threads
+        start_s = time.perf_counter()
+        next(ahead)
+        waits_s.append(time.perf_counter() - start_s)
+    assert sorted(waits_s)[2] < 0.004  # less than a batch takes; the median, as other programs run here too
+    ahead.close()
+
+
+def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
+    def broken(index, row):
+        if index == 12:
+            raise OSError("disk gone at n01/12.JPEG")
+        return fill(index, row)
+
+    ahead = batches(broken)
+    assert next(ahead)[1].tolist() == [0, 10, 20, 30, 40]
+    assert next(ahead)[1].tolist() == [50, 60, 70, 80, 90]
+    with pytest.raises(OSError, match=r"n01/12\.JPEG"):
+        next(ahead)
+    assert decode_threads() == []
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+def test_an_error_of_the_shares_or_the_buffers_is_not_a_wait_without_end():
+    def shares():
+        yield SHARES[0]
+        raise KeyError("no more")
+
+    ahead = batches(shares=shares())
+    next(ahead)
+    with pytest.raises(KeyError, match="no more"):
+        next(ahead)
+
+    def no_memory(num_rows):
+        raise MemoryError("full")
+
+    with pytest.raises(MemoryError, match="full"):
+        next(batches(take_buffer=no_memory))
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 8])
+def test_an_iterator_that_is_left_takes_its_threads_with_it(num_taken):
+    ahead = batches()
+    for _ in range(num_taken):
+        next(ahead)
+    del ahead
+    assert decode_threads() == []
+
+
+def test_threads_that_have_no_more_to_do_end_by_themselves():
+    ahead = batches(shares=SHARES[:1])
+    wait_until(lambda: not decode_threads())
+    assert next(ahead)[1].tolist() == [0, 10, 20, 30, 40]
+
+
+def test_torch_keeps_its_number_of_threads():
+    """One in each decoding thread; outside, now and in threads started later, what it was."""
+    before, inside, later = torch.get_num_threads(), set(), []
+    torch.set_num_threads(2)
+    try:
+        list(batches(lambda index, row: inside.add(torch.get_num_threads()) or 0))
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (inside, torch.get_num_threads(), later) == ({1}, 2, [2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
+def test_nobody_to_fill_is_refused(name):
+    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be at least 1"):
+        batches(**{name: 0})
+
+
+IN_A_PROGRAM = """
+import os, sys
+import numpy as np, torch
+from lightning_hybrid.data.threads import BatchesAhead
+
+def load(index, row):
+    return 0
+
+ahead = BatchesAhead((np.arange(4) for _ in range(10**6)), load, lambda n: torch.zeros(n, 1, 1, 1, dtype=torch.uint8),
+                     num_threads=2, num_batches_ahead=2)
+next(ahead)
+if "fork" in sys.argv:
+    child = os.fork()
+    if child == 0:
+        try:
+            next(ahead)
+        except RuntimeError as error:
+            print(error, flush=True)
+        del ahead
+        os._exit(0)
+    os.waitpid(child, 0)
+    next(ahead)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "fork"])
+def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("iterate over the loader anew here" in done.stdout) == (how == "fork")
+
+
+def test_host_memory_is_used_again_only_when_nobody_looks_at_it():
+    buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
+    one, other = buffers.take(2), buffers.take(2)
+    assert one.data_ptr() != other.data_ptr()
+    part, first = one[1], one.data_ptr()
+    del one
+    third = buffers.take(2)
+    assert third.data_ptr() not in (first, other.data_ptr())  # a row of it is still held
+    del part
+    assert buffers.take(2).data_ptr() == first
+
+
+def test_a_loop_over_batches_uses_a_few_blocks_of_memory():
+    buffers = HostBuffers(max_images=5, image_size=4, pin_memory=False)
+    shares = [np.arange(5)] * 60
+    blocks = {images.data_ptr() for images, _ in batches(shares=shares, take_buffer=buffers.take)}
+    assert len(blocks) <= 4  # two ahead, one here, one on its way
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_in_the_same_order():
+    images = HostBuffers(max_images=2, image_size=4, pin_memory=True).take(2)
+    assert images.is_pinned()
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.cuda(non_blocking=True).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_threads_are_not_started_before_the_first_batch_is_asked_for():
+    """Lightning makes iterators before it tells the epoch, and loaders are pickled."""
+    rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
+    buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
+    generator = Staff(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
+    assert decode_threads() == []
+    next(generator)
+    assert decode_threads() != []
+    generator.close()
+    assert decode_threads() == []

@@ -1,0 +1,173 @@
+"""ResNet: names, shapes and strides are the published ones, and so is the initialisation."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.models import AlexNet, ResNet
+from lightning_hybrid.models.resnet import BasicBlock, Bottleneck
+
+# Written by torchvision 0.28.0's own `resnet18()`, `resnet50()` and `alexnet()`.
+TORCHVISION = json.loads(Path(__file__).with_name("torchvision_0_28_state_dicts.json").read_text())
+# `num_params` in torchvision 0.28.0's `ResNet<depth>_Weights`
+NUM_PARAMETERS = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
+
+
+def on_meta(kind, **arguments):
+    with torch.device("meta"):
+        return kind(**arguments)
+
+
+def tiny(**changes):
+    return ResNet(**{"depth": 18, "num_classes": 10, "in_channels": 2, "width": 0.125, "stem": "small"} | changes)
+
+
+def shapes_of(network):
+    return {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "network"),
+    [
+        ("resnet18", on_meta(ResNet, depth=18)),
+        ("resnet50", on_meta(ResNet, depth=50)),
+        ("resnet50", on_meta(ResNet, depth=50, variant="v1")),
+        ("alexnet", on_meta(AlexNet)),
+    ],
+    ids=["resnet18", "resnet50", "resnet50 v1", "alexnet"],
+)
+def test_state_dicts_interchange_with_torchvisions(name, network):
+    """Order too: optimizers keep their state by position."""
+    assert list(shapes_of(network).items()) == list(TORCHVISION[name].items())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet"])
+def test_outputs_are_torchvisions_where_it_is_installed(name):
+    torchvision = pytest.importorskip("torchvision", reason="compares with torchvision, which is not installed")
+    theirs = getattr(torchvision.models, name)()
+    ours = AlexNet() if name == "alexnet" else ResNet(depth=int(name.removeprefix("resnet")))
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(ours.eval()(images), theirs.eval()(images))
+
+
+@pytest.mark.parametrize("depth", NUM_PARAMETERS)
+def test_parameters_are_as_many_as_published(depth):
+    network = on_meta(ResNet, depth=depth)
+    assert sum(parameter.numel() for parameter in network.parameters()) == NUM_PARAMETERS[depth]
+
+
+def test_the_default_is_resnet_50_v1_5():
+    assert {name: parameter.default for name, parameter in inspect.signature(ResNet).parameters.items()} == {
+        "depth": 50,
+        "num_classes": 1000,
+        "in_channels": 3,
+        "width": 1.0,
+        "variant": "v1.5",
+        "stem": "imagenet",
+        "zero_gamma": "last_of_branch",
+        "bn_eps": 1e-5,
+        "bn_momentum": 0.1,
+        "checkpoint_activations": False,
+    }
+
+
+@pytest.mark.parametrize(("variant", "conv1", "conv2"), [("v1.5", 1, 2), ("v1", 2, 1)])
+def test_the_variant_says_which_convolution_of_a_bottleneck_has_the_stride(variant, conv1, conv2):
+    network = on_meta(ResNet, depth=50, variant=variant)
+    for stage in (network.layer2, network.layer3, network.layer4):
+        first, *others = stage
+        assert (first.conv1.stride, first.conv2.stride) == ((conv1, conv1), (conv2, conv2))
+        assert first.downsample[0].stride == (2, 2)
+        assert all(conv.stride == (1, 1) for block in others for conv in (block.conv1, block.conv2, block.conv3))
+    assert all(block.conv2.stride == (1, 1) for block in network.layer1)
+
+
+def sizes_in(network, images):
+    sizes = {}
+    for name in ("conv1", "maxpool", "layer1", "layer2", "layer3", "layer4"):
+        getattr(network, name).register_forward_hook(
+            lambda module, inputs, output, name=name: sizes.__setitem__(name, output.shape[-1])
+        )
+    assert network(images).shape == (len(images), network.fc.out_features)
+    return list(sizes.values())
+
+
+def test_sizes_are_those_of_the_table():
+    assert sizes_in(on_meta(ResNet), torch.empty(2, 3, 224, 224, device="meta")) == [112, 56, 56, 28, 14, 7]
+
+
+def test_the_small_stem_keeps_the_size_of_small_images():
+    assert sizes_in(tiny(), torch.randn(2, 2, 32, 32)) == [32, 32, 32, 16, 8, 4]
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_width_scales_every_channel(depth):
+    full, half = on_meta(ResNet, depth=depth), on_meta(ResNet, depth=depth, width=0.5)
+    for a, b in zip(full.modules(), half.modules(), strict=True):
+        if isinstance(a, nn.Conv2d):
+            assert b.out_channels * 2 == a.out_channels
+            assert a is full.conv1 or b.in_channels * 2 == a.in_channels
+
+
+def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
+    """A sample deviation is off by std / sqrt(2 n): at most 1.2 % of the 3,456 weights of the smallest here."""
+    torch.manual_seed(0)
+    network = ResNet(depth=50, num_classes=100, width=0.25, in_channels=3)
+    checked = 0
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d) and layer.weight.numel() >= 3000:
+            fan_in = layer.in_channels * layer.kernel_size[0] ** 2
+            assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.06)
+            checked += layer.in_channels != layer.out_channels  # where fan-in and fan-out differ
+    assert checked >= 20
+    assert network.fc.weight.std().item() == pytest.approx(0.01, rel=0.06)
+    assert not network.fc.bias.any()
+
+
+def zero_gammas(network):
+    return {
+        name for name, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d) and not layer.weight.any()
+    }
+
+
+@pytest.mark.parametrize(("depth", "last"), [(18, "bn2"), (50, "bn3")])
+def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
+    blocks = {
+        name: block for name, block in tiny(depth=depth).named_modules() if isinstance(block, BasicBlock | Bottleneck)
+    }
+    projected = {f"{name}.downsample.1" for name, block in blocks.items() if block.downsample is not None}
+    assert zero_gammas(tiny(depth=depth)) == {f"{name}.{last}" for name in blocks}
+    assert zero_gammas(tiny(depth=depth, zero_gamma="shortcut")) == projected
+    assert len(projected) == (4 if depth == 50 else 3)
+    assert zero_gammas(tiny(depth=depth, zero_gamma="none")) == set()
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_a_block_starts_as_its_shortcut(depth):
+    network = tiny(depth=depth)
+    for block in (network.layer1[1], network.layer2[0]):
+        x = torch.randn(2, block.conv1.in_channels, 8, 8)
+        shortcut = x if block.downsample is None else block.downsample(x)
+        assert torch.equal(block(x), shortcut.relu())
+
+
+def test_batch_norm_options_reach_every_batch_norm():
+    layers = [layer for layer in tiny(bn_eps=0.5, bn_momentum=0.25).modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert len(layers) == 20
+    assert {(layer.eps, layer.momentum) for layer in layers} == {(0.5, 0.25)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"depth": 20}, {"variant": "v2"}, {"stem": "cifar"}, {"zero_gamma": True}, {"width": 0.001}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_cannot_be_built_is_refused_by_name(changes):
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=rf"`{name}` \(={value}\) must .*model\.{name}"):
+        tiny(**changes)

@@ -1,0 +1,84 @@
+"""Read a run that W&B wrote offline: the framing of LevelDB's log around protocol buffers.
+
+A file is a header of 7 bytes, then blocks of 32 KiB. A block holds chunks: checksum (4 bytes), length (2), kind (1),
+data. A record is one chunk, or a first, some middle and a last one; what is left of a block and cannot hold a chunk's
+header is zeros.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK_BYTES, HEADER_BYTES = 32 * 1024, 7
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def frames(content: bytes) -> Iterator[bytes]:
+    """The records' bytes; a torn last one is left out."""
+    assert content[:4] == b":W&B", "not a file of W&B's"
+    place, begun = HEADER_BYTES, b""
+    while place + HEADER_BYTES <= len(content):
+        left = BLOCK_BYTES - place % BLOCK_BYTES
+        if left < HEADER_BYTES:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[place : place + HEADER_BYTES])
+        data = content[place + HEADER_BYTES : place + HEADER_BYTES + length]
+        if len(data) < length or kind not in (FULL, FIRST, MIDDLE, LAST):
+            return
+        place += HEADER_BYTES + length
+        begun = data if kind in (FULL, FIRST) else begun + data
+        if kind in (FULL, LAST):
+            yield begun
+
+
+class OfflineRun:
+    """What one offline directory of ``<run_dir>/wandb`` holds."""
+
+    def __init__(self, folder: Path) -> None:
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        (path,) = folder.glob("run-*.wandb")
+        self.config: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.exit_code: int | None = None
+        self.run: Any = None
+        for frame in frames(path.read_bytes()):
+            record = Record.FromString(frame)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                self.run = record.run
+                self._update(self.config, record.run.config.update)
+            elif kind == "config":
+                self._update(self.config, record.config.update)
+            elif kind == "history":
+                row: dict[str, Any] = {}
+                self._update(row, record.history.item)
+                self.history.append(row)
+            elif kind == "summary":
+                self._update(self.summary, record.summary.update)
+            elif kind == "exit":
+                self.exit_code = record.exit.exit_code
+
+    @staticmethod
+    def _update(where: dict[str, Any], items: Any) -> None:
+        for item in items:
+            *above, last = list(item.nested_key) or [item.key]
+            inner = where
+            for key in above:
+                inner = inner.setdefault(key, {})
+            inner[last] = json.loads(item.value_json)
+
+    def column(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric, in the order in which it was logged."""
+        return [(row["trainer/global_step"], row[name]) for row in self.history if name in row]
+
+
+def runs_in(run_dir: Path) -> list[OfflineRun]:
+    """All offline runs of a run directory, in the order in which they were begun."""
+    return [OfflineRun(folder) for folder in sorted((run_dir / "wandb").glob("offline-run-*"))]

@@ -1,0 +1,121 @@
+"""Whose LARS is whose: each family's own rule on one tensor, in float64, in its own order of operations.
+
+A rule takes the weight, the gradients and learning rates of all steps, and options by our names; it returns the weight.
+Written from the sources that are named; none of their code is here. ``clip`` is LARC's: the ratio over lr, at most 1.
+"""
+
+import torch
+
+
+def norm(tensor):
+    return tensor.square().sum().sqrt()
+
+
+def paper(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
+    """You et al. 2017 (arXiv:1708.03888), Algorithm 1: the local rate is within the momentum."""
+    v = torch.zeros_like(w)
+    for g, lr in zip(gradients, lrs, strict=True):
+        local_lr = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w))
+        v = momentum * v + lr * local_lr * (g + weight_decay * w)
+        w = w - v
+    return w
+
+
+def mlperf_tensorflow(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
+    """mlcommons/training, ``lars_optimizer.py``: scaled rate, then Keras's momentum; ratio 1 where a norm is 0."""
+    accumulator = torch.zeros_like(w)
+    for g, lr in zip(gradients, lrs, strict=True):
+        ratio = torch.ones((), dtype=w.dtype)
+        if norm(w) > 0 and norm(g) > 0:
+            ratio = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
+        scaled_lr, decayed = lr * ratio, g + weight_decay * w
+        accumulator = momentum * accumulator - scaled_lr * decayed
+        w = w + (momentum * accumulator - scaled_lr * decayed if nesterov else accumulator)
+    return w
+
+
+def optax(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
+    """``optax.lars``: a chain of decay, trust ratio of the decayed update, rate, and trace."""
+    trace = torch.zeros_like(w)
+    for g, lr in zip(gradients, lrs, strict=True):
+        update = g + weight_decay * w
+        ratio = trust_coefficient * norm(w) / (norm(update) + eps)
+        update = update * (1.0 if norm(w) == 0 or norm(update) == 0 else ratio)
+        update = -lr * update
+        trace = update + momentum * trace
+        w = w + (update + momentum * trace if nesterov else trace)
+    return w
+
+
+def timm(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov, clip=False):
+    """timm, lightly, torch_optimizer, and apex LARC around SGD: the gradient is scaled, then SGD's momentum."""
+    buffer = None
+    for g, lr in zip(gradients, lrs, strict=True):
+        ratio = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
+        if clip:
+            ratio = min(ratio / lr, torch.ones_like(ratio))
+        d = (g + weight_decay * w) * ratio
+        buffer = d.clone() if buffer is None else momentum * buffer + d
+        w = w - lr * (d + momentum * buffer if nesterov else buffer)
+    return w
+
+
+def nvidia_mxnet(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps):
+    """``SGDwFASTLARS`` of NVIDIA's MXNet entries: the paper's rule, with Goyal et al.'s momentum correction."""
+    v, previous = torch.zeros_like(w), lrs[0]
+    for g, lr in zip(gradients, lrs, strict=True):
+        local_lr = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
+        v = momentum * (lr / previous) * v - lr * local_lr * (g + weight_decay * w)
+        w, previous = w + v, lr
+    return w
+
+
+def barlow_twins(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
+    """Barlow Twins, MoCo v3, VISSL: the ratio is of the decayed gradient; no epsilon."""
+    mu = torch.zeros_like(w)
+    for g, lr in zip(gradients, lrs, strict=True):
+        dp = g + weight_decay * w
+        one = torch.ones((), dtype=w.dtype)
+        q = torch.where(norm(w) > 0, torch.where(norm(dp) > 0, trust_coefficient * norm(w) / norm(dp), one), one)
+        mu = mu * momentum + dp * q
+        w = w - lr * mu
+    return w
+
+
+def colossalai(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps):
+    """NUS-HPC and ColossalAI without their clamps: momentum first, the ratio on the whole history."""
+    buffer = torch.zeros_like(w)
+    for g, lr in zip(gradients, lrs, strict=True):
+        ratio = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
+        buffer = momentum * buffer + g + weight_decay * w
+        w = w - lr * ratio * buffer
+    return w
+
+
+def joint_outside(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
+    """ "ratio_outside" with "joint": nobody's; ColossalAI's momentum with optax's ratio."""
+    buffer = torch.zeros_like(w)
+    for g, lr in zip(gradients, lrs, strict=True):
+        d = g + weight_decay * w
+        buffer = momentum * buffer + d
+        ratio = trust_coefficient * norm(w) / (norm(d) + eps)
+        w = w - lr * ratio * (momentum * buffer + d if nesterov else buffer)
+    return w
+
+
+# Family -> its rule, the options of LARS that are said to be it, and what of ours it has besides.
+FAMILIES = {
+    "paper": (paper, {"momentum_form": "lr_inside", "denominator": "sum"}),
+    "mlperf": (mlperf_tensorflow, {"momentum_form": "lr_inside", "denominator": "sum", "eps": 1e-7}),
+    "mlperf-nesterov": (mlperf_tensorflow, {"momentum_form": "lr_inside", "denominator": "sum", "nesterov": True}),
+    "optax": (optax, {"momentum_form": "lr_inside", "denominator": "joint"}),
+    "optax-nesterov": (optax, {"momentum_form": "lr_inside", "denominator": "joint", "nesterov": True, "eps": 1e-6}),
+    "timm": (timm, {"momentum_form": "lr_outside", "denominator": "sum", "eps": 1e-8}),
+    "timm-nesterov": (timm, {"momentum_form": "lr_outside", "denominator": "sum", "nesterov": True}),
+    "larc": (timm, {"momentum_form": "lr_outside", "denominator": "sum", "eps": 1e-8, "trust_clip": 1.0}),
+    "nvidia": (nvidia_mxnet, {"momentum_form": "lr_outside", "denominator": "sum"}),
+    "barlow": (barlow_twins, {"momentum_form": "lr_outside", "denominator": "joint"}),
+    "colossalai": (colossalai, {"momentum_form": "ratio_outside", "denominator": "sum"}),
+    "nobody": (joint_outside, {"momentum_form": "ratio_outside", "denominator": "joint"}),
+    "nobody-nesterov": (joint_outside, {"momentum_form": "ratio_outside", "denominator": "joint", "nesterov": True}),
+}
