@@ -1,0 +1,57 @@
+"""Large batches at our size, with and without the method: `python recipes/claims.py`; see claims/README.md."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# Before torch is imported: trials side by side share the cores. Yours wins if it is set.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from recipes import bench_report, claims_report, launch
+from recipes.claims_study import Study
+from recipes.train_trial import TrainTrial, common_of
+from recipes.trial_pool import TrialPool
+from recipes.trials import Outcome, TrialLog, fingerprint_of
+
+launch.register_resolvers()
+
+
+def say(name: str, outcome: Outcome) -> None:
+    """A line for a trial that ended."""
+    found = outcome.reason if outcome.value is None else f"{outcome.value:.4f}"
+    lr = next(override for override in outcome.overrides if override.startswith("optim.lr="))
+    print(f"{name}: {lr} {outcome.overrides[-1]} {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="claims")
+def main(cfg: DictConfig) -> None:
+    """Run what is left of the study; write `results.jsonl` as it goes, then table, picture and versions."""
+    folder = Path(cfg.run_dir)
+    with launch.short_errors():
+        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        study = Study.from_config(config)
+        base = tuple(config["trial"])
+        log = TrialLog(
+            folder / "results.jsonl",
+            fingerprint=fingerprint_of([common_of(base), study.tuning.objective, study.tuning.mode]),
+        )
+        runner = TrainTrial(
+            base=base, objective=study.tuning.objective, mode=study.tuning.mode, run_dir=str(folder / "trials")
+        )
+        pool = TrialPool(runner, num_workers=cfg.num_workers, budget_s=cfg.budget_s)
+    with pool:
+        is_complete = study.run(pool, log, say)
+    claims_report.write(folder, study, log, environment=bench_report.environment() | {"about": cfg.about})
+    (folder / "config.json").write_text(json.dumps(config | {"run_dir": ""}, indent=1) + "\n")
+    state = "complete" if is_complete else "not complete: run it again with the same hydra.run.dir"
+    print(f"{claims_report.markdown(study, log)}\n\nwritten to {folder.resolve()}; {state}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Search hyper-parameters of a training run: `python recipes/search.py axes.optim.lr.high=50`; see search/README.md."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# Before torch is imported: trials side by side share the cores. Yours wins if it is set.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from recipes import launch, search_report
+from recipes.coarse_to_fine import TrialRunner, axes_from, grid, overrides_of
+from recipes.train_trial import TrainTrial, common_of
+from recipes.trial_pool import TrialPool
+from recipes.trials import Outcome, TrialLog, best_of, check_mode, fingerprint_of
+
+launch.register_resolvers()
+
+
+def say(outcome: Outcome) -> None:
+    """A line for a trial that ended."""
+    found = outcome.reason if outcome.value is None else f"{outcome.value:.5g}"
+    print(f"{' '.join(outcome.overrides)}: {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="search")
+def main(cfg: DictConfig) -> float | None:
+    """Run what is left of the search; write `trials.jsonl` as it goes, then table and picture; return the best."""
+    folder = Path(cfg.run_dir)
+    with launch.short_errors():
+        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        mode, objective = check_mode(config["mode"]), config["objective"]
+        axes, stopping, backend = axes_from(config["axes"]), instantiate(cfg.stopping), instantiate(cfg.backend)
+        base = (*config["base"], *config["trial"])
+        common = [common_of(base, overrides_of(grid(axes)[0])), objective, mode]
+        log = TrialLog(folder / "trials.jsonl", fingerprint=fingerprint_of(common))
+        trial = TrainTrial(base=base, objective=objective, mode=mode, run_dir=str(folder / "trials"))
+        pool = TrialPool(trial, num_workers=cfg.num_workers, budget_s=cfg.budget_s)
+    with pool:
+        run = TrialRunner(pool, log, mode=mode, stopping=stopping, tell=say)
+        is_complete = backend.search(axes, run, mode)
+    title = f"{type(backend).__name__}: {' '.join(config['trial'])}"
+    search_report.write(folder, run.rounds, axes, objective=objective, mode=mode, title=title)
+    print(
+        f"\n{search_report.markdown(run.rounds, axes, objective=objective, mode=mode)}\n\nwritten to {folder.resolve()}"
+    )
+    for key in search_report.edges(run.rounds, axes, mode=mode):
+        print(f"the best {key} lies at an end of its range: widen axes.{key}.low or axes.{key}.high")
+    if not is_complete:
+        print("not complete: run it again with the same hydra.run.dir")
+    best = best_of(run.seen(), mode=mode)
+    if best is None:
+        raise SystemExit("error: no trial was done; the table says why.")
+    print(f"best: {' '.join(best.overrides)}", flush=True)
+    return best.value
+
+
+if __name__ == "__main__":
+    main()
