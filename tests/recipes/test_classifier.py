@@ -109,7 +109,7 @@ def validated():
     seen, counts, module = [], [0, 0, 0], classifier()
     module.model.register_forward_hook(lambda _, __, logits: seen.append(logits.detach()))
     data = Odd(global_batch_size=300, seed=0, eval_batch_size_per_rank=59)
-    trainer = toy.trainer(precision="16-true", max_epochs=1, callbacks=[Counts()])
+    trainer = toy.trainer(precision="16-true", max_epochs=1, callbacks=[Counts()], num_sanity_val_steps=0)
     trainer.fit(module, data)
     return tuple(trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)), counts
 
