@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes import launch, tracking
+from recipes import launch, tracking, utilisation
 from recipes.classifier import Classifier
 from recipes.world import batch_line
 
@@ -45,6 +45,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
     model: nn.Module = instantiate(cfg.model)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
+    utilisation.fill_in(trainer, model, cfg)
     module = Classifier(
         model=model,
         optimizer=optimizer,

@@ -1,0 +1,46 @@
+"""What share of a device's arithmetic a run makes use of: the two numbers that the metric needs."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from lightning_hybrid.callbacks import TrainingMetrics
+from lightning_hybrid.models import peak_flops_per_s, training_flops_per_image
+
+
+def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
+    """Give `TrainingMetrics` counted operations per image and the device's peak, where it has none and both are known.
+
+    What the configuration gives stays. Not where processes are forked: asking for the device's name starts CUDA, which
+    a fork does not survive.
+    """
+    device = trainer.strategy.root_device
+    may_ask = device.type == "cuda" and getattr(trainer.strategy, "_start_method", None) in (None, "popen")
+    name = torch.cuda.get_device_name(device) if may_ask else ""
+    peak = peak_flops_per_s(name, _operands(cfg.precision), allow_tf32=torch.backends.cuda.matmul.allow_tf32)
+    shape = image_shape(cfg)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, TrainingMetrics) and callback.flops_per_image is None and peak and shape:
+            callback.flops_per_image = training_flops_per_image(model, shape)
+            callback.peak_flops_per_s = peak
+
+
+def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
+    """Channels, height and width of what the network sees; None where the configuration does not say."""
+    size = cfg.data.get("image_size") or cfg.model.get("image_size")
+    return (cfg.model.get("in_channels", 3), size, size) if isinstance(size, int) else None
+
+
+def _operands(precision: object) -> torch.dtype:
+    """Of the matrix products: half under autocast too.
+
+    >>> _operands("16-mixed"), _operands("bf16-true"), _operands(32)
+    (torch.float16, torch.bfloat16, torch.float32)
+    """
+    words = str(precision)
+    if words.startswith("16"):
+        return torch.float16
+    return torch.bfloat16 if words.startswith("bf16") else torch.float32
