@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["allreduce.max_bytes=1024", "allreduce.num_rounds=2", "allreduce.dtypes=[float32]", "steps=null"]
 
 
+@pytest.mark.long
 def test_one_command_benches_an_emulated_cluster(cluster_or_skip, tmp_path):
     options = ["--hosts", "2", "--ranks", "1", "--mbit", "800", "--delay-us", "5000", "--limit-s", "100"]
     command = [sys.executable, "-m", "tests.netlab.bench", *options, f"hydra.run.dir={tmp_path}", *SMALL]
@@ -24,6 +27,7 @@ def test_one_command_benches_an_emulated_cluster(cluster_or_skip, tmp_path):
     assert "sent by each host: " in done.stdout
 
 
+@pytest.mark.long
 def test_a_mistake_ends_it_with_the_recipes_own_words(cluster_or_skip):
     command = [sys.executable, "-m", "tests.netlab.bench", "--ranks", "1", "allreduce.dtypes=[int8]"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -84,6 +84,7 @@ def groups_of(params):
 
 
 @not_interpreted
+@pytest.mark.long
 def test_what_follows_holds_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
     where = {"cwd": Path(__file__).parents[2], "env": {**os.environ, "TRITON_INTERPRET": "1"}}

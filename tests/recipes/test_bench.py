@@ -42,6 +42,7 @@ def row(arm, *times_s, num_bytes=1000, num_nodes=2, **more):
     return Row(section="step", case="x", arm=arm, num_bytes=num_bytes, num_nodes=num_nodes, times_s=times_s, **more)
 
 
+@pytest.mark.long
 def test_one_command_measures_every_algorithm_and_whole_steps(tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "bench.py"), f"hydra.run.dir={tmp_path}", *SMALL]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

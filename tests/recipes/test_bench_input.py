@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_hybrid.data.prefetch import prefetch
@@ -21,6 +22,7 @@ from recipes.input_rivals import PillowImages
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_program_measures_every_arm_and_writes_its_tables(tmp_path):
     options = ["bench.num_photos=40", "bench.batch_size=4", "bench.num_batches=2", "bench.num_rounds=1"]
     options += ["bench.image_size=32", "bench.num_threads=1", "bench.loads=[0.5]", "bench.num_steps=2"]

@@ -18,6 +18,7 @@ KNOWN = {  # weights, masters, gradients, optimizer
 }
 
 
+@pytest.mark.long
 def test_census_finds_weights_masters_gradients_and_state(tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "memory.py"), f"hydra.run.dir={tmp_path}"]
     options = ["precisions=[32-true,16-true]", "optimizers=[sgd,adamw]", "census.width=256", "census.depth=4"]

@@ -146,6 +146,7 @@ def test_settings_that_make_no_sense_are_refused(root, tmp_path):
         packing_of(root, root)
 
 
+@pytest.mark.long
 def test_the_program_packs_and_ends_a_mistake_with_one_message(root, tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "pack.py"), f"hydra.run.dir={tmp_path}/run", f"root={root}"]
 

@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path):
     assert (resumed / "run.png").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
     note = "callbacks.probe.note='two words, a \"comma\" = trouble'"
     probe = PROBE.replace("}}", "}, note: null}")
@@ -108,7 +108,7 @@ def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
         assert told[0]["num_threads"] == "1"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     out = succeed(PROBE, *SHORT, "trainer.max_epochs=1", command=[*torchrun, "recipes/train.py"])

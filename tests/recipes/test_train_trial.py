@@ -117,7 +117,7 @@ def search(folder, *overrides):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_command_searches_and_a_second_one_runs_nothing_again(tmp_path):
     """Four rates in one worker, of which the lowest is best; then once more, in the command's own process."""
     settings = "recipe=claim_digits global_batch_size=600 trainer.max_epochs=2 optim=sgd precision=32-true".split()
