@@ -8,7 +8,7 @@ A row is `ROW` elements of one tensor; each row has its own coefficients, so one
     update      d = SCALE * g + DECAY * w                                     reads g, w, v; writes w, v, half(w)
                 v <- MOMENTUM * v + INSIDE * d
                 w <- w - OUTSIDE * v            LOOK (Nesterov): w - OUTSIDE * (MOMENTUM * v + INSIDE * d)
-                unless SKIP, and the sum over the row of the new w * w, for the next step's norm
+                unless SKIP
 
 Each call takes `BATCH` pieces, matrices of any number of rows: a call costs some 50 us whatever it holds. Shapes are
 dynamic, so a kernel is compiled once per dtype and rule, not per model.
@@ -42,7 +42,8 @@ _SAMPLE_ROWS = 700  # of what a kernel is compiled with; enough for the compiler
 
 # All that is written comes from one expression of ten reads. By default Inductor keeps its value in memory of its own,
 # written and read again, and makes weights and copies of it in a second loop: 93 ms for AlexNet's parameters on two
-# quiet cores. With these it reads its inputs twice instead, once for the sum of squares and once for the rest: 52 ms.
+# quiet cores. A sum of the new weights' squares in the same function makes two loops of it as well (52 ms), so that is
+# a pass of its own: 30 ms in all.
 _OPTIONS = {
     "size_asserts": False,
     "realize_reads_threshold": 64,
@@ -68,7 +69,6 @@ def joint_squares(grads: list[Tensor], sums: list[Tensor], weights: list[Tensor]
 
 def update(
     grads: list[Tensor],
-    sums: list[Tensor],
     weights: list[Tensor],
     rows: list[Tensor],
     new_weights: list[Tensor],
@@ -76,14 +76,14 @@ def update(
     new_buffers: list[Tensor],
     copies: list[Tensor],
 ) -> None:
-    """Weights, buffers and copies after the step, and `sums` of the squares of the new weights.
+    """Weights, buffers and copies after the step.
 
     `new_weights` and `new_buffers` may be the very memory of `weights` and `buffers`: each element is read once, and
-    then written. They are arguments of their own because Inductor does not fuse a sum into a loop that writes what it
-    reads. Without `buffers` there is no momentum; without `copies` there are no copies.
+    then written. They are arguments of their own because Inductor does not fuse loops that write what they read.
+    Without `buffers` there is no momentum; without `copies` there are no copies.
     """
-    for i, (grad, out, weight, row, new_weight) in enumerate(zip(grads, sums, weights, rows, new_weights, strict=True)):
-        dtype = out.dtype
+    for i, (grad, weight, row, new_weight) in enumerate(zip(grads, weights, rows, new_weights, strict=True)):
+        dtype = row.dtype
         skip = row[:, SKIP, None] != 0
         w = weight.to(dtype)
         inside = row[:, INSIDE, None] * (row[:, SCALE, None] * grad.to(dtype) + row[:, DECAY, None] * w)
@@ -92,12 +92,10 @@ def update(
             v = row[:, MOMENTUM, None] * buffers[i] + inside
             step = torch.where(row[:, LOOK, None] != 0, row[:, MOMENTUM, None] * v + inside, v)
             new_buffers[i].copy_(torch.where(skip, buffers[i], v))
-        # Rounded before it is summed: the next norm is of what is stored.
         moved = torch.where(skip, w, w - row[:, OUTSIDE, None] * step).to(weight.dtype)
         new_weight.copy_(moved)
         if copies:
             copies[i].copy_(moved.to(copies[i].dtype))
-        out.copy_(moved.to(dtype).square().sum(1))
 
 
 class BatchKernel:
@@ -193,16 +191,16 @@ def update_kernel(
     Raises `RuntimeError` where this Inductor made two loops of it.
     """
     buffer, half = (state, ROW if has_momentum else -1), (copy or state, -1 if copy is None else ROW)
-    kinds = [(grad, ROW), (state, 0), (weight, ROW), (state, NUM_COEFFICIENTS), (weight, ROW), buffer, buffer, half]
+    kinds = [(grad, ROW), (weight, ROW), (state, NUM_COEFFICIENTS), (weight, ROW), buffer, buffer, half]
     kernel = BatchKernel(update, kinds)
     apart, within = kernel.sample(seed=1), kernel.sample(seed=1)
-    within[4], within[6] = within[2], within[5]
+    within[3], within[5] = within[1], within[4]
     for columns in (apart, within):
-        for row in columns[3]:
+        for row in columns[2]:
             row[::2, SKIP] = 0
         kernel(columns)
     for one, other in zip(apart, within, strict=True):
-        if one is not apart[2] and one is not apart[5] and not all(map(torch.equal, one, other)):
+        if one is not apart[1] and one is not apart[4] and not all(map(torch.equal, one, other)):
             raise RuntimeError(
                 f"`fused` (=True) cannot be used with torch {torch.__version__}: its compiler reads weights after "
                 "writing them. Use fused=False."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ class RowEngine:
 
         measure()   sum(w * w) and sum(g * g) of each tensor       one read of g, and of w where it is not known
         move()      the step                                       one read of g, w, v; one write of w, v, copy
+                    sum(w * w) for the next step                   one read of w, in cache if it is small
 
-    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
+    sum(w * w) is known from the last update where a tensor has a copy, that is, is a master, which nobody but its owner
     writes: an edit shows in `_version`, except one through `.data`. A step on a million parameters makes no allocation
     that grows with them.
     """
@@ -154,9 +156,15 @@ class RowEngine:
         torch.index_select(numbers.to(self._coefficients.dtype), 0, self._tensor_of_row, out=self._coefficients)
         weights, buffers, copies = self._columns
         rows, weight_sums, _ = self._row_columns
-        columns = [self._grads, weight_sums, weights, rows, weights, buffers, buffers, copies]
         # From the last to the first: the last that `squares` read are still in cache.
-        self._run("update", self._update, list(reversed(range(len(weights)))), columns)
+        last_first = list(reversed(range(len(weights))))
+        columns = [self._grads, weights, rows, weights, buffers, buffers, copies]
+        moves = self._calls("update", self._update, last_first, columns)
+        norms = self._calls("new weights", self._weight_norms, last_first, [weights, weight_sums])
+        for move, norm in zip(moves, norms, strict=True):
+            move()
+            if copies:  # else the weights may be anybody's, and are measured again before the next step
+                norm()  # at once: small weights are still in cache
         for tensors, slots in zip(self._tensors, self._gathered, strict=False):
             if tensors and slots:
                 torch._foreach_copy_(self._pieces_of_rest(tensors), slots)
@@ -165,14 +173,20 @@ class RowEngine:
         self._grads = []
 
     def _run(self, name: str, kernel: BatchKernel, pieces: list[int], columns: Sequence[Sequence[Tensor]]) -> None:
-        """Call `kernel` on some pieces; all columns but the first are the same each time and stay bound."""
+        """Call `kernel` on some pieces."""
+        for call in self._calls(name, kernel, pieces, columns):
+            call()
+
+    def _calls(
+        self, name: str, kernel: BatchKernel, pieces: list[int], columns: Sequence[Sequence[Tensor]]
+    ) -> list[Callable[[], None]]:
+        """What calls `kernel` on some pieces; all columns but the first are the same each time and stay bound."""
         bound = self._bound.get(name)
         if bound is None or bound[0] != pieces:
             batches = [pieces[first : first + BATCH] for first in range(0, len(pieces), BATCH)]
             calls = [kernel.bind([_padded(column, batch) for column in columns]) for batch in batches]
             bound = self._bound[name] = (pieces, batches, calls)
-        for batch, call in zip(bound[1], bound[2], strict=True):
-            call(_padded(columns[0], batch))
+        return [partial(call, _padded(columns[0], batch)) for batch, call in zip(bound[1], bound[2], strict=True)]
 
     def _load(self, grads: Sequence[Tensor]) -> None:
         params, grads = self._tensors[0], list(grads)
