@@ -1,4 +1,4 @@
-"""The two passes over rows, compiled by Inductor (C++ and OpenMP on the CPU).
+"""The passes over rows, compiled by Inductor (C++ and OpenMP on the CPU).
 
 A row is `ROW` elements of one tensor; each row has its own coefficients, so one kernel serves tensors of all groups:
 
