@@ -168,6 +168,11 @@ class MasterWeights:
         for twin in self.twins.values():
             twin.hand_over_sum()
 
+    def drop_sums(self) -> None:
+        """Forget the gradients that were summed so far."""
+        for twin in self.twins.values():
+            twin._sum = None
+
     def twin_of(self, parameter: Tensor) -> Twin | None:
         """The twin of ``parameter``, or None where it is kept in fp32 or unknown."""
         return self.twins.get(id(parameter))

@@ -218,7 +218,10 @@ class MasterWeightPrecision(Precision):
         self.settle_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
         record.outcome = None
         if closure_result is None and model.automatic_optimization:
-            # `training_step` returned None: there was no backward, so there is nothing to unscale or to step with.
+            # `training_step` returned None: there was no backward, so there is nothing to unscale or to step with, and
+            # what earlier batches of the step gave is dropped, as `zero_grad` would.
+            if self.masters is not None:
+                self.masters.drop_sums()
             self._after_closure(model, optimizer)
             return closure_result
         if self._may_hand_over(optimizer, model):

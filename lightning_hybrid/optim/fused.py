@@ -1,4 +1,4 @@
-"""The fused step of LARS: two passes over memory for all tensors of a kind, whatever the number of tensors."""
+"""The fused step of LARS: few passes over memory for all tensors of a kind, whatever the number of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 
 class Engine(Protocol):
-    """Two passes over tensors of one kind: `RowEngine` on the CPU, `kernel_engine.KernelEngine` on CUDA."""
+    """Norms and step of tensors of one kind: `RowEngine` on the CPU, `kernel_engine.KernelEngine` on CUDA."""
 
     def is_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
         """Whether it was made for these tensors."""

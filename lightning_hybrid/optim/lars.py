@@ -147,7 +147,9 @@ class LARS(LayerwiseOptimizer):
         check_choice("nesterov", group["nesterov"], (True, False), why="True looks one momentum step ahead.")
         check_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), why="see the LARS docstring.")
         check_choice("denominator", group["denominator"], get_args(Denominator), why="see the LARS docstring.")
-        check_choice("fused", group["fused"], (None, True, False), why="True is two passes for the whole model.")
+        check_choice(
+            "fused", group["fused"], (None, True, False), why="True is few passes over memory for the whole model."
+        )
         if group["fused"] and group["foreach"]:
             raise ValueError(
                 "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."

@@ -19,7 +19,7 @@ _SMALL = 1 << 13
 
 
 class RowEngine:
-    """The two passes over the tensors of one kind: dtypes alike, all with momentum and copies or all without.
+    """The passes over the tensors of one kind: dtypes alike, all with momentum and copies or all without.
 
     A tensor of 8,192 elements and more is a piece: a matrix, in place, of as many whole rows as it has. What is left
     of it, smaller tensors, and tensors that do not fill a stretch of memory in one layout are gathered into one last
