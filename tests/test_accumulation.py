@@ -122,6 +122,35 @@ def test_an_inf_in_one_batch_skips_the_step(one_rank):
     assert one_rank.run(what_a_first_batch_of_does, 1.0) == [(False, 0)]
 
 
+class LeavesOut(Counts):
+    """Makes no loss in the last batch of its first step."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == NUM_BATCHES - 1 else super().training_step(batch, batch_idx)
+
+
+def change_by_two_steps_of_which_the_first_has_no_last_batch():
+    module = LeavesOut()
+    with torch.no_grad():
+        module.net.weight.zero_()
+    strategy = HybridAllReduceStrategy(loss_scale=1024)
+    trainer = toy.trainer(
+        strategy=strategy,
+        precision="16-true",
+        max_epochs=1,
+        accumulate_grad_batches=NUM_BATCHES,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, batches(num_steps=2))
+    return module.net.weight.detach()[0]
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_that_does_not_come_about_leaves_nothing_to_the_next(one_rank):
+    (change,) = one_rank.run(change_by_two_steps_of_which_the_first_has_no_last_batch)
+    assert change.tolist() == [-(1.0 + 62 * 2.0**-11) / NUM_BATCHES] * 3
+
+
 class OwnLoop(toy.Toy):
     """Manual optimization that adds up under DDP's ``no_sync``."""
 
