@@ -79,7 +79,7 @@ class Classifier(pl.LightningModule):
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.label_smoothing = label_smoothing
         self.trust_ratio, self.decay_excluded = trust_ratio, decay_excluded
-        self.val_loss = MeanMetric()
+        self.val_loss = MeanMetric(nan_strategy="disable")  # by default a nan would be left out of the mean
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
         has_top5 = num_classes > 5  # else it is 1
