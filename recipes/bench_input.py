@@ -31,6 +31,7 @@ def main(cfg: DictConfig) -> None:
         waits = bench.waits(speeds)
     versions = {"numpy": numpy.__version__, "pillow": PIL.__version__}
     versions["simplejpeg"] = getattr(decode.simplejpeg, "__version__", "not installed")
+    versions["dali"] = bench_inputs.dali_version()
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     config["bench"].pop("scratch")  # a place on this machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from lightning_hybrid.data import decode
+from lightning_hybrid.data.dali import DaliStaff
 from lightning_hybrid.data.folder import ImageFolder
-from lightning_hybrid.data.image_loader import ImageTrainLoader, Staff
+from lightning_hybrid.data.image_loader import FillsBatches, ImageTrainLoader, Staff
 from lightning_hybrid.data.image_module import share_of_cores
 from lightning_hybrid.data.imagenet import open_images
 from lightning_hybrid.data.on_device import NormaliseOnDevice
@@ -123,9 +125,7 @@ class InputBench:
         else:
             print("left out: DALI is not installed", flush=True)
         for source, folder in folders.items():
-            for decoder in decode.DECODERS:
-                if decoder == "simplejpeg" and decode.simplejpeg is None:
-                    continue
+            for decoder in installed_decoders():
                 arms[f"ours, {source}, {decoder}"] = (source, partial(self._ours, folder, decoder))
         arms["ours, noise"] = ("none", self._noise)
         wanted = set(arms) if self.arms is None else set(self.arms)
@@ -139,20 +139,25 @@ class InputBench:
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(1)
 
-    def _loader(self, rows: Rows) -> ImageTrainLoader:
+    def _loader(self, rows: Rows, staff: FillsBatches) -> ImageTrainLoader:
         order = EpochOrder(num_images=rows.num_images, global_batch_size=self.batch_size, seed=0)
-        return ImageTrainLoader(rows, order, staff=Staff(num_threads=self._num_threads), on_device=NormaliseOnDevice())
+        return ImageTrainLoader(rows, order, staff=staff, on_device=NormaliseOnDevice())
 
-    def _rows(self, folder: Path, decoder: str) -> Rows:
+    def _decoding_loader(self, folder: Path, decoder: str) -> ImageTrainLoader:
         view = TrainView(image_size=self.image_size, seed=0)
-        return DecodedRows(open_images(folder), view, decoder=decoder, max_corrupt_images=16)
+        is_dali = decoder == decode.BATCH_DECODER
+        own = decode.default_decoder() if is_dali else decoder
+        rows = DecodedRows(open_images(folder), view, decoder=own, max_corrupt_images=16)
+        staff: FillsBatches = (DaliStaff if is_dali else Staff)(num_threads=self._num_threads)
+        return self._loader(rows, staff)
 
     def _ours(self, folder: Path, decoder: str) -> Iterator[Any]:
-        return _endless(self._loader(self._rows(folder, decoder)))
+        return _endless(self._decoding_loader(folder, decoder))
 
     def _noise(self) -> Iterator[Any]:
         told = {"num_images": 20_000, "num_stored": 256, "num_classes": 1000, "seed": 0}
-        return _endless(self._loader(StoredRows(image_size=self.image_size, **told)))
+        rows = StoredRows(image_size=self.image_size, **told)
+        return _endless(self._loader(rows, Staff(num_threads=self._num_threads)))
 
     def speeds(self) -> list[InputRow]:
         """Every arm, in turns, `num_rounds` times."""
@@ -196,9 +201,8 @@ class InputBench:
             measured = [row for row in speeds if row.arm == f"ours, {source}, {decoder}"]
             for load in self.loads if measured else ():
                 decode_s = self.batch_size / measured[0].median
-                ahead = prefetch(
-                    self._loader(self._rows(folders[source], decoder)), torch.device("cpu"), lambda batch: batch
-                )
+                loader = self._decoding_loader(folders[source], decoder)
+                ahead = prefetch(loader, torch.device("cpu"), lambda batch: batch)
                 waits_s = list(_waits(ahead, step_s=decode_s / load, num_steps=self.num_steps))
                 rows.append(
                     WaitRow(source=source, load=load, step_s=decode_s / load, decode_s=decode_s, waits_s=tuple(waits_s))
@@ -234,6 +238,17 @@ def _mean_bytes(folder: Path) -> float:
     images = open_images(folder)
     indices = range(0, len(images), max(1, len(images) // 256))
     return statistics.mean(len(images.read(index)) for index in indices)
+
+
+def installed_decoders() -> list[str]:
+    """Those of `data.decoder` that are here."""
+    found = [name for name in decode.DECODERS if name != "simplejpeg" or decode.simplejpeg is not None]
+    return found + [decode.BATCH_DECODER] * decode.has_dali()
+
+
+def dali_version() -> str:
+    """Of DALI, if it is installed."""
+    return str(importlib.import_module("nvidia.dali").__version__) if decode.has_dali() else "not installed"
 
 
 def as_dict(row: InputRow) -> dict[str, Any]:

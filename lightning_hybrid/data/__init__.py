@@ -4,6 +4,7 @@
     loaders         of image sets that fit in memory; digits is one
     source          images as they are stored, and what becomes of broken ones; folder, shards: two ways to store them
     decode, views   image files -> pixels -> what the network sees
+    dali            NVIDIA's decoder in place of decode and threads
     threads         batches ahead of the consumer; buffers: their memory; image_loader: loaders made of all this
     on_device       normalisation; prefetch: one batch ahead on the device
     image_module    what imagenet and synthetic, two LightningDataModules, have in common

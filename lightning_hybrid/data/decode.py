@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 
 import numpy as np
@@ -15,7 +16,8 @@ except ImportError:  # the extra `jpeg`
 
 Pixels = NDArray[np.uint8]
 JPEG_MAGIC = b"\xff\xd8"
-DECODERS = ("simplejpeg", "pillow")
+DECODERS = ("simplejpeg", "pillow")  # of one image
+BATCH_DECODER = "dali"  # of whole batches: see `lightning_hybrid.data.dali`
 
 
 class CorruptImageError(ValueError):
@@ -36,17 +38,32 @@ def check_decoder(decoder: str) -> None:
     >>> check_decoder("libjpeg")
     Traceback (most recent call last):
         ...
-    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow. Set data.decoder=null for the faster one.
+    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow, dali. Set data.decoder=null for the faster \
+of the first two.
     """
-    if decoder not in DECODERS:
+    if decoder not in (*DECODERS, BATCH_DECODER):
         raise ValueError(
-            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}. Set data.decoder=null for the faster one."
+            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}, {BATCH_DECODER}. Set data.decoder=null "
+            "for the faster of the first two."
+        )
+    if decoder == BATCH_DECODER and not has_dali():
+        raise ValueError(
+            f"`decoder` (={decoder!r}) must be installed: pip install 'lightning-hybrid[dali]' (Linux, CUDA 13; "
+            "nvidia-dali-cuda120 for CUDA 12), or set data.decoder=null."
         )
     if decoder == "simplejpeg" and simplejpeg is None:
         raise ValueError(
             "`decoder` (='simplejpeg') must be installed: pip install 'lightning-hybrid[jpeg]', or set "
             "data.decoder=pillow."
         )
+
+
+def has_dali() -> bool:
+    """Whether DALI is installed; it is not imported."""
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # nothing of NVIDIA's is
+        return False
 
 
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:

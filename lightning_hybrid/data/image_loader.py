@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,17 @@ from lightning_hybrid.data.buffers import HostBuffers
 from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoader, eval_shares
 from lightning_hybrid.data.source import Rows
 from lightning_hybrid.data.threads import BatchesAhead
+
+
+class FillsBatches(Protocol):
+    """Who decodes for a loader: :class:`Staff`, or `lightning_hybrid.data.dali.DaliStaff`."""
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches on the host are page-locked."""
+
+    def fill(self, shares: Iterator[Indices], rows: Rows, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
+        """Batches of the images in `shares`, in their order; what works ahead ends with the generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +70,7 @@ class ImageTrainLoader(ResumableLoader):
         rows: Rows,
         order: EpochOrder,
         *,
-        staff: Staff,
+        staff: FillsBatches,
         on_device: Callable[[Batch], Batch],
         on_other_accumulation: Callable[[int], None] | None = None,
     ) -> None:
@@ -86,7 +98,7 @@ class ImageEvalLoader:
         world_size: int,
         rank: int,
         batch_size_per_rank: int,
-        staff: Staff,
+        staff: FillsBatches,
         on_device: Callable[[Batch], Batch],
     ) -> None:
         self.rows, self.staff, self.on_device = rows, staff, on_device

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
-from lightning_hybrid.data.image_loader import ImageEvalLoader, ImageTrainLoader, Staff
+from lightning_hybrid.data.image_loader import FillsBatches, ImageEvalLoader, ImageTrainLoader, Staff
 from lightning_hybrid.data.on_device import NormaliseOnDevice
 from lightning_hybrid.data.order import Batch, EpochOrder
 from lightning_hybrid.data.resume import recounting
@@ -57,10 +57,13 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     def setup(self, stage: str) -> None:
         """Provide `train_rows` and `eval_rows`; every rank does."""
 
-    def _staff(self) -> Staff:
+    def _num_threads(self) -> int:
+        return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
+
+    def _staff(self) -> FillsBatches:
         trainer = self.trainer
         return Staff(
-            num_threads=self.num_threads or share_of_cores(trainer.num_devices if trainer else 1),
+            num_threads=self._num_threads(),
             num_batches_ahead=self.num_batches_ahead,
             pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_hybrid.data.decode import check_decoder, default_decoder
+from lightning_hybrid.data.dali import DaliStaff
+from lightning_hybrid.data.decode import BATCH_DECODER, check_decoder, default_decoder
 from lightning_hybrid.data.folder import ImageFolder, check_root, check_same_classes
+from lightning_hybrid.data.image_loader import FillsBatches
 from lightning_hybrid.data.image_module import ImageDataModule
 from lightning_hybrid.data.on_device import IMAGENET_MEAN, IMAGENET_STD
 from lightning_hybrid.data.shards import ShardedImages, holds_shards
@@ -37,7 +39,8 @@ class ImageNetDataModule(ImageDataModule):
         num_batches_ahead: Of the consumer.
         max_corrupt_images: So many unreadable images per rank and split are replaced by others and logged; see
             `DecodedRows`. The default is ours: what a copy may lose, and no more than 1 in 80,000 of ImageNet.
-        decoder: `simplejpeg` or `pillow`; None: the faster that is installed.
+        decoder: `simplejpeg` or `pillow`, in threads on the CPU; None: the faster of them that is installed. `dali`: on
+            the GPU where Lightning uses one, else on the CPU; see `lightning_hybrid.data.dali` for what differs.
 
     Raises:
         ValueError: The set is incomplete or has other classes (in `setup`, before any step), or an argument is wrong.
@@ -97,7 +100,19 @@ class ImageNetDataModule(ImageDataModule):
         self.eval_rows = self._decoded(val, self.eval_view)
 
     def _decoded(self, images: ImageSource, view: View) -> DecodedRows:
-        return DecodedRows(images, view, decoder=self.decoder, max_corrupt_images=self.max_corrupt_images)
+        # DALI is a staff of its own; what it does not read itself is decoded like anything else
+        decoder = default_decoder() if self.decoder == BATCH_DECODER else self.decoder
+        return DecodedRows(images, view, decoder=decoder, max_corrupt_images=self.max_corrupt_images)
+
+    def _staff(self) -> FillsBatches:
+        if self.decoder != BATCH_DECODER:
+            return super()._staff()
+        device = self.trainer.strategy.root_device if self.trainer else None
+        return DaliStaff(
+            num_threads=self._num_threads(),
+            num_batches_ahead=self.num_batches_ahead,
+            device_id=device.index if device is not None and device.type == "cuda" else None,
+        )
 
 
 def open_images(folder: Path) -> ImageSource:

@@ -45,6 +45,8 @@ class NormaliseOnDevice:
         images, labels = batch
         if images.dtype is not torch.uint8:
             return batch
+        if images.is_cuda:  # made on a stream of their own, they must not be overwritten before this one has read them
+            images.record_stream(torch.cuda.current_stream(images.device))
         mean, std = self._levels_on(images.device)
         return torch.sub(images, mean).div_(std), labels
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_hybrid.data.decode import CorruptImageError, Pixels, decode_rgb
+from lightning_hybrid.data.decode import CorruptImageError, decode_rgb
+from lightning_hybrid.data.views import Frame, show
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +50,8 @@ class View(Protocol):
     def image_size(self) -> int:
         """Pixels of a side of the row."""
 
-    def show(self, pixels: Pixels, row: Tensor, *, image: int, epoch: int) -> None:
-        """Fill `row` from `pixels`."""
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Of an image of `height` x `width` pixels."""
 
 
 class Rows(ABC):
@@ -68,7 +73,7 @@ class DecodedRows(Rows):
     have had. That is a function of the set alone, so ranks and resumed runs agree. Each broken image is logged once and
     counted on the rank that met it; more than `max_corrupt_images` of them end the run.
 
-    Raises (in `load`):
+    Raises (in `load` and `find`):
         CorruptImageError: There are more.
     """
 
@@ -85,17 +90,22 @@ class DecodedRows(Rows):
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
         """As :meth:`Rows.load`."""
+        pixels, label = self.find(index, partial(decode_rgb, decoder=self.decoder))
+        show(pixels, row, self.view.frame(*pixels.shape[:2], image=index, epoch=epoch))
+        return label
+
+    def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
+        """What `decode` makes of an image, or of the one that stands in for it; and its label."""
         for step in range(self.num_images):
             stand_in = (index + step) % self.num_images
             if stand_in in self.corrupt:
                 continue
             try:
-                pixels = decode_rgb(self.source.read(stand_in), decoder=self.decoder)
+                found = decode(self.source.read(stand_in))
             except (CorruptImageError, OSError) as error:
                 self._count(stand_in, error)
                 continue
-            self.view.show(pixels, row, image=index, epoch=epoch)
-            return int(self.source.labels[stand_in])
+            return found, int(self.source.labels[stand_in])
         raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
 
     def _count(self, index: int, error: Exception) -> None:

@@ -28,6 +28,21 @@ class Box(NamedTuple):
     width: int
 
 
+class Frame(NamedTuple):
+    """How an image becomes a square.
+
+    `box` is cut out and resized to `height` x `width`; of that the square is taken whose upper left corner is at `top`,
+    `left`; then it is flipped left to right, or not.
+    """
+
+    box: Box
+    height: int
+    width: int
+    top: int
+    left: int
+    flip: bool
+
+
 def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
     """The random numbers of one image in one epoch: uniform in [0, 1), the same on any rank and in any order.
 
@@ -93,6 +108,15 @@ def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
     return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
 
 
+def show(pixels: Pixels, row: Tensor, frame: Frame) -> None:
+    """Fill `row`, uint8 `"3 image_size image_size"`, with what `frame` shows of `pixels`."""
+    top, left, height, width = frame.box
+    size = row.shape[-1]
+    view = resized(pixels[top : top + height, left : left + width], height=frame.height, width=frame.width)
+    view = view[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
+    row.copy_(view.flip(-1) if frame.flip else view)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainView:
     """Random resized crop, flipped half of the time: a function of (seed, epoch, image).
@@ -119,14 +143,12 @@ class TrainView:
                 "usual is data.aspect=[0.75,1.3333333333333333]."
             )
 
-    def show(self, pixels: Pixels, row: Tensor, *, image: int, epoch: int) -> None:
-        """Fill `row`, uint8 `"3 image_size image_size"`, from `pixels`."""
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Of an image of `height` x `width` pixels."""
         draws = draws_of(seed=self.seed, epoch=epoch, image=image)
-        height, width, _ = pixels.shape
-        top, left, height, width = random_box(height, width, draws, area=self.area, aspect=self.aspect)
-        box = pixels[top : top + height, left : left + width]
-        view = resized(box, height=self.image_size, width=self.image_size)
-        row.copy_((view.flip(-1) if self.flip and draws[2] < 0.5 else view)[0])
+        box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
+        is_flipped = self.flip and bool(draws[2] < 0.5)
+        return Frame(box, self.image_size, self.image_size, top=0, left=0, flip=is_flipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +169,12 @@ class EvalView:
                 f"is cut out of the resized image. Set data.eval_resize={round(self.image_size / 0.875)}."
             )
 
-    def show(self, pixels: Pixels, row: Tensor, *, image: int, epoch: int) -> None:
-        """Fill `row`, uint8 `"3 image_size image_size"`, from `pixels`."""
-        height, width = short_side_resized(pixels.shape[0], pixels.shape[1], short_side=self.eval_resize)
-        view = resized(pixels, height=height, width=width)
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Of an image of `height` x `width` pixels; the same in every epoch."""
+        whole = Box(0, 0, height, width)
+        height, width = short_side_resized(height, width, short_side=self.eval_resize)
         top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
-        row.copy_(view[0, :, top : top + self.image_size, left : left + self.image_size])
+        return Frame(whole, height, width, top=top, left=left, flip=False)
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from lightning_hybrid.data.decode import CorruptImageError, decode_rgb
 from lightning_hybrid.data.imagenet import ImageNetDataModule
 from lightning_hybrid.data.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
+from lightning_hybrid.data.views import show
 from recipes.packing import Packing
 from tests.data.pictures import image_of, write_root
 
@@ -202,8 +203,8 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, caplog, ho
     assert torch.equal(first[others], expected[others])
     assert found[place] == sound.train_rows.source.labels[broken + 1]
     row = torch.zeros_like(first[place])
-    pixels = sound.train_rows.source.read(broken + 1)
-    sound.train_view.show(decode_rgb(pixels, decoder="pillow"), row, image=broken, epoch=0)
+    pixels = decode_rgb(sound.train_rows.source.read(broken + 1), decoder="pillow")
+    show(pixels, row, sound.train_view.frame(*pixels.shape[:2], image=broken, epoch=0))
     assert torch.equal(first[place], row)
     assert list(module.train_rows.corrupt) == [broken]
     messages = [record.message for record in caplog.records if "cannot be read" in record.message]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_hybrid.data.on_device import IMAGENET_MEAN, IMAGENET_STD, NormaliseOnDevice
-from lightning_hybrid.data.views import NUM_DRAWS, EvalView, TrainView, draws_of, random_box
+from lightning_hybrid.data.views import NUM_DRAWS, EvalView, TrainView, draws_of, random_box, show
 from tests.data.pictures import pixels_of
 
 SIZE = 24
@@ -20,7 +20,7 @@ SIZE = 24
 
 def row_of(view, pixels, image=7, epoch=2):
     row = torch.zeros(SIZE, SIZE, 3, dtype=torch.uint8).permute(2, 0, 1)
-    view.show(pixels, row, image=image, epoch=epoch)
+    show(pixels, row, view.frame(*pixels.shape[:2], image=image, epoch=epoch))
     return row.permute(1, 2, 0).numpy()
 
 
