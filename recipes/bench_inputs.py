@@ -37,13 +37,18 @@ Batches = Callable[[], Iterator[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class InputRow:
-    """Images per second of one arm: one sample per round. `bytes_per_image`: mean of the files it reads."""
+    """Images per second of one arm: one sample per round. `bytes_per_image`: mean of the files it reads.
+
+    `images_per_cpu_s`: by the processor time of this process, which other programs disturb less; empty for an arm that
+    works in other processes.
+    """
 
     arm: str
     source: str
     bytes_per_image: float
     num_threads: int
     images_per_s: tuple[float, ...]
+    images_per_cpu_s: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -163,12 +168,13 @@ class InputBench:
         """Every arm, in turns, `num_rounds` times."""
         folders = self.prepare()
         arms = self.every_arm(folders)
-        samples: dict[str, list[float]] = {name: [] for name in arms}
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
         for number in range(self.num_rounds):
             names = list(arms) if number % 2 == 0 else list(reversed(arms))
             for name in names:
-                samples[name].append(self._images_per_s(arms[name][1]))
-                print(f"round {number + 1} of {self.num_rounds}: {name}: {samples[name][-1]:.0f} images/s", flush=True)
+                samples[name].append(self._sample(arms[name][1]))
+                told = f"{samples[name][-1][0]:.0f} images/s"
+                print(f"round {number + 1} of {self.num_rounds}: {name}: {told}", flush=True)
         sizes = {source: _mean_bytes(folder) for source, folder in folders.items()} | {"none": 0.0}
         return [
             InputRow(
@@ -176,21 +182,27 @@ class InputBench:
                 source=source,
                 bytes_per_image=sizes[source],
                 num_threads=self._num_threads,
-                images_per_s=tuple(samples[name]),
+                images_per_s=tuple(by_clock for by_clock, _ in samples[name]),
+                images_per_cpu_s=() if name == REFERENCE else tuple(by_cpu for _, by_cpu in samples[name]),
             )
             for name, (source, _) in arms.items()
         ]
 
-    def _images_per_s(self, make: Batches) -> float:
-        """From one batch to another, in a pipeline that is full at both: start and end cost nothing."""
+    def _sample(self, make: Batches) -> tuple[float, float]:
+        """Images per second, and per second of this process's processors.
+
+        From one batch to another, in a pipeline that is full at both: start and end cost nothing.
+        """
         gc.collect()
         with closing(make()) as batches:  # type: ignore[type-var]
             for _ in range(NUM_WARMUP_BATCHES):
                 next(batches)
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             for _ in range(self.num_batches):
                 next(batches)
-            return self.num_batches * self.batch_size / (time.perf_counter() - start_s)
+            num_images = self.num_batches * self.batch_size
+            took_s, took_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+            return num_images / took_s, num_images / took_cpu_s
 
     def waits(self, speeds: Sequence[InputRow]) -> list[WaitRow]:
         """How long steps of different lengths wait for data; a step sleeps, as a host does beside a GPU."""
@@ -258,7 +270,7 @@ def as_dict(row: InputRow) -> dict[str, Any]:
 
 def speed_table(rows: Sequence[InputRow]) -> str:
     """Markdown. `x reference`: median over that of the first arm; spread: least and most of the samples."""
-    lines = [("arm", "KB/image", "images/s", "[least, most]", "images/s/core", "x reference")]
+    lines = [("arm", "KB/image", "images/s", "[least, most]", "images/s/core", "x reference", "images/CPU-s")]
     for row in rows:
         lines.append(
             (
@@ -268,6 +280,7 @@ def speed_table(rows: Sequence[InputRow]) -> str:
                 f"[{min(row.images_per_s):.0f}, {max(row.images_per_s):.0f}]",
                 f"{row.median / row.num_threads:.0f}",
                 f"{row.median / rows[0].median:.2f}",
+                f"{statistics.median(row.images_per_cpu_s):.0f}" if row.images_per_cpu_s else "",
             )
         )
     return markdown(lines)

@@ -33,8 +33,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
-# What Lightning's launcher leaves in the environment of the process that starts the others.
-LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others.
+LAUNCH_VARIABLES = (
+    *("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+)
 
 
 # ---- resolvers -------------------------------------------------------------------------------------------------------

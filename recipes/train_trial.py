@@ -180,7 +180,6 @@ def _quieten() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    warnings.filterwarnings("ignore", message="Encountered `nan` values")  # the trial says so itself
 
 
 def common_of(base: tuple[str, ...], own: tuple[str, ...] = ()) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,14 @@ def three_ranks(rank_pool: RankPool) -> Ranks:
 @pytest.fixture(scope="session")
 def four_ranks(rank_pool: RankPool) -> Ranks:
     return rank_pool.ranks(4)
+
+
+@pytest.fixture(autouse=True)
+def no_seed_is_left() -> Iterator[None]:
+    """`pl.seed_everything` writes into the environment, which programs that later tests start would inherit."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -170,6 +170,16 @@ def test_label_smoothing_is_for_training_alone():
     assert plain.val_loss.compute().item() == pytest.approx(-log_probs[range(5), batch[1]].mean().item(), rel=1e-6)
 
 
+def test_a_nan_in_one_batch_of_validation_shows_in_the_loss():
+    module = classifier().eval()
+    module.log = lambda *_, **__: None
+    module.validation_step((torch.randn(5, 1, 16, 16), torch.arange(5)), 0)
+    assert module.val_loss.compute().isfinite()
+    module.validation_step((torch.full((5, 1, 16, 16), torch.nan), torch.arange(5)), 1)
+    module.validation_step((torch.randn(5, 1, 16, 16), torch.arange(5)), 2)
+    assert module.val_loss.compute().isnan()
+
+
 @pytest.mark.parametrize(
     ("options", "adapted", "excluded"),
     [

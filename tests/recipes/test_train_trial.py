@@ -36,7 +36,9 @@ def trial(*overrides, limits=(), objective="val/loss", **changes):
 
 
 def test_a_trial_is_repeatable_and_tested_unless_told_not_to_be():
+    before = dict(os.environ)
     tested, untested = trial("optim.lr=4"), trial("optim.lr=4", "trainer.limit_test_batches=0")
+    assert dict(os.environ) == before  # its seed and its launcher's variables are no other program's
     assert tested.status == untested.status == "done"
     assert 0 <= tested.metrics["test/acc"] <= 1
     assert "test/acc" not in untested.metrics
