@@ -116,12 +116,14 @@ class DaliStaff:
         if not isinstance(rows, DecodedRows):
             raise TypeError(f"`rows` (={type(rows).__name__}) must be image files to decode: DecodedRows.")
         readers = ThreadPoolExecutor(self.num_threads, thread_name_prefix="read")
+        # Nobody else's, so that the host waits for copies of images and for nothing of the step under way.
+        stream = None if self.device_id is None else torch.cuda.Stream(self.device_id)
         feed = _Feed(_ahead(readers, shares, partial(prepared, rows=rows, epoch=epoch), self.num_batches_ahead))
         try:
             pipeline = self._pipeline(feed, max_images=buffers.max_images, image_size=rows.image_size)
             while (decoded := _next_of(pipeline)) is not None:
                 labels = feed.labels.popleft()
-                yield self._received(decoded, buffers, len(labels)), labels
+                yield _received(decoded, buffers, len(labels), stream), labels.pin_memory() if stream else labels
             if feed.error is not None:
                 raise feed.error
         finally:
@@ -152,23 +154,6 @@ class DaliStaff:
             pipeline.set_outputs(fn.flip(images, horizontal=flips))
         pipeline.build()
         return pipeline
-
-    def _received(self, decoded: Any, buffers: HostBuffers, num_images: int) -> Tensor:
-        """A copy in memory of torch's: DALI uses its own again for the next batch."""
-        from nvidia.dali.plugin.pytorch import feed_ndarray
-
-        if self.device_id is None:
-            images = buffers.take(num_images)
-            feed_ndarray(decoded.as_tensor(), images.permute(0, 2, 3, 1))
-            return images
-        # On a stream that nobody else uses, so that the host waits for this copy and for nothing of the step under way.
-        stream = torch.cuda.Stream(self.device_id)
-        with torch.cuda.stream(stream):
-            size = buffers.image_size
-            images = torch.empty((num_images, size, size, 3), dtype=torch.uint8, device=f"cuda:{self.device_id}")
-            feed_ndarray(decoded.as_tensor(), images, cuda_stream=stream)
-        stream.synchronize()
-        return images.permute(0, 3, 1, 2)
 
 
 class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
@@ -211,6 +196,22 @@ def _ahead(
             yield [row.result() for row in under_way.popleft()]
     while under_way:
         yield [row.result() for row in under_way.popleft()]
+
+
+def _received(decoded: Any, buffers: HostBuffers, num_images: int, stream: torch.cuda.Stream | None) -> Tensor:
+    """A copy in memory of torch's, as DALI uses its own again for the next batch; on the device of `stream`, if any."""
+    from nvidia.dali.plugin.pytorch import feed_ndarray
+
+    if stream is None:
+        images = buffers.take(num_images)
+        feed_ndarray(decoded.as_tensor(), images.permute(0, 2, 3, 1))
+        return images
+    with torch.cuda.stream(stream):
+        shape = (num_images, buffers.image_size, buffers.image_size, 3)
+        images = torch.empty(shape, dtype=torch.uint8, device=stream.device)
+        feed_ndarray(decoded.as_tensor(), images, cuda_stream=stream)
+    stream.synchronize()
+    return images.permute(0, 3, 1, 2)
 
 
 def _next_of(pipeline: Any) -> Any | None:
