@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.data import EpochOrder, ResumableLoader
-from lightning_hybrid.data.order import eval_shares
+from lightning_hybrid.data.order import batch_size_per_rank, eval_shares
 
 IMAGENET = 1_281_167
 
@@ -115,6 +115,36 @@ def test_after_the_last_batch_comes_the_next_epoch():
     later = loader()
     later.set_epoch(1)
     assert [batch.tolist() for _, batch in later] == second
+
+
+def test_another_epoch_begins_at_its_start_and_the_same_one_goes_on():
+    own, fresh = loader(), loader()
+    iterator = iter(own)
+    for _ in range(3):
+        next(iterator)
+    own.set_epoch(0)
+    assert (own.epoch, own.batches_done) == (0, 3)
+    own.set_epoch(2)
+    fresh.set_epoch(2)
+    assert [batch.tolist() for _, batch in own] == [batch.tolist() for _, batch in fresh]
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 2), (2, -1), (1, 1)])
+def test_a_rank_that_is_not_there_is_refused(ranks, rank):
+    with pytest.raises(ValueError, match=rf"^`rank` \(={rank}\) must be from 0 to `world_size - 1`"):
+        loader(ranks=ranks, rank=rank)
+
+
+@pytest.mark.parametrize("global_batch_size", [0, -12])
+def test_a_batch_of_nothing_is_refused(global_batch_size):
+    with pytest.raises(ValueError, match=r"whole number above zero\. Nearest that fit: global_batch_size=4\."):
+        batch_size_per_rank(global_batch_size=global_batch_size, world_size=2, accumulate_grad_batches=2)
+
+
+def test_more_ranks_than_images_to_evaluate_are_refused():
+    with pytest.raises(ValueError, match=r"^`world_size` \(=4\) must be at most the number of images to evaluate"):
+        eval_shares(num_images=3, world_size=4, rank=0, batch_size_per_rank=2)
+    assert eval_shares(num_images=3, world_size=3, rank=2, batch_size_per_rank=2)[0].tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_hybrid.data import threads
 from lightning_hybrid.data.buffers import HostBuffers
-from lightning_hybrid.data.image_loader import Staff
+from lightning_hybrid.data.image_loader import ImageEvalLoader, ImageTrainLoader, Staff
+from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.synthetic import StoredRows
 from lightning_hybrid.data.threads import BatchesAhead
 
@@ -115,6 +117,56 @@ def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
     assert decode_threads() == []
     with pytest.raises(StopIteration):
         next(ahead)
+
+
+def test_after_an_error_the_rest_of_its_batch_is_not_loaded():
+    loaded = []
+
+    def broken(index, row):
+        loaded.append(index)
+        if index == 1:
+            raise OSError("first")
+        return 0
+
+    with pytest.raises(OSError, match="first"):
+        next(batches(broken, shares=SHARES[:1], num_threads=1))
+    assert loaded == [0, 1]
+
+
+def test_rows_that_end_at_the_same_time_are_both_counted(monkeypatch):
+    """`rows_left -= 1` reads and writes; here every reader dawdles in between."""
+
+    class Dawdling(threads._Filling):
+        @property
+        def rows_left(self):
+            value = self._rows_left
+            time.sleep(0.002)
+            return value
+
+        @rows_left.setter
+        def rows_left(self, value):
+            self._rows_left = value
+
+    monkeypatch.setattr(threads, "_Filling", Dawdling)
+    ahead = batches(num_threads=4)
+    wait_until(lambda: ahead._work.begun.qsize() == 2)
+    filling = ahead._work.begun.get()
+    assert filling.full.wait(timeout=10), "a row was lost in counting"
+    ahead.close()
+
+
+def test_an_iterator_that_is_collected_in_one_of_its_threads_ends_too():
+    """Whoever drops the last reference runs the finalizer, and a thread cannot wait for itself."""
+    held, go_on = [], threading.Event()
+
+    def drop(index, row):
+        go_on.wait()
+        held.clear()
+        return 0
+
+    held.append(batches(drop, num_threads=2))
+    go_on.set()
+    wait_until(lambda: not decode_threads())
 
 
 def test_an_error_of_the_shares_or_the_buffers_is_not_a_wait_without_end():
@@ -240,3 +292,40 @@ def test_threads_are_not_started_before_the_first_batch_is_asked_for():
     assert decode_threads() != []
     generator.close()
     assert decode_threads() == []
+
+
+class Noted(StoredRows):
+    """Rows that say which were loaded."""
+
+    def __init__(self):
+        super().__init__(num_images=80, num_stored=4, num_classes=2, image_size=4, seed=0)
+        self.loaded = []
+
+    def load(self, index, row, *, epoch):
+        self.loaded.append((index, epoch, threading.current_thread().name))
+        time.sleep(0.001)
+        return super().load(index, row, epoch=epoch)
+
+
+def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_told():
+    rows = Noted()
+    buffers = HostBuffers(max_images=8, image_size=4, pin_memory=False)
+    shares = (np.arange(start, start + 8) for start in range(0, 80, 8))
+    generator = Staff(num_threads=3, num_batches_ahead=4).fill(shares, rows, buffers, epoch=6)
+    next(generator)
+    wait_until(lambda: len(rows.loaded) == 5 * 8)
+    time.sleep(0.02)
+    assert len(rows.loaded) == 5 * 8  # the batch taken, and four ahead
+    assert {epoch for _, epoch, _ in rows.loaded} == {6}
+    assert len({name for _, _, name in rows.loaded}) == 3
+    generator.close()
+
+
+def test_loaders_keep_no_more_memory_than_their_largest_batch():
+    rows, staff = Noted(), Staff(num_threads=1, pin_memory=True)
+    order = EpochOrder(num_images=80, global_batch_size=8, seed=0, world_size=2, rank=1)
+    train = ImageTrainLoader(rows, order, staff=staff, on_device=lambda batch: batch)
+    told = {"staff": staff, "on_device": lambda batch: batch}
+    evaluation = ImageEvalLoader(rows, world_size=3, rank=0, batch_size_per_rank=1, **told)
+    assert (train._buffers.max_images, train._buffers.pin_memory) == (4, True)
+    assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)  # 27 images in 26 batches, as other ranks have 26
