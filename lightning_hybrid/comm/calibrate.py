@@ -5,6 +5,7 @@
     software    over Gloo: stage, message, segment, a core's rate and the share that one ring fills (cost_gloo.py);
                 over NCCL: the launch (cost_nccl.py). Fitted together, so that the simulator's times of the measured
                 sums have the least error; they stand in for each other and have no intervals
+    factors     what is left: of each algorithm, measured over modelled time of the larger sums
 
 Nothing is hidden: `Calibration.notes` names each link that is no line and how far the sums are off.
 """
@@ -13,51 +14,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from lightning_hybrid.comm.cluster import PEERS, Cluster
+from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.comm.cost import Link
 from lightning_hybrid.comm.cost_gloo import Gloo
 from lightning_hybrid.comm.cost_nccl import Nccl
 from lightning_hybrid.comm.fit import LineFit, fit_line
-from lightning_hybrid.comm.pieces import Work
-from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.comm.probes import Samples
-from lightning_hybrid.comm.simulate import simulate
+from lightning_hybrid.comm.software import World, factors_of, sum_s, with_software
 
 CLEARLY_MORE = 1.1
 """Several flows must carry this many times what one does to count as more than noise: ours."""
 
-FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
-"""Where the fit of Gloo's costs begins: the size of those of the emulated cluster (conf/cluster/netlab.yaml)."""
-
-LEAST_STRIDE, LEAST_PROGRESS = 0.01, 1e-4
-"""The fit ends where steps of a hundredth do not lower its error by a part in ten thousand: ours."""
-
 WELL_FITTED = 0.15
 """A median error of sums beyond this is told: ours, near what the simulator reaches on records (recipes/simulate)."""
-
-ROBUST = 0.1
-"""Errors of sums count squared up to here and linearly beyond."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """What was measured on, and in what.
-
-    ``num_shared_cores``: those of the one machine that all ranks run on; None where there are several machines.
-    ``inside``: what connects the GPUs of a node. ``itemsize``: bytes of an element of the sums that were timed.
-    """
-
-    num_nodes: int
-    ranks_per_node: int
-    on_cuda: bool
-    itemsize: int
-    num_shared_cores: int | None = None
-    is_interleaved: bool = False
-    inside: Literal["nvlink", "pci"] = "nvlink"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +95,8 @@ def calibrate(samples: Samples, world: World) -> Calibration:
         )
     flows, adds = _flow_rates(samples), _add_rates(samples)
     bare = _bare_cluster(fits["inside"], fits["across"], flows, world)
-    cluster = _with_software(bare, measured, world, most_bytes_per_s=min([bare.inside.bytes_per_s, *adds.values()]))
+    fitted = with_software(bare, measured, world, most_bytes_per_s=min([bare.inside.bytes_per_s, *adds.values()]))
+    cluster = replace(fitted, factors=factors_of(fitted, measured, world))
     sums = tuple(
         Sum(algorithm=what, num_bytes=size, measured_s=time_s, predicted_s=sum_s(cluster, what, size, world))
         for (what, size), time_s in measured.items()
@@ -138,22 +112,6 @@ def calibrate(samples: Samples, world: World) -> Calibration:
         notes=(),
     )
     return replace(found, notes=tuple(_notes(found)))
-
-
-def sum_s(cluster: Cluster, algorithm: str, num_bytes: int, world: World) -> float:
-    """Seconds of one all-reduce by the simulator: cut as the plan cuts it, with nothing to hide it."""
-    work = Work(forward_s=0.0, gradients=((max(1, num_bytes // world.itemsize), 0.0),))
-    is_peer = algorithm in PEERS
-    plan = CommPlan() if is_peer else CommPlan(algorithm=algorithm)  # type: ignore[arg-type]
-    return simulate(
-        work,
-        cluster,
-        plan,
-        itemsize=world.itemsize,
-        on_cuda=world.on_cuda,
-        algorithm=algorithm if is_peer else None,
-        cuts=[],
-    ).step_s
 
 
 _LEVELS: tuple[str, ...] = ("inside", "across")
@@ -191,9 +149,7 @@ def _consent_s(samples: Samples, place: str) -> float | None:
     return statistics.median(exchanges[size]) - statistics.median(pings[size])
 
 
-def _bare_cluster(
-    inside: LineFit | None, across: LineFit | None, flows: dict[int, float], world: World
-) -> Cluster:
+def _bare_cluster(inside: LineFit | None, across: LineFit | None, flows: dict[int, float], world: World) -> Cluster:
     """Links alone; the transport's costs are none yet."""
     near = Link(latency_s=0.0, bytes_per_s=(inside or across or _nothing()).bytes_per_s)
     far, num_nics, burst_bytes = near, 1, 0
@@ -203,9 +159,7 @@ def _bare_cluster(
         gain = gain if gain > CLEARLY_MORE else 1.0
         num_nics = max(1, round(gain)) if world.on_cuda else 1
         burst_bytes = across.burst_bytes
-        far = Link(
-            latency_s=max(0.0, across.latency_s - software_s), bytes_per_s=across.bytes_per_s * gain / num_nics
-        )
+        far = Link(latency_s=max(0.0, across.latency_s - software_s), bytes_per_s=across.bytes_per_s * gain / num_nics)
     transport: Gloo | Nccl
     if world.on_cuda:
         algorithms: Sequence[Literal["ring", "tree"]] = ("ring", "tree")
@@ -227,62 +181,6 @@ def _bare_cluster(
 
 def _nothing() -> LineFit:
     raise AssertionError("one level at least was fitted")
-
-
-# ---- software --------------------------------------------------------------------------------------------------------
-
-
-def _with_software(
-    bare: Cluster, measured: dict[tuple[str, int], float], world: World, *, most_bytes_per_s: float
-) -> Cluster:
-    """The cluster whose predictions of the sums have the least error.
-
-    A core that sends, receives and adds is at most as fast as one that does one of these: where the links are so slow
-    that it does not show, this is what is described.
-    """
-
-    def loss(cluster: Cluster) -> float:
-        errors = (
-            math.log(sum_s(cluster, what, size, world) / time_s) / ROBUST for (what, size), time_s in measured.items()
-        )
-        return statistics.fmean(math.sqrt(1 + error * error) - 1 for error in errors)
-
-    transport = bare.transport
-    if isinstance(transport, Nccl):
-
-        def launched(values: dict[str, float]) -> Cluster:
-            return replace(bare, transport=replace(transport, launch_s=values["launch_s"]))
-
-        return launched(_descend({"launch_s": 1e-5}, lambda values: loss(launched(values))))
-
-    def with_costs(values: dict[str, float]) -> Cluster:
-        costs = {name: values[name] for name in ("stage_s", "message_s", "segment_s")}
-        core = replace(bare.inside, bytes_per_s=min(values["core_bytes_per_s"], most_bytes_per_s))
-        share = min(1.0, values["ring_share"])
-        return replace(bare, inside=core, transport=replace(transport, ring_share=share, **costs))
-
-    guess = FIRST_GUESS | {"core_bytes_per_s": most_bytes_per_s / 2}
-    return with_costs(_descend(guess, lambda values: loss(with_costs(values))))
-
-
-def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]) -> dict[str, float]:
-    """Positive values with the least loss: one after another, up and down by a factor that shrinks.
-
-    >>> found = _descend({"x": 1.0, "y": 1.0}, lambda v: (v["x"] - 7) ** 2 + (v["y"] - v["x"] / 2) ** 2)
-    >>> round(found["x"], 1), round(found["y"], 1)
-    (7.0, 3.5)
-    """
-    best, least, stride = dict(values), loss(values), 1.0
-    while stride > LEAST_STRIDE:
-        before = least
-        for name in values:
-            for factor in (1 + stride, 1 / (1 + stride)):
-                tried = best | {name: best[name] * factor}
-                if (found := loss(tried)) < least:
-                    best, least = tried, found
-        if least > before * (1 - LEAST_PROGRESS):
-            stride /= 2
-    return best
 
 
 # ---- what the user should know ---------------------------------------------------------------------------------------
@@ -319,9 +217,9 @@ def _notes(found: Calibration) -> list[str]:
 
 def numbers(found: Calibration) -> dict[str, object]:
     """Everything in JSON's types."""
-    told = {name: None if fit is None else asdict(fit) for name, fit in (("inside", found.inside), ("across", found.across))}
+    fits = {"inside": found.inside, "across": found.across}
     return {
-        "links": told,
+        "links": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},
         "consent_s": found.consent_s,
         "flow_bytes_per_s": {str(num): rate for num, rate in found.flow_bytes_per_s.items()},
         "add_bytes_per_s": found.add_bytes_per_s,

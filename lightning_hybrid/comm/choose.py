@@ -44,31 +44,32 @@ class Candidate:
 
     def __str__(self) -> str:
         plan = self.plan
-        name = plan.algorithm
-        if name == "auto":
-            name = f"auto (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)"  # type: ignore[assignment]
-        return (
-            f"{name}, {_buckets(plan)}, chunks of {plan.chunk_bytes / KIB:g} KiB, "
-            f"{plan.num_parallel_groups} groups"
-        )
+        change = f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)" if plan.algorithm == "auto" else ""
+        pieces = f"chunks of {plan.chunk_bytes / KIB:g} KiB, {plan.num_parallel_groups} groups"
+        return f"{plan.algorithm}{change}, {_buckets(plan)}, {pieces}"
 
 
 def rank_plans(
     work: Work, cluster: Cluster, plans: Iterable[CommPlan], *, itemsize: int, on_cuda: bool
 ) -> list[Candidate]:
-    """Simulates a step under each plan; the fastest first, of equals the one with fewer buckets."""
-    found = []
-    for plan in dict.fromkeys(plans):
+    """Simulates a step under each plan; the fastest first, of equals (to three digits) the one with fewer buckets.
+
+    Of plans that do the same with these gradients on this cluster, the first is kept.
+    """
+    found: dict[object, Candidate] = {}
+    for plan in plans:
         outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda)
-        found.append(
+        done = outcome.buckets, tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets)
+        found.setdefault(
+            done,
             Candidate(
                 plan=plan,
                 num_buckets=len(outcome.buckets),
                 step_s=outcome.step_s,
                 exposed_s=float(outcome.exposed_s.mean()),
-            )
+            ),
         )
-    return sorted(found, key=lambda candidate: (candidate.step_s, candidate.num_buckets))
+    return sorted(found.values(), key=lambda candidate: (float(f"{candidate.step_s:.3g}"), candidate.num_buckets))
 
 
 def candidates(
@@ -87,7 +88,7 @@ def candidates(
         for chunk, groups in itertools.product(CHUNKS_BYTES, GROUPS)
     ]
     found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)  # type: ignore[arg-type]
-    ours = next(candidate for candidate in found if candidate.plan == base)
+    ours = next(candidate for candidate in found if candidate.plan == base)  # tried first, so nothing stands for it
     if found[0].step_s > (1 - CLEARLY_LESS) * ours.step_s:
         found = [ours, *(candidate for candidate in found if candidate is not ours)]
     return tuple(found)

@@ -3,9 +3,10 @@
     time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
 
 Times of messages from bytes to megabytes span five orders of magnitude, so errors are relative ones; and they have
-outliers in one direction, so the fit is by least absolute deviations of the medians: a size whose times are off does not
-bend the line, it shows in ``errors``. Switches that store a burst before they pass it on make messages up to the burst
-wait for their bytes twice, which bends any line; so a few bursts are tried, and none is taken without a clear gain.
+outliers in one direction, so the fit is by least absolute deviations of the medians: a size whose times are off does
+not bend the line, it shows in ``errors``. Switches that store a burst before they pass it on make messages up to the
+burst wait for their bytes twice, which bends any line; so a few bursts are tried, and none is taken without a clear
+gain.
 """
 
 from __future__ import annotations
