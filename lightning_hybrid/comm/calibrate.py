@@ -88,14 +88,15 @@ def calibrate(samples: Samples, world: World) -> Calibration:
         for what in samples.whats("sum")
         for size, times_s in samples.of("sum", what).items()
     }
-    if not measured or not any(fits.values()):
+    flows, adds = _flow_rates(samples), _add_rates(samples)
+    if not measured or not adds or not any(fits.values()):
         raise ValueError(
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
-    flows, adds = _flow_rates(samples), _add_rates(samples)
-    bare = _bare_cluster(fits["inside"], fits["across"], flows, world)
-    fitted = with_software(bare, measured, world, most_bytes_per_s=min([bare.inside.bytes_per_s, *adds.values()]))
+    core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
+    bare = _bare_cluster(fits["inside"], fits["across"], flows, world, core_bytes_per_s=core_bytes_per_s)
+    fitted = with_software(bare, measured, world, most_bytes_per_s=core_bytes_per_s)
     cluster = replace(fitted, factors=factors_of(fitted, measured, world))
     sums = tuple(
         Sum(algorithm=what, num_bytes=size, measured_s=time_s, predicted_s=sum_s(cluster, what, size, world))
@@ -149,9 +150,11 @@ def _consent_s(samples: Samples, place: str) -> float | None:
     return statistics.median(exchanges[size]) - statistics.median(pings[size])
 
 
-def _bare_cluster(inside: LineFit | None, across: LineFit | None, flows: dict[int, float], world: World) -> Cluster:
-    """Links alone; the transport's costs are none yet."""
-    near = Link(latency_s=0.0, bytes_per_s=(inside or across or _nothing()).bytes_per_s)
+def _bare_cluster(
+    inside: LineFit | None, across: LineFit | None, flows: dict[int, float], world: World, *, core_bytes_per_s: float
+) -> Cluster:
+    """Links alone; the transport's costs are none yet. With one rank on a node nothing goes inside but additions."""
+    near = Link(latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s)
     far, num_nics, burst_bytes = near, 1, 0
     if across is not None:
         software_s = 0.0 if inside is None else inside.latency_s
@@ -177,10 +180,6 @@ def _bare_cluster(inside: LineFit | None, across: LineFit | None, flows: dict[in
         nics_per_node=num_nics,
         is_interleaved=world.is_interleaved,
     )
-
-
-def _nothing() -> LineFit:
-    raise AssertionError("one level at least was fitted")
 
 
 # ---- what the user should know ---------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from lightning_hybrid.comm.simulate import simulate
 FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
 """Where the fit of Gloo's costs begins: the size of those of the emulated cluster (conf/cluster/netlab.yaml)."""
 
-LEAST_STRIDE, LEAST_PROGRESS = 0.01, 1e-4
-"""The fit ends where steps of a hundredth do not lower its error by a part in ten thousand: ours."""
+LEAST_STRIDE, LEAST_PROGRESS = 0.03, 1e-3
+"""The fit ends where steps of 3 % do not lower its error by a part in a thousand: ours."""
 
 ROBUST = 0.1
 """Errors of sums count squared up to here and linearly beyond."""
@@ -115,8 +115,8 @@ def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]
     """Positive values with the least loss: one after another, up and down by a factor that shrinks.
 
     >>> found = _descend({"x": 1.0, "y": 1.0}, lambda v: (v["x"] - 7) ** 2 + (v["y"] - v["x"] / 2) ** 2)
-    >>> round(found["x"], 1), round(found["y"], 1)
-    (7.0, 3.5)
+    >>> abs(found["x"] - 7) < 0.1, abs(found["y"] - 3.5) < 0.1
+    (True, True)
     """
     best, least, stride = dict(values), loss(values), 1.0
     while stride > LEAST_STRIDE:
