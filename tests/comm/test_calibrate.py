@@ -137,7 +137,7 @@ def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor():
     """All large sums of one algorithm take 1.5 times what the model says; the model cannot explain that by links."""
     truth = gloo_cluster(2, 2, mbit_per_s=100.0)
     world = world_of(truth)
-    slow = {("two_level", size): 1.5 * sum_s(truth, "two_level", size, world) for size in (2 * MIB, 4 * MIB, 16 * MIB)}
+    slow = {("two_level", size): 1.5 * sum_s(truth, "two_level", size, world) for size in (2 * MIB, 4 * MIB)}
     found = calibrate(planted(truth, world, sums_s=slow), world)
     for size in (2 * MIB, 8 * MIB):
         told_s = sum_s(found.cluster, "two_level", size, world)
@@ -196,20 +196,27 @@ def measured_on_rank(limit_s, ranks_per_node):
     topology = Topology.from_ranks_per_node(
         rank=dist.get_rank(), world_size=dist.get_world_size(), ranks_per_node=ranks_per_node
     )
-    asked = Measurement(limit_s=limit_s, num_rounds=3, max_bytes=64 * KIB, min_sample_s=1e-4, timeout_s=20.0)
+    asked = Measurement(
+        limit_s=limit_s,
+        num_rounds=3,
+        max_bytes=16 * KIB,
+        min_sample_s=1e-4,
+        algorithms=["flat", "two_level"],
+        timeout_s=20.0,
+    )
     return measure(asked, topology, torch.device("cpu"))
 
 
 def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
-    first, *others = four_ranks.run(measured_on_rank, 20.0, 2)
+    first, *others = four_ranks.run(measured_on_rank, 60.0, 2)
     assert all(other == first for other in others)
     assert {case.kind for case in first.times_s} == {"ping", "exchange", "flows", "add", "sum"}
     assert first.whats("ping") == ["inside", "across"]
     assert set(first.whats("flows")) == {"1", "2"}
-    assert set(first.whats("sum")) == {"gloo_ring", "flat", "parallel_flat", "hierarchical", "two_level"}
+    assert set(first.whats("sum")) == {"gloo_ring", "flat", "two_level"}
     assert all(len(times_s) == 3 and min(times_s) > 0 for times_s in first.times_s.values())
-    assert first.took_s < 20.0
-    assert first.of("ping", "across").keys() == {4, 256, 4 * KIB, 16 * KIB, 64 * KIB}
+    assert first.took_s < 60.0
+    assert first.of("ping", "across").keys() == {4, 256, 4 * KIB, 16 * KIB}
 
 
 def test_one_node_has_no_link_between_nodes_and_the_time_limit_holds(two_ranks):

@@ -28,11 +28,14 @@ def step_s(plan, cluster, numels, backward_s=0.0):
 
 
 def test_at_1_gbit_and_2_ms_four_mebibytes_go_hierarchical_where_the_rule_says_two_level():
-    """Measured so: 97 ms hierarchical, 153 two-level; 147 flat (recipes/tune/records). The rest is the model's."""
+    """Measured so, on emulated hosts: 97 ms hierarchical, 153 two-level. Two rings beside each other were no faster
+    than one, 99 and 101 ms for 2 MiB, 147 for 4; the model would have them at four fifths. The rest is the model's."""
     truth = gloo_cluster(4, 2, mbit_per_s=1000.0, latency_s=2e-3)
     world = world_of(truth)
-    told_s = {"hierarchical": 0.097, "two_level": 0.153, "flat": 0.147, "gloo_ring": 0.145, "parallel_flat": 0.147}
-    found = calibrate(planted(truth, world, sums_s={(name, 4 * MIB): t for name, t in told_s.items()}), world)
+    told_s = {(name, 4 * MIB): time_s for name, time_s in (("hierarchical", 0.097), ("two_level", 0.153))}
+    told_s |= {(name, 2 * MIB): 0.1 for name in ("flat", "gloo_ring", "parallel_flat")}
+    told_s |= {(name, 4 * MIB): 0.147 for name in ("flat", "gloo_ring", "parallel_flat")}
+    found = calibrate(planted(truth, world, sums_s=told_s), world)
     four_mib = [2 * MIB]
     plan = choose_plan(four_mib, found.cluster, on_cuda=False)
     assert CommPlan().algorithm_for(4 * MIB, truth) == "two_level"
@@ -45,7 +48,7 @@ def test_at_1_gbit_and_2_ms_four_mebibytes_go_hierarchical_where_the_rule_says_t
     assert seconds["two_level"] / seconds["hierarchical"] == pytest.approx(153 / 97, rel=0.25)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6, deadline=None)
 @given(
     num_nodes=st.integers(1, 5),
     ranks=st.integers(1, 4),
