@@ -16,10 +16,25 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hybrid.comm.probes import measure
+from lightning_hybrid.comm.probes import Samples, measure
+from lightning_hybrid.comm.software import World
 from recipes import launch, tuning, tuning_report
 
 launch.register_resolvers()
+
+
+def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Samples, World]:
+    """Whether this is rank zero, the times, and what they were measured on. Starts or joins the ranks."""
+    if cfg.samples is not None:
+        return True, *tuning.earlier(cfg.samples)
+    asked = instantiate(cfg.measure)
+    fabric = Fabric(strategy=tuning.strategy(asked.timeout_s), **cfg.world)
+    launched.append(fabric)
+    topology = tuning.connect(fabric, asked)
+    world = tuning.world_of(topology, fabric.device, asked, inside=cfg.inside)
+    line = f"{topology.world_size} ranks = {topology.num_nodes} nodes x {topology.ranks_per_node}"
+    fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
+    return fabric.is_global_zero, measure(asked, topology, fabric.device), world
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tune")
@@ -28,15 +43,9 @@ def main(cfg: DictConfig) -> None:
     with launch.job() as launched, launch.short_errors():
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         tuning.check(cfg)
-        asked, plan, work = instantiate(cfg.measure), instantiate(cfg.plan), tuning.work_of(cfg)
-        fabric = Fabric(strategy=tuning.strategy(asked.timeout_s), **cfg.world)
-        launched.append(fabric)
-        topology = tuning.connect(fabric, asked)
-        world = tuning.world_of(topology, fabric.device, asked, inside=cfg.inside)
-        line = f"{topology.world_size} ranks = {topology.num_nodes} nodes x {topology.ranks_per_node}"
-        fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
-        samples = measure(asked, topology, fabric.device)
-        if fabric.is_global_zero:
+        plan, work = instantiate(cfg.plan), tuning.work_of(cfg)
+        is_first, samples, world = measured(cfg, launched)
+        if is_first:
             config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
             folder = Path(config.pop("run_dir"))
             network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])

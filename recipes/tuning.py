@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from omegaconf import DictConfig
 
 from lightning_hybrid.comm import Topology, host_identity
 from lightning_hybrid.comm.pieces import Work
-from lightning_hybrid.comm.probes import Measurement, validate
+from lightning_hybrid.comm.probes import Case, Measurement, Samples, validate
 from lightning_hybrid.comm.software import World
 from recipes import launch
 from recipes.simulate_models import layers_of, measured_work
@@ -35,7 +36,7 @@ def check(cfg: DictConfig) -> None:
         ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
     """
     launch.check_holes(cfg)
-    if num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1:
+    if cfg.samples is None and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1:
         raise ValueError(
             f"`world.devices` (={cfg.world.devices}) must make two ranks or more with `world.num_nodes` "
             f"(={cfg.world.num_nodes}): links are between ranks, and one has none. Give world.devices=<ranks of a "
@@ -110,6 +111,26 @@ every rank with the same command.
                     f"`measure.{name}` (={value!r} on rank {rank}) must be the same on all ranks: it is "
                     f"{told[0][name]!r} on rank 0. Start every rank with the same command."
                 )
+
+
+def earlier(path: str) -> tuple[Samples, World]:
+    """What an earlier run measured, and on what.
+
+    Raises:
+        ValueError: It is no summary of one.
+    """
+    try:
+        told = json.loads(Path(path).read_text())
+        times_s = {
+            Case(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one["times_s"]
+            for one in told["samples"]
+        }
+        return Samples(times_s=times_s, took_s=told["took_s"]), World(**told["world"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`samples` (={path}) must be the summary.json that recipes/tune.py wrote: {error!r}. Leave it out to "
+            "measure."
+        ) from error
 
 
 def world_of(topology: Topology, device: torch.device, asked: Measurement, *, inside: Any) -> World:

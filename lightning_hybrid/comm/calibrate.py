@@ -88,7 +88,7 @@ def calibrate(samples: Samples, world: World) -> Calibration:
         for what in samples.whats("sum")
         for size, times_s in samples.of("sum", what).items()
     }
-    flows, adds = _flow_rates(samples), _add_rates(samples)
+    flows, adds = _flow_rates(samples, fits["across"]), _add_rates(samples)
     if not measured or not adds or not any(fits.values()):
         raise ValueError(
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
@@ -121,14 +121,24 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def _flow_rates(samples: Samples) -> dict[int, float]:
-    """Bytes per second of a node by the number of flows, at the largest size that all of them were timed at."""
+def _flow_rates(samples: Samples, across: LineFit | None) -> dict[int, float]:
+    """Bytes per second of a node by the number of flows, at the largest size that all of them were timed at.
+
+    The way of the consent and of the first byte are taken off.
+    """
     by_flows = {int(what): samples.of("flows", what) for what in samples.whats("flows")}
     common = set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
-    if not common:
+    if not common or across is None:
         return {}
     size = max(common)
-    return {num: size / statistics.median(times_s[size]) for num, times_s in sorted(by_flows.items())}
+    medians_s = {num: statistics.median(times_s[size]) for num, times_s in sorted(by_flows.items())}
+    return {num: size / (time_s - min(2 * across.latency_s, time_s / 2)) for num, time_s in medians_s.items()}
+
+
+def _gain(flows: dict[int, float], across: LineFit) -> float:
+    """How many times what one message makes of a node's link all flows together do."""
+    gain = max(flows.values(), default=0.0) / across.bytes_per_s
+    return gain if gain > CLEARLY_MORE else 1.0
 
 
 def _add_rates(samples: Samples) -> dict[str, float]:
@@ -158,8 +168,7 @@ def _bare_cluster(
     far, num_nics, burst_bytes = near, 1, 0
     if across is not None:
         software_s = 0.0 if inside is None else inside.latency_s
-        gain = max(flows.values(), default=1.0) / flows.get(1, max(flows.values(), default=1.0))
-        gain = gain if gain > CLEARLY_MORE else 1.0
+        gain = _gain(flows, across)
         num_nics = max(1, round(gain)) if world.on_cuda else 1
         burst_bytes = across.burst_bytes
         far = Link(latency_s=max(0.0, across.latency_s - software_s), bytes_per_s=across.bytes_per_s * gain / num_nics)
@@ -198,11 +207,11 @@ def _notes(found: Calibration) -> list[str]:
     if found.across is None:
         notes.append("links between nodes were not measured: there was one node. Say nothing about more by this.")
     flows = found.flow_bytes_per_s
-    if len(flows) > 1 and max(flows.values()) > CLEARLY_MORE * flows[1]:
+    if found.across is not None and _gain(flows, found.across) > 1:
         num, rate = max(flows.items(), key=lambda pair: pair[1])
         notes.append(
-            f"one flow does not fill a node's link: {flows[1]:.3g} bytes/s, {num} side by side {rate:.3g}. The rate "
-            "that is described is that of all."
+            f"one flow does not fill a node's link: {found.across.bytes_per_s:.3g} bytes/s, {num} side by side "
+            f"{rate:.3g}. The rate that is described is that of all."
         )
     if found.typical_error > WELL_FITTED:
         worst = found.worst

@@ -51,8 +51,8 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
             add("ping", place, size, link.seconds(size))
         add("exchange", place, 4, link.seconds(4) + link.latency_s)
     if "across" in places:
-        add("flows", "1", 1 << 22, far.seconds(1 << 22))
-        add("flows", str(cluster.ranks_per_node), 1 << 22, far.seconds(1 << 22) / flow_gain)
+        for flows, gain in (("1", 1.0), (str(cluster.ranks_per_node), flow_gain)):
+            add("flows", flows, 1 << 22, 2 * far.latency_s + (1 << 22) / far.bytes_per_s / gain)
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
     for name in (backend, *ALGORITHMS):
         for size in SUM_BYTES[:-1]:  # the last takes as long to fit as all others

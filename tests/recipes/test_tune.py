@@ -130,7 +130,7 @@ def world_on_rank():
 
 
 def test_ranks_of_one_machine_share_its_cores(four_ranks):
-    found = four_ranks.run(world_on_rank)
+    found = four_ranks.run(world_on_rank, timeout_s=180.0)  # each imports Lightning first
     assert all(world == found[0] for world in found)
     assert found[0].num_shared_cores == len(os.sched_getaffinity(0))
     assert found[0].is_interleaved
