@@ -12,10 +12,11 @@ from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
+from lightning_hybrid.comm.choose import Candidate
 from lightning_hybrid.comm.simulate import Outcome, to_trace
 from recipes.bench_report import environment
 from recipes.simulate_models import flops_per_image
-from recipes.simulate_search import Candidate, Scenario
+from recipes.simulate_search import Scenario
 
 QUANTILES = (0.5, 0.9, 0.99)
 ROW_COLOURS = {"inside": "tab:blue", "across": "tab:orange"}

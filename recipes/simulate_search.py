@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_hybrid.comm.choose import Candidate, rank_plans, with_buckets
 from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.plan import CommPlan
@@ -78,20 +79,6 @@ class Scenario:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan and its step: all ranks at mean pace."""
-
-    algorithm: str | None
-    bucket_bytes: int
-    num_buckets: int
-    step_s: float
-    exposed_s: float
-
-    def __str__(self) -> str:
-        return f"{self.algorithm or 'auto'}, buckets of {self.bucket_bytes / 2**20:g} MiB"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Search:
     """Tries every algorithm with every bucket size, and says what each costs.
 
@@ -106,25 +93,11 @@ class Search:
     num_shown: int = 5
 
     def run(self, scenario: Scenario) -> list[Candidate]:
-        """All of them, the best first; of equals the one with fewer buckets."""
-        found = []
-        for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes):
-            plan = replace(
-                scenario.plan,
-                algorithm=algorithm or "auto",  # type: ignore[arg-type]
-                bucket_bytes=size,
-                num_buckets=1,
-                last_bucket_bytes=min(size, scenario.plan.last_bucket_bytes),
-            )
-            tried = replace(scenario, plan=plan, algorithm=None, cuts=None, jitter=NO_JITTER, num_steps=1)
-            outcome = tried.run()
-            found.append(
-                Candidate(
-                    algorithm=algorithm,
-                    bucket_bytes=size,
-                    num_buckets=len(outcome.buckets),
-                    step_s=outcome.step_s,
-                    exposed_s=float(outcome.exposed_s.mean()),
-                )
-            )
-        return sorted(found, key=lambda candidate: (candidate.step_s, candidate.num_buckets))
+        """All that differ, the best first; of equals the one with fewer buckets."""
+        plans = [
+            with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]
+            for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes)
+        ]
+        return rank_plans(
+            scenario.work(), scenario.cluster, plans, itemsize=scenario.itemsize, on_cuda=scenario.on_cuda
+        )

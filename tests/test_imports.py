@@ -54,6 +54,12 @@ ALLOWED: dict[str, set[str]] = {
     "comm.cluster": {"comm.cost", "comm.cost_gloo", "comm.cost_nccl", "comm.units"},
     "comm.timeline": {"comm.cluster"},
     "comm.pieces": {"comm.cluster", "comm.plan", "comm.timeline"},
+    "comm.fit": set(),
+    "comm.probes": {"comm.engine", "comm.plan", "comm.topology", "comm.units"},
+    "comm.software": {"comm.cluster", "comm.cost_nccl", "comm.pieces", "comm.plan", "comm.simulate"},
+    "comm.calibrate": {f"comm.{name}" for name in ("cluster", "cost", "cost_gloo", "cost_nccl", "fit", "probes")}
+    | {"comm.software"},
+    "comm.choose": {"comm.cluster", "comm.pieces", "comm.plan", "comm.simulate"},
     "comm.simulate": {"comm.cluster", "comm.pieces", "comm.plan", "comm.timeline", "comm.trace", "comm.units"},
     "comm.agreement": {"comm.plan", "comm.seal", "comm.topology", "comm.watch"},
     "comm.lanes": {"comm.allreduce", "comm.chunks", "comm.plan", "comm.topology", "comm.trace"},

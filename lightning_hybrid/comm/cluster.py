@@ -7,13 +7,14 @@ local rank, so one node stands for all. `timeline.py` lets stages run beside eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.comm.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.comm.cost_gloo import Gloo, segments_of_ring
 from lightning_hybrid.comm.cost_nccl import Nccl
-from lightning_hybrid.comm.units import require_share, require_whole
+from lightning_hybrid.comm.units import require_positive, require_share, require_whole
 
 Place = Literal["inside", "across"]
 
@@ -57,6 +58,7 @@ class Cluster:
         nics_per_node: cards that ranks of a node use side by side (rails).
         transport: what carries messages: `Nccl` or `Gloo`.
         is_interleaved: ranks go round the nodes, so that every edge of a flat ring leaves one.
+        factors: by algorithm, measured over modelled time, where it was measured (calibrate.py); 1 for others.
 
     Raises ``ValueError`` for counts below one.
 
@@ -73,8 +75,11 @@ class Cluster:
     transport: Gloo | Nccl
     nics_per_node: int = 1
     is_interleaved: bool = False
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, factor in self.factors.items():
+            require_positive(f"factors.{name}", factor, "it is measured over modelled time of this algorithm")
         require_whole("num_nodes", self.num_nodes, "nodes are counted")
         require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
         require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
@@ -108,6 +113,13 @@ class Cluster:
             raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
         if self.world_size == 1:
             return ()
+        factor = self.factors.get(algorithm, 1.0)
+        return tuple(
+            stage if factor == 1.0 else replace(stage, delay_s=factor * stage.delay_s, work_s=factor * stage.work_s)
+            for stage in self._modelled(algorithm, num_bytes)
+        )
+
+    def _modelled(self, algorithm: str, num_bytes: float) -> tuple[Stage, ...]:
         if algorithm in ("halving_doubling", "double_tree", "torus"):
             return (self._textbook(algorithm, num_bytes),)
         if isinstance(self.transport, Gloo):

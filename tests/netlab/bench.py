@@ -1,8 +1,10 @@
-"""``recipes/bench.py`` on an emulated cluster, in one command:
+"""``recipes/bench.py`` or ``recipes/tune.py`` on an emulated cluster, in one command:
 
     python -m tests.netlab.bench --hosts 2 --ranks 2 --mbit 100 --delay-us 200 allreduce.max_bytes=8388608
+    python -m tests.netlab.bench --recipe tune --hosts 2 --ranks 2 --mbit 100 --delay-us 200 measure.limit_s=40
 
-What follows the options goes to the recipe, as on a real cluster; so does the links' rate, for the byte bound.
+What follows the options goes to the recipe, as on a real cluster; so does, for the byte bound of ``bench``, the links'
+rate. ``tune`` is not told it.
 """
 
 from __future__ import annotations
@@ -13,24 +15,27 @@ from pathlib import Path
 
 from tests.netlab.cluster import Cluster, ClusterError, why_not
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "bench.py"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.netlab.bench", description=__doc__.partition(":")[0])
+    parser.add_argument("--recipe", choices=["bench", "tune"], default="bench")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of each host's link in each direction, Mbit/s")
     parser.add_argument("--delay-us", type=float, default=200.0, help="one way")
     parser.add_argument("--interleave", action="store_true", help="ranks go round the hosts instead of host by host")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="then everything is ended")
-    parser.add_argument("overrides", nargs="*", help="of conf/bench.yaml")
+    parser.add_argument("overrides", nargs="*", help="of the recipe's configuration")
     asked = parser.parse_args()
     if reason := why_not():
         sys.exit(f"error: {reason}")
     order = "interleaved" if asked.interleave else "host by host"
     about = f"emulated: {asked.hosts} hosts x {asked.ranks} ranks {order}, {asked.mbit:g} Mbit/s, {asked.delay_us:g} us"
-    known = [f"link_bytes_per_s={asked.mbit * 1e6 / 8:g}", f"about='{about}'"]
+    known = [f"about='{about}'"]
+    if asked.recipe == "bench":
+        known.append(f"link_bytes_per_s={asked.mbit * 1e6 / 8:g}")
     with Cluster(
         num_hosts=asked.hosts,
         ranks_per_host=asked.ranks,
@@ -39,7 +44,7 @@ def main() -> None:
         interleave=asked.interleave,
     ) as cluster:
         try:
-            command = [sys.executable, str(RECIPE), *known, *asked.overrides]
+            command = [sys.executable, str(RECIPES / f"{asked.recipe}.py"), *known, *asked.overrides]
             cluster.run(command, timeout_s=asked.limit_s, show_rank_zero=True)
         except ClusterError as error:
             sys.exit(f"error: {error}")

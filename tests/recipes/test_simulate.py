@@ -171,9 +171,9 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
     slow = scenario(cluster=cluster_of("p40_roce", 128), images_per_s=2180.0)
     found = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
     assert [candidate.step_s for candidate in found] == sorted(candidate.step_s for candidate in found)
-    assert found[0].algorithm == "two_level"
+    assert found[0].plan.algorithm == "two_level"
     assert found[-1].step_s > 1.01 * found[0].step_s
-    again = replace(slow, plan=CommPlan(algorithm="two_level", num_buckets=1, bucket_bytes=found[0].bucket_bytes))
+    again = replace(slow, plan=found[0].plan)
     assert again.run().step_s == pytest.approx(found[0].step_s)
 
 

@@ -1,0 +1,151 @@
+"""A straight line through measured times of messages, with intervals, and whether it is one at all.
+
+    time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
+
+Times of messages from bytes to megabytes span five orders of magnitude, so errors are relative ones; and they have
+outliers in one direction, so the fit is by least absolute deviations of the medians: a size whose times are off does
+not bend the line, it shows in ``errors``. Switches that store a burst before they pass it on make messages up to the
+burst wait for their bytes twice, which bends any line; so a few bursts are tried, and none is taken without a clear
+gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
+"""Tried: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards put together."""
+
+LEAST_GAIN = 0.5
+"""A burst must bring the errors to this share of those without: ours, so that noise alone finds none."""
+
+MOST_ERROR = 0.25
+"""A link whose median at some size is further off is told of as none of this form: ours."""
+
+NUM_DRAWS = 400
+"""Of the bootstrap; the ends of an interval of 90 % are then the 20th draws from either side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineFit:
+    """A fitted link.
+
+    ``latency_s``, ``bytes_per_s``: with ``latency_interval_s``, ``rate_interval_bytes_per_s``, in which the true value
+    lies with probability ``confidence`` where the link is of this form and times differ by chance only. ``errors``: of
+    each size, median measured over fitted, minus one. ``num_samples``: of all sizes.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    latency_interval_s: tuple[float, float]
+    rate_interval_bytes_per_s: tuple[float, float]
+    confidence: float
+    burst_bytes: int
+    errors: tuple[tuple[int, float], ...]
+    num_samples: int
+
+    @property
+    def typical_error(self) -> float:
+        """The median over sizes of what the line is off."""
+        return float(np.median([abs(error) for _, error in self.errors]))
+
+    @property
+    def worst(self) -> tuple[int, float]:
+        """The size at which the line is off most, and by how much."""
+        return max(self.errors, key=lambda pair: abs(pair[1]))
+
+    @property
+    def is_line(self) -> bool:
+        """Whether the link is of this form: off by at most a quarter at every size."""
+        return abs(self.worst[1]) <= MOST_ERROR
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one message."""
+        return self.latency_s + (num_bytes + min(num_bytes, self.burst_bytes)) / self.bytes_per_s
+
+
+def fit_line(
+    times_s: Mapping[int, Sequence[float]], *, confidence: float = 0.9, num_draws: int = NUM_DRAWS, seed: int = 0
+) -> LineFit:
+    """The line through ``times_s``: samples by number of bytes.
+
+    Latency and seconds per byte are not negative. Intervals are percentiles of a bootstrap: samples of each size are
+    drawn anew, and the line is fitted to their medians (Efron 1979). The same samples give the same fit.
+
+    Raises ``ValueError`` for fewer than three sizes, which a line always fits, and for times that are not positive.
+
+    >>> fit = fit_line({size: [1e-3 + size / 1e6] * 5 for size in (4, 1000, 100_000)})
+    >>> round(fit.latency_s, 9), round(fit.bytes_per_s), fit.is_line
+    (0.001, 1000000, True)
+    """
+    if len(times_s) < 3 or min(times_s) < 0:
+        raise ValueError(
+            f"`times_s` (of {sorted(times_s)} bytes) must be of three sizes or more: two always lie on a line. Give "
+            "the measurement more time: measure.limit_s=<seconds>."
+        )
+    sizes = sorted(times_s)
+    if any(not times_s[size] or not min(times_s[size]) > 0 for size in sizes):
+        raise ValueError("`times_s` must hold a positive number of seconds or more for each size: a time is measured.")
+    medians_s = np.array([float(np.median(times_s[size])) for size in sizes])
+    fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}
+    found = {burst: float(lines[2][0]) for burst, lines in fits.items()}
+    best = min(found, key=lambda burst: found[burst])
+    burst = best if found[best] < LEAST_GAIN * found[0] and len(sizes) > 4 else 0
+    loads = _loads(sizes, burst)
+    latency_s, per_byte_s = float(fits[burst][0][0]), float(fits[burst][1][0])
+    generator = np.random.default_rng(seed)
+    drawn_s = np.stack([_drawn_medians(np.asarray(times_s[size]), num_draws, generator) for size in sizes], axis=1)
+    latencies_s, per_bytes_s, _ = _lines(loads, drawn_s)
+    tail = 100 * (1 - confidence) / 2
+    low_s, high_s = np.percentile(latencies_s, [tail, 100 - tail])
+    slow, fast = np.percentile(per_bytes_s, [100 - tail, tail])
+    errors = medians_s / (latency_s + loads * per_byte_s) - 1
+    return LineFit(
+        latency_s=latency_s,
+        bytes_per_s=_rate(per_byte_s),
+        latency_interval_s=(min(float(low_s), latency_s), max(float(high_s), latency_s)),
+        rate_interval_bytes_per_s=(_rate(max(float(slow), per_byte_s)), _rate(min(float(fast), per_byte_s))),
+        confidence=confidence,
+        burst_bytes=burst,
+        errors=tuple((size, float(error)) for size, error in zip(sizes, errors, strict=True)),
+        num_samples=sum(len(times_s[size]) for size in sizes),
+    )
+
+
+def _rate(per_byte_s: float) -> float:
+    return 1 / per_byte_s if per_byte_s > 0 else math.inf
+
+
+def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
+    """Bytes that a message waits for, those of its burst twice."""
+    return np.array([size + min(size, burst) for size in sizes], dtype=float)
+
+
+def _drawn_medians(samples_s: np.ndarray, num_draws: int, generator: np.random.Generator) -> np.ndarray:
+    places = generator.integers(0, len(samples_s), size=(num_draws, len(samples_s)))
+    return np.median(samples_s[places], axis=1)
+
+
+def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Latency, seconds per byte and mean relative error of the best line of each row of ``medians_s``.
+
+    A line of least absolute deviations goes through two of its points, or through one where a bound holds it: all of
+    these are tried.
+    """
+    first, second = np.triu_indices(len(loads), k=1)
+    slopes = (medians_s[:, second] - medians_s[:, first]) / (loads[second] - loads[first])
+    starts = medians_s[:, first] - slopes * loads[first]
+    through = np.flatnonzero(loads > 0)
+    zeros = np.zeros_like(medians_s)
+    slopes = np.concatenate([slopes, zeros, medians_s[:, through] / loads[through]], axis=1)
+    starts = np.concatenate([starts, medians_s, zeros[:, through]], axis=1)
+    fitted = starts[:, :, None] + slopes[:, :, None] * loads
+    errors = np.abs(fitted / medians_s[:, None, :] - 1).mean(axis=2)
+    errors[(slopes < 0) | (starts < 0)] = math.inf
+    best = errors.argmin(axis=1)
+    rows = np.arange(len(medians_s))
+    return starts[rows, best], slopes[rows, best], errors[rows, best]
