@@ -86,6 +86,7 @@ def _integers(tensor: Tensor) -> Tensor:
         flat = tensor.as_strided((tensor.numel(),), (1,), 0)  # another order of dimensions, such as channels_last
     else:
         flat = tensor.contiguous().view(-1)
-    num_bytes, offset_bytes = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
-    size = 4 if num_bytes % 4 == 0 and offset_bytes % 4 == 0 else flat.element_size()
+    if flat.storage_offset() * flat.element_size() % 4:
+        flat = flat.clone()  # integers of 32 bits cannot begin there
+    size = 4 if flat.numel() * flat.element_size() % 4 == 0 else flat.element_size()
     return flat.view(_INTEGERS[size])
