@@ -1,6 +1,7 @@
 """Callbacks for any LightningModule: metrics to any logger, a report, a progress bar, exact repetition, checks."""
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+from lightning_hybrid.callbacks.numbers import NonFiniteLossError, WatchNumbers
 from lightning_hybrid.callbacks.progress import progress_bar
 from lightning_hybrid.callbacks.replicas import CheckReplicas, ReplicaDriftError
 from lightning_hybrid.callbacks.report import RunReport
@@ -11,10 +12,12 @@ from lightning_hybrid.callbacks.training import TrainingMetrics
 __all__ = [
     "CheckReplicas",
     "MasterWeightAveraging",
+    "NonFiniteLossError",
     "ReplicaDriftError",
     "RunReport",
     "SeedEachStep",
     "TimeToAccuracy",
     "TrainingMetrics",
+    "WatchNumbers",
     "progress_bar",
 ]

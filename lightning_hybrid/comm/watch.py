@@ -298,8 +298,9 @@ class Watch:
             return self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
         except Exception as error:
             return (
-                f"{otherwise} The other ranks could not be told, as the store through which the ranks met does not "
-                f"answer ({short(error)}): rank 0, or the launcher that keeps it, is dead or unreachable."
+                "comm: the store through which the ranks met does not answer: rank 0, or the launcher that keeps it, is "
+                f"dead or unreachable, and the other ranks could not be told ({short(error)}). "
+                f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
