@@ -199,7 +199,7 @@ def train(spec: dict[str, Any]) -> None:
     try:
         trainer.fit(module, loader)
     except BaseException as error:
-        told["error"] = f"{type(error).__name__}: {error}"
+        told["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     told |= {"time_s": time.time(), "num_steps": trainer.global_step}
     fingerprint = Fingerprint(torch.device("cpu"))
     told["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))

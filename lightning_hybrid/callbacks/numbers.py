@@ -25,6 +25,7 @@ STEPS_AT_FLOOR = 200
 """So long at the least loss scale is no burst: it would have grown if it could, and meanwhile gradients underflow."""
 
 NUM_KEPT = 8
+MOST_NAMES = 5
 NEVER = torch.iinfo(torch.int64).max
 
 
@@ -162,8 +163,8 @@ class WatchNumbers(Callback):
         num_bad = int(self._num_bad)
         if num_bad > self._num_told:
             warnings.warn(
-                f"The loss of {num_bad - self._num_told} batches on rank {trainer.global_rank} (host "
-                f"{host_identity()[0]}) was inf or nan, the last: {self._recent()}. Their steps were skipped.",
+                f"The loss of {num_bad - self._num_told} batches on {_here(trainer)} was inf or nan, the last: "
+                f"{self._recent()}. Their steps were skipped.",
                 stacklevel=2,
             )
         self._num_told = num_bad
@@ -231,7 +232,7 @@ class WatchNumbers(Callback):
                 exception.args = (f"{text} {self._on_others}{self._of_layers(probes)} The scale: {self._scales()}.",)
             own = is_bad or not isinstance(exception, EndlessOverflowError) or int(self._num_bad) > 0
             saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=own)
-            exception.add_note(f"Batch {batch_idx} on rank {trainer.global_rank}: {words}.{saved}")
+            exception.add_note(f"On {_here(trainer)}, in batch {batch_idx}: {words}.{saved}")
         except Exception as error:  # such as a device that answers nothing any more
             exception.add_note(f"Nothing more could be found out: {type(error).__name__}: {error}")
 
@@ -278,7 +279,8 @@ class WatchNumbers(Callback):
         return ", ".join(f"{value:g} at step {step}" for step, value in self._history[-NUM_KEPT:])
 
 
-MOST_NAMES = 5
+def _here(trainer: pl.Trainer) -> str:
+    return f"rank {trainer.global_rank} (host {host_identity()[0]})"
 
 
 def _num_in_a_row(trainer: pl.Trainer) -> int:

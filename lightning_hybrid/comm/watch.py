@@ -298,8 +298,8 @@ class Watch:
             return self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
         except Exception as error:
             return (
-                "comm: the store through which the ranks met does not answer: rank 0, or the launcher that keeps it, is "
-                f"dead or unreachable, and the other ranks could not be told ({short(error)}). "
+                "comm: the store through which the ranks met does not answer: rank 0, or the launcher that keeps it, "
+                f"is dead or unreachable, and the other ranks could not be told ({short(error)}). "
                 f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
 
