@@ -87,8 +87,16 @@ def cases(num_ranks: int) -> list[Case]:
         Case(fault="rank lags by 3 s", kind="lags", rank=last, phase="backward", is_survived=True, lost="nothing"),
     ]
     for phase in ("forward", "backward", "update"):
-        names = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
-        found.append(Case(fault="out of memory", kind="raises", rank=last, phase=phase, **names))
+        found.append(
+            Case(
+                fault="out of memory",
+                kind="raises",
+                rank=last,
+                phase=phase,
+                names=GAVE_UP,
+                own_names=OUT_OF_MEMORY,
+            )
+        )
     found += [
         Case(
             fault="another plan from the start",

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
-from recipes import faults
 from recipes.faults_world import OneHost
 from tests.netlab.cluster import CLONE_NEWNET, Cluster, why_not
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "faults.py"
 CLONE_NEWUTS = 0x04000000
 
 
@@ -81,8 +83,7 @@ def main() -> None:
         sys.exit(f"error: {reason}")
     world = ["world._target_=tests.netlab.faults.EmulatedHosts", "~world.num_ranks"]
     world += [f"+world.num_hosts={asked.hosts}", f"+world.ranks_per_host={asked.ranks}"]
-    sys.argv[1:] = [*world, *asked.overrides]
-    faults.main()
+    sys.exit(subprocess.run([sys.executable, str(RECIPE), *world, *asked.overrides], check=False).returncode)
 
 
 if __name__ == "__main__":
