@@ -76,7 +76,7 @@ def cases(num_ranks: int) -> list[Case]:
     ]
     for rank in (0, last):
         for phase in ("forward", "backward", "update"):
-            dead = DEAD if rank else ("rank 0, or the launcher that keeps it, is dead", "Rank 0 is on host HOST")
+            dead = DEAD if rank else ("rank 0, or the launcher that keeps it, is dead", "on host HOST")
             found.append(Case(fault="rank dies", kind="dies", rank=rank, phase=phase, names=dead, no_answer=True))
     for phase in ("forward", "backward"):
         found.append(Case(fault="process stops", kind="stops", rank=last, phase=phase, names=DEAD, no_answer=True))
@@ -189,7 +189,7 @@ def judge(case: Case, told: Told, *, host: str, no_answer: Sequence[int] = (), w
         fault=case.fault,
         phase=case.phase,
         where=f"rank {case.rank} of {len(told.ranks)}" if case.host_link is None else f"host {host}",
-        detected_by=shorten("; ".join(problems) if problems else seen),
+        detected_by="; ".join(problems)[:LINE] if problems else shorten(seen),
         seconds=seconds,
         lost=case.lost,
         is_held=not problems,

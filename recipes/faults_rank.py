@@ -190,7 +190,7 @@ def train(spec: dict[str, Any]) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Inject(spec), CheckReplicas(every_n_steps=5), WatchNumbers(run_dir=spec.get("dump_dir"))],
+        callbacks=[WatchNumbers(), CheckReplicas(every_n_steps=5), Inject(spec)],
     )
     module, loader = Network(), DataLoader(Images(256), batch_size=8)
     if spec["kind"] == "starts_with_another_plan":

@@ -89,6 +89,9 @@ def torchrun(cluster: Cluster, host: int, folder: Path, max_steps: int) -> subpr
     launch = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=c10d --rdzv-id=elastic"
     launch += f" --rdzv-endpoint={cluster.address(0)}:29400 --local-addr={cluster.address(host)}"
     environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # torch 2.13 tells where the ranks meet in the first round alone if agents share their store, so an agent that
+    # comes later waits for it in vain.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with open(folder / f"host{host}.log", "ab") as log:
         inside = f"setpriv --pdeathsig KILL nsenter --net={cluster.namespace(host)} --".split()
         agent = [sys.executable, "-m", "torch.distributed.run", *launch.split(), "--rdzv-conf", rendezvous]
