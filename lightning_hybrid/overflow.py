@@ -22,6 +22,10 @@ from lightning_hybrid.loss_scale import LossScale
 MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
+class EndlessOverflowError(RuntimeError):
+    """Every step is skipped, and no loss scale can cure it."""
+
+
 class Outcome:
     """Whether one step was skipped, on its way from the device to the host.
 
@@ -183,7 +187,8 @@ def raise_if_stuck(record: StepRecord, model: LightningModule, last_loss: Tensor
     """End a run whose overflows no scale seems to cure. Waits for the device.
 
     Raises:
-        RuntimeError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can see it.
+        EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
+            see it here. The callback ``WatchNumbers`` adds layer, batch and rank.
     """
     if record.loss_scale is None or last_loss is None or int(record.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return
@@ -202,7 +207,7 @@ def raise_if_stuck(record: StepRecord, model: LightningModule, last_loss: Tensor
         else "The loss itself is not finite: look at the learning rate, at the data of this step, and for a log or "
         "division of 0 in the loss."
     )
-    raise RuntimeError(
+    raise EndlessOverflowError(
         f"Gradients were inf or nan for {int(record.num_in_a_row)} steps in a row, up to global step "
         f"{model.trainer.global_step}; the loss scale is {record.loss_scale.value:g} and no scale can cure this. "
         f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "

@@ -21,11 +21,14 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
-    | {"callbacks.time_to_accuracy", "callbacks.training"},
+    | {"callbacks.time_to_accuracy", "callbacks.training", "callbacks.replicas", "callbacks.numbers"},
     "callbacks.ema": set(),
     "callbacks.environment": set(),
     "callbacks.page": set(),
     "callbacks.progress": {"metrics", "callbacks.training"},
+    "callbacks.evidence": set(),
+    "callbacks.numbers": {"callbacks.evidence", "callbacks.training", "comm.topology", "comm.watch", "overflow"},
+    "callbacks.replicas": {"comm.topology", "comm.watch", "fingerprint"},
     "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}
     | {f"callbacks.{name}" for name in ("environment", "page", "report_parts", "time_to_accuracy", "training")},
     "callbacks.report_parts": {"metrics", "communication", "comm.summary", "callbacks.page"},

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.seal import OrderHash
-from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.comm.watch import differing
+from lightning_hybrid.comm.topology import Topology, host_identity
+from lightning_hybrid.comm.watch import differing, places_of
 
 NUM_RECENT = 64
 """How many records of buckets a rank remembers, to say where it went another way than others."""
@@ -66,19 +66,20 @@ class Order:
 
 def agree_on(
     plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
-) -> str:
-    """Compare plan and topology over all ranks of WORLD; returns a word that is the same on all and new each time.
+) -> tuple[str, list[str]]:
+    """Compare plan and topology over all ranks of WORLD; a word that is the same on all and new each time, and hosts.
 
     Collective: every rank of WORLD must call it. Raises ``ValueError``, on every rank, that names what differs.
     """
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(dtype_across_nodes)
-    gathered: list[tuple[dict, str]] = [({}, "")] * topology.world_size
-    dist.all_gather_object(gathered, (own, uuid.uuid4().hex))
-    difference = differing([values for values, _ in gathered])
+    gathered: list[tuple[dict, str, str]] = [({}, "", "")] * topology.world_size
+    dist.all_gather_object(gathered, (own, uuid.uuid4().hex, host_identity()[0]))
+    hosts = [host for _, _, host in gathered]
+    difference = differing([values for values, _, _ in gathered])
     if difference:
         raise ValueError(
             f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
-            "`strategy` options, from one configuration."
+            f"`strategy` options, from one configuration.{places_of([], hosts)}"
         )
-    return gathered[0][1]
+    return gathered[0][1], hosts

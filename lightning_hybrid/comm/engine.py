@@ -86,7 +86,8 @@ class CommEngine:
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
-        token = agree_on(plan, topology, device, dtype_across_nodes) if topology.world_size > 1 else ""
+        alone = topology.world_size == 1
+        token, hosts = ("", []) if alone else agree_on(plan, topology, device, dtype_across_nodes)
         on_cuda = device.type == "cuda"
         algorithms = plan.algorithms(topology, on_cuda=on_cuda)
         columns = {name: 1 if on_cuda else plan.num_columns(name, topology) for name in algorithms}
@@ -103,7 +104,7 @@ class CommEngine:
             has_failed=lambda: self._failure is not None,
         )
         self._watch: Watch | None = None
-        if topology.world_size > 1:
+        if not alone:
             self._watch = Watch(
                 store=private_store(f"lightning_hybrid/{token}"),
                 rank=topology.rank,
@@ -111,6 +112,7 @@ class CommEngine:
                 standing=self._standing,
                 stalled_s=self._stalled_s,
                 on_failure=lambda error: self._fail_all(error, None),
+                hosts=hosts,
             )
 
     def submit(

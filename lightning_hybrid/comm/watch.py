@@ -63,17 +63,21 @@ class Standing:
         return cls(**{**values, "recent": tuple(values["recent"])})
 
 
-def verdict(noticed: str, roll: Sequence[Standing | None]) -> str:
+def verdict(noticed: str, roll: Sequence[Standing | None], hosts: Sequence[str] = ()) -> str:
     """The error for all ranks: who is to blame, judged by the roll (None: no answer), and who noticed by what.
 
+    ``hosts``: of every rank, where they are known; those of the ranks to blame, or of all, are told.
+
     >>> at_one = Standing(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
-    >>> print(verdict("Rank 0 saw a closed connection", [at_one, None]))
-    comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection.
+    >>> print(verdict("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
+    comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
+Rank 1 is on host y.
     """
     silent = [rank for rank, standing in enumerate(roll) if standing is None]
     left = [rank for rank, standing in enumerate(roll) if standing is not None and standing.has_left]
     here = {rank: each for rank, each in enumerate(roll) if each is not None and not each.has_left}
     most = max((each.num_submitted for each in here.values()), default=0)
+    different = _different_order(here)
     behind = [rank for rank, each in here.items() if each.num_submitted < most]
     if silent:
         does = "does" if len(silent) == 1 else "do"
@@ -82,7 +86,7 @@ def verdict(noticed: str, roll: Sequence[Standing | None]) -> str:
     elif left:
         has = "has" if len(left) == 1 else "have"
         blame = f"{name_ranks(left)} {has} left: closed the engine while others still averaged"
-    elif different := _different_order(here):
+    elif different:
         blame = different
     elif behind:
         stands = "stands" if len(behind) == 1 else "stand"
@@ -98,7 +102,23 @@ def verdict(noticed: str, roll: Sequence[Standing | None]) -> str:
     else:
         places = ", ".join(f"rank {rank}: {each.place}" for rank, each in list(here.items())[:8])
         blame = f"every rank answers, so the network between them is the cause ({places})"
-    return f"comm: {blame}. {noticed}."
+    return f"comm: {blame}. {noticed}.{places_of(silent or left or (behind if not different else []), hosts)}"
+
+
+def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """A sentence that says on which host each of these ranks is, of no ranks all; empty where hosts are not known.
+
+    >>> places_of([1, 2], ["x", "y", "y"]), places_of([], ["x", "y", "y"])
+    (' Ranks 1, 2 are on host y.', ' Rank 0 is on host x, ranks 1, 2 are on host y.')
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks or range(len(hosts)):
+        if rank < len(hosts):
+            by_host.setdefault(hosts[rank], []).append(rank)
+    told = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
+    more = f" and {len(told) - 4} hosts more" if len(told) > 4 else ""
+    words = ", ".join(told[:4]) + more
+    return f" {words[0].upper()}{words[1:]}." if told else ""
 
 
 def _different_order(here: dict[int, Standing]) -> str | None:
@@ -160,6 +180,7 @@ class Watch:
         rank, world_size: of the engine.
         standing: where this rank stands now.
         stalled_s: how long the oldest bucket has been in flight; 0 where none is.
+        hosts: names of every rank's; for errors.
         on_failure: called once, from a thread of this class, with the error of all ranks.
     """
 
@@ -172,6 +193,7 @@ class Watch:
         standing: Callable[[], Standing],
         stalled_s: Callable[[], float],
         on_failure: Callable[[str], None],
+        hosts: Sequence[str] = (),
     ) -> None:
         self._store = store
         self._rank = rank
@@ -179,6 +201,7 @@ class Watch:
         self._standing = standing
         self._stalled_s = stalled_s
         self._on_failure = on_failure
+        self._hosts = hosts
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
         self._lock = threading.Lock()  # one word with the store at a time
@@ -192,11 +215,12 @@ class Watch:
 
     def raise_alarm(self, error: str) -> str:
         """Write this rank's error for all; returns the one that holds, which is an earlier one where there is."""
+        error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)
         return self._told(lambda: self._settle(error), error)
 
     def call_roll(self, noticed: str) -> str:
         """Ask where everybody stands and write the verdict for all; returns the one that holds."""
-        return self._told(lambda: self._settle(verdict(noticed, self._roll())), f"comm: {noticed}.")
+        return self._told(lambda: self._settle(verdict(noticed, self._roll(), self._hosts)), f"comm: {noticed}.")
 
     def leave(self) -> None:
         """End the thread. Whoever calls the roll later learns that this rank has left."""
@@ -239,7 +263,7 @@ class Watch:
                     self._on_failure(
                         "comm: the store through which the ranks met does not answer: rank 0, or the launcher that "
                         f"keeps it, is dead or unreachable. Rank {self._rank} noticed, now "
-                        f"{self._standing().place}: {short(error)}."
+                        f"{self._standing().place}: {short(error)}.{places_of([0, self._rank], self._hosts)}"
                     )
                     return
 
@@ -274,8 +298,9 @@ class Watch:
             return self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
         except Exception as error:
             return (
-                f"{otherwise} The other ranks could not be told, as the store through which the ranks met does not "
-                f"answer ({short(error)}): rank 0, or the launcher that keeps it, is dead or unreachable."
+                "comm: the store through which the ranks met does not answer: rank 0, or the launcher that keeps it, "
+                f"is dead or unreachable, and the other ranks could not be told ({short(error)}). "
+                f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:

@@ -217,13 +217,24 @@ class Cluster:
 
     def traffic(self) -> Traffic:
         """Bytes between hosts since the start, as the emulator counted them."""
-        assert self._emulator is not None
-        assert self._emulator.stdin is not None
-        self._emulator.stdin.write(b"\n")
-        self._emulator.stdin.flush()
-        counts = [int(word) for word in self._answer(ANSWER_LIMIT_S).split()]
+        counts = [int(word) for word in self._ask("\n").split()]
         rows = range(0, len(counts), self.num_hosts)
         return Traffic(matrix=tuple(tuple(counts[row : row + self.num_hosts]) for row in rows))
+
+    def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
+        """From now on, let a share of the frames to and from a host vanish (1 cuts it off), and change its rate.
+
+        Without arguments: the link as it was built.
+        """
+        rate = self.mbit_per_s[min(host, len(self.mbit_per_s) - 1)] if mbit_per_s is None else mbit_per_s
+        self._ask(f"link {host} {rate:g} {loss:g}\n")
+
+    def _ask(self, line: str) -> str:
+        assert self._emulator is not None
+        assert self._emulator.stdin is not None
+        self._emulator.stdin.write(line.encode())
+        self._emulator.stdin.flush()
+        return self._answer(ANSWER_LIMIT_S)
 
     def environment(self, rank: int) -> dict[str, str]:
         """What torchrun would tell this rank, and which interface Gloo must use."""

@@ -18,7 +18,10 @@
  *
  * Prints "ready <descriptor of the namespace of host 0> ..." (open them as /proc/<pid>/fd/<descriptor>). Then each line
  * on stdin is answered with one line, the matrix of bytes sent so far: row = sender, column = receiver. End of stdin
- * ends it. Bytes are those of frames as the kernel hands them over, headers included.
+ * ends it. Bytes are those of frames as the kernel hands them over, headers included. A line may be empty, or spoil a
+ * host's link from now on:
+ *
+ *     link HOST MBIT_PER_S LOSS     this rate, and this share of the frames to and from the host vanishes: 1 cuts it off
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -55,6 +58,7 @@ static double bytes_per_ns[MAX_HOSTS];
 static int64_t delay_ns, egress_free_ns[MAX_HOSTS], ingress_free_ns[MAX_HOSTS];
 static frame *first[MAX_HOSTS], *last[MAX_HOSTS]; /* on their way to a host, by time */
 static uint64_t sent[MAX_HOSTS][MAX_HOSTS];
+static double loss[MAX_HOSTS];
 
 static void die(const char *what) {
   perror(what);
@@ -111,7 +115,7 @@ static void read_from(int i) {
     int64_t egress_ns = (int64_t)((length - VNET) / bytes_per_ns[i]);
     egress_free_ns[i] = (egress_free_ns[i] > now ? egress_free_ns[i] : now) + egress_ns;
     for (int j = 0; j < num_hosts; j++)
-      if (j != i && ((to[0] & 1) || (to[0] == 2 && to[5] == j + 1)))
+      if (j != i && ((to[0] & 1) || (to[0] == 2 && to[5] == j + 1)) && drand48() >= loss[i] && drand48() >= loss[j])
         put_on_the_way(i, j, buffer, length, egress_free_ns[i], egress_ns);
   }
 }
@@ -132,6 +136,14 @@ static int64_t deliver(void) {
     if (first[j] && first[j]->due_ns < next) next = first[j]->due_ns;
   }
   return next;
+}
+
+static void change_link(const char *line) {
+  int host;
+  double mbit_per_s, share;
+  if (sscanf(line, "link %d %lf %lf", &host, &mbit_per_s, &share) != 3 || host < 0 || host >= num_hosts) return;
+  bytes_per_ns[host] = mbit_per_s * 1e6 / 8 / 1e9;
+  loss[host] = share;
 }
 
 static void print_matrix(void) {
@@ -173,7 +185,10 @@ int main(int argc, char **argv) {
     if (ppoll(polled, num_hosts + 1, next == INT64_MAX ? NULL : &wait, NULL) <= 0) continue;
     if (polled[0].revents) {
       char line[256];
-      if (read(0, line, sizeof line) <= 0) return 0;
+      int length = read(0, line, sizeof line - 1);
+      if (length <= 0) return 0;
+      line[length] = 0;
+      change_link(line);
       print_matrix();
     }
     for (int i = 0; i < num_hosts; i++)

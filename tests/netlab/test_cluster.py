@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -69,6 +70,41 @@ def test_links_have_the_rate_and_the_delay(slow):
     (_, there), (back, _) = slow.traffic().matrix
     assert PAYLOAD_BYTES <= there <= 1.05 * PAYLOAD_BYTES
     assert back <= 0.05 * PAYLOAD_BYTES
+
+
+def echo_for(num_s):
+    """Rank 0 -> rank 1, a byte there and back all the time: the longest pause and how often, in ``num_s`` seconds."""
+    if os.environ["RANK"] == "1":
+        with socket.create_server(("10.77.0.2", 4000)) as server:
+            connection, _ = server.accept()
+            with connection:
+                while byte := connection.recv(1):
+                    connection.sendall(byte)
+        return None
+    time.sleep(0.3)
+    pauses_s, began_s = [], time.monotonic()
+    with socket.create_connection(("10.77.0.2", 4000), timeout=20) as connection:
+        while time.monotonic() < began_s + num_s:
+            sent_s = time.monotonic()
+            connection.sendall(b"?")
+            connection.recv(1)
+            pauses_s.append(time.monotonic() - sent_s)
+    return max(pauses_s), len(pauses_s)
+
+
+def test_a_link_that_is_cut_lets_nothing_through_until_it_is_mended(slow):
+    def cut():
+        time.sleep(3.0)  # the ranks have started
+        slow.spoil_link(1, loss=1.0)
+        time.sleep(2.0)
+        slow.spoil_link(1)
+
+    spoiler = threading.Thread(target=cut)
+    spoiler.start()
+    (pause_s, num_echoes), _ = slow.call(echo_for, 12.0)
+    spoiler.join()
+    assert 1.5 <= pause_s <= 6.0  # TCP asks again after 0.2, 0.4, 0.8, 1.6 s, so not the moment that it is mended
+    assert num_echoes >= 20  # before and after
 
 
 @pytest.mark.parametrize("interleave", [False, True])

@@ -1,0 +1,135 @@
+"""What to look at when numbers have gone wrong: the batch, the first layer, a file with the state at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+MOST_PLACES = 5
+
+
+class LayerProbes:
+    """Measures, through one forward, the largest magnitude of what each layer puts out: on the device, no host waits.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> with torch.no_grad(): _ = net[2].weight.fill_(float("inf"))
+    >>> probes = LayerProbes(net)
+    >>> _ = net(torch.ones(1, 2))
+    >>> probes.remove()
+    >>> probes.first_not_finite()
+    '2 (Linear)'
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: list[tuple[str, Tensor]] = []
+        leaves = [(name, one) for name, one in module.named_modules() if name and not any(one.children())]
+        self._hooks = [one.register_forward_hook(self._note(f"{name} ({type(one).__name__})")) for name, one in leaves]
+
+    def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+                self._found.append((name, _largest(output)))
+
+        return hook
+
+    def remove(self) -> None:
+        """The layers are as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def first_not_finite(self) -> str | None:
+        """The first layer, in the order in which they ran, that put out inf or nan. Waits for the device."""
+        if not self._found:
+            return None
+        finite = torch.isfinite(torch.stack([largest.float() for _, largest in self._found])).tolist()
+        return next((name for (name, _), is_finite in zip(self._found, finite, strict=True) if not is_finite), None)
+
+    @property
+    def num_layers(self) -> int:
+        """How many were seen."""
+        return len(self._found)
+
+
+@torch.no_grad()
+def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """The largest magnitude in the gradient of each parameter that is trained; None where it has no gradient."""
+    return {
+        name: None if parameter.grad is None or not parameter.grad.numel() else _largest(parameter.grad)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def describe_batch(batch: Any) -> tuple[str, bool]:
+    """Each tensor of a batch in a few words, and whether any holds inf or nan. Waits for the device.
+
+    >>> words, is_bad = describe_batch([torch.tensor([[1.0], [float("nan")]]), torch.tensor([3, 12])])
+    >>> print(words, is_bad)
+    [0] float32 [2, 1]: 1 of 2 values not finite, in samples 1; [1] int64 [2]: from 3 to 12 True
+    """
+    told, is_bad = [], False
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor) or not leaf.numel():
+            continue
+        name = f"{keystr(path)} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+        bad = ~torch.isfinite(leaf)
+        if bool(bad.any()):
+            is_bad = True
+            samples = bad.reshape(len(leaf) if leaf.dim() else 1, -1).any(1).nonzero().view(-1).tolist()
+            some = ", ".join(map(str, samples[:MOST_PLACES])) + (", ..." if len(samples) > MOST_PLACES else "")
+            told.append(f"{name}: {int(bad.sum())} of {leaf.numel()} values not finite, in samples {some}")
+        else:
+            told.append(f"{name}: from {leaf.min().item():g} to {leaf.max().item():g}")
+    return "; ".join(told), is_bad
+
+
+def save_state(
+    folder: Path, trainer: pl.Trainer, *, batch: Any, batch_idx: int, error: str, history: list[tuple[int, float]]
+) -> Path | None:
+    """The state at the moment of failure, for a look: ``step<s>_rank<r>.pt``; None where there is one already.
+
+    Batch, random states, scale history and place on every rank that calls it; on rank zero the weights too, in fp32,
+    which are the same on all. It loads with ``torch.load(..., weights_only=True)``.
+    """
+    path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
+    if path.exists():
+        return None
+    told: dict[str, Any] = {
+        "error": error,
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "batch_idx": batch_idx,
+        "batch": tree_map(_plain, batch),
+        "scale_history": [list(one) for one in history],
+        "rng_state": torch.get_rng_state(),
+    }
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        told["cuda_rng_state"] = torch.cuda.get_rng_state(device)
+    if trainer.is_global_zero:
+        told["state_dict"] = trainer.strategy.lightning_module_state_dict()
+        told["precision"] = trainer.precision_plugin.state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(told, partial)
+    partial.rename(path)
+    return path
+
+
+def _plain(leaf: Any) -> Any:
+    """What may stand in a file that loads without trust."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu()
+    return leaf if isinstance(leaf, bool | int | float | str | None) else repr(leaf)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude; nan where there is one."""
+    return torch.linalg.vector_norm(tensor.detach(), float("inf"))

@@ -1,0 +1,92 @@
+"""Fingerprints of tensors: 64 bits that differ where a single bit of the memory does, computed on the device.
+
+A tensor's bytes are read as 32-bit integers s, and summed with fixed random odd 64-bit weights m, in rows of 2**14:
+
+    h = sum_i m_i s_i  mod 2**64            then the same over the rows' sums, until one number is left
+
+One element that differs always shows: its difference is below 2**32 and its weight odd, so the product is not 0 mod
+2**64. Any other difference stays unseen with a probability of at most 2**-32 per level (two for 20 million elements):
+with 2**t the largest power of two in all differences, t < 32, the sum is one of 2**(63 - t) values, each as likely. The
+weights depend on the place, so exchanged elements show as well. (Carter and Wegman 1979, "Universal classes of hash
+functions"; the multilinear form is that of Lemire and Kaser 2014, arXiv:1202.4961, who keep the upper 32 bits.)
+
+A sum of floats would not do: additions round, and differences of opposite sign cancel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ROW = 1 << 14
+_BLOCK_ROWS = 16  # on a CPU: the products of so many rows (2 MiB) stay in cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Fingerprint:
+    """Computes fingerprints on one device; holds the weights, 128 KiB per level.
+
+    Equal weights everywhere: results may be compared between processes and machines of the same byte order.
+
+    >>> fingerprint, one = Fingerprint(torch.device("cpu")), torch.arange(100_000.0)
+    >>> other = one.clone()
+    >>> bool(fingerprint.of(one) == fingerprint.of(other))
+    True
+    >>> other[[5, 70_000]] = other[[70_000, 5]]
+    >>> bool(fingerprint.of(one) == fingerprint.of(other))
+    False
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._weights: list[Tensor] = []
+
+    @torch.no_grad()
+    def of(self, tensor: Tensor) -> Tensor:
+        """The fingerprint of a dense tensor's bytes: 0-dim int64, on its device. Nothing waits for that device.
+
+        Elements count in the order of memory, so two tensors must have the same strides to be comparable. Shape and
+        dtype are no part of it: the caller compares names, which say what a tensor is. Every nan is what its bits are.
+        """
+        sums = _integers(tensor)
+        level = 0
+        while level == 0 or sums.numel() > 1:
+            sums = self._rows(sums if level == 0 else sums.view(torch.int32), self._weights_of(level))
+            level += 1
+        return sums[0]
+
+    def combine(self, fingerprints: list[Tensor]) -> Tensor:
+        """One fingerprint of several, in order; int64, 0-dim."""
+        return self.of(torch.stack([one.to(self.device, non_blocking=True) for one in fingerprints]))
+
+    def _rows(self, values: Tensor, weights: Tensor) -> Tensor:
+        whole = values.numel() // _ROW * _ROW
+        rows, rest = values[:whole].view(-1, _ROW), values[whole:]
+        blocks = rows.split(_BLOCK_ROWS) if values.device.type == "cpu" else ([rows] if whole else [])
+        sums = [(block * weights).sum(1) for block in blocks if block.numel()]
+        if rest.numel() or not sums:
+            sums.append((rest * weights[: rest.numel()]).sum().view(1))
+        return torch.cat(sums) if len(sums) > 1 else sums[0]
+
+    def _weights_of(self, level: int) -> Tensor:
+        while len(self._weights) <= level:
+            drawn = np.random.default_rng([1202, 4961, len(self._weights)]).integers(0, 2**64, _ROW, dtype=np.uint64)
+            odd = (drawn | np.uint64(1)).view(np.int64)
+            self._weights.append(torch.from_numpy(odd).to(self.device))
+        return self._weights[level]
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as a flat list of integers of at most 32 bits, in the order of memory."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+    elif tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        flat = tensor.as_strided((tensor.numel(),), (1,), 0)  # another order of dimensions, such as channels_last
+    else:
+        flat = tensor.contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 4:
+        flat = flat.clone()  # integers of 32 bits cannot begin there
+    size = 4 if flat.numel() * flat.element_size() % 4 == 0 else flat.element_size()
+    return flat.view(_INTEGERS[size])

@@ -1,0 +1,202 @@
+"""A host is lost and comes back, under torchrun's elastic launch: the run goes on with those that are there.
+
+    python -m tests.netlab.elastic --out FOLDER
+
+On two emulated hosts ``recipes/train.py resume=auto`` trains on the digits with a global batch of 128, at most 64 at a
+time. As soon as step ``--lose-at`` is done, every process of host 1 is killed, torchrun's agent included, and its link
+is cut; when the one host left has made ``--alone`` steps, it comes back. Every rank writes which images it trains on,
+so that the sequence of all steps that counted can be compared with that of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.callbacks import Callback
+
+from tests.netlab.cluster import Cluster, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+GLOBAL_BATCH, AT_ONCE, EVERY = 128, 64, 3
+DEAD_AFTER_S = 3 * 2  # torchrun counts a node as gone after three signs of life that it missed, here one every 2 s
+
+
+class Records(Callback):
+    """Appends one line per batch of this rank to ``rank<r>_<process>.jsonl``: step, images, loss, world size."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        images = [hash_of(image) for image in batch[0].float().numpy()]
+        steps_per_epoch = trainer.num_training_batches // trainer.accumulate_grad_batches
+        step = trainer.current_epoch * steps_per_epoch + batch_idx // trainer.accumulate_grad_batches
+        told = {"time_s": time.time(), "step": step, "world_size": trainer.world_size, "images": images}
+        told["loss"] = float(outputs["loss"]) * trainer.accumulate_grad_batches
+        with open(self.directory / f"rank{trainer.global_rank}_{os.getpid()}.jsonl", "a") as file:
+            file.write(json.dumps(told) + "\n")
+
+
+def hash_of(image: np.ndarray) -> int:
+    """Of an image as it is trained on, crop included."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=6).digest())
+
+
+def steps_in(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What every attempt at a step trained on, oldest first: those of one step and one world size belong together."""
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    attempts: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for one in sorted(lines, key=lambda line: line["time_s"]):
+        of_step = attempts[one["step"]]
+        if not of_step or of_step[-1]["world_size"] != one["world_size"] or of_step[-1]["num"] >= GLOBAL_BATCH:
+            of_step.append({"world_size": one["world_size"], "num": 0, "images": [], "losses": []})
+        of_step[-1]["num"] += len(one["images"])
+        of_step[-1]["images"] += one["images"]
+        of_step[-1]["losses"].append(one["loss"])
+    return dict(attempts)
+
+
+def command(folder: Path, max_steps: int) -> list[str]:
+    options = [
+        "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false trainer.log_every_n_steps=1",
+        f"trainer.max_steps={max_steps} trainer.limit_val_batches=0 trainer.limit_test_batches=1 trainer.max_epochs=50",
+        f"global_batch_size={GLOBAL_BATCH} max_batch_size_per_rank={AT_ONCE} strategy.timeout.minutes=0.3",
+        f"callbacks.last.every_n_train_steps={EVERY} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
+        f"resume=auto hydra.run.dir={folder / 'run'}",
+        "+callbacks.records={_target_:tests.netlab.elastic.Records,directory:" + str(folder / "steps") + "}",
+    ]
+    return [str(ROOT / "recipes" / "train.py"), *" ".join(options).split()]
+
+
+def torchrun(cluster: Cluster, host: int, folder: Path, max_steps: int) -> subprocess.Popen[bytes]:
+    """torchrun's agent on a host, with one rank."""
+    rendezvous = (
+        f"last_call_timeout=3,keep_alive_interval={DEAD_AFTER_S // 3},keep_alive_max_attempt=3,is_host={int(host == 0)}"
+    )
+    launch = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=c10d --rdzv-id=elastic"
+    launch += f" --rdzv-endpoint={cluster.address(0)}:29400 --local-addr={cluster.address(host)}"
+    environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # torch 2.13 tells where the ranks meet in the first round alone if agents share their store, so an agent that
+    # comes later waits for it in vain.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with open(folder / f"host{host}.log", "ab") as log:
+        inside = f"setpriv --pdeathsig KILL nsenter --net={cluster.namespace(host)} --".split()
+        agent = [sys.executable, "-m", "torch.distributed.run", *launch.split(), "--rdzv-conf", rendezvous]
+        return subprocess.Popen(
+            [*inside, *agent, *command(folder, max_steps)],
+            env=os.environ | environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def processes_under(pid: int) -> list[int]:
+    """A process and all its descendants: torchrun puts its workers in sessions of their own."""
+    found = [pid]
+    for one in found:
+        for task in Path(f"/proc/{one}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def wait_for_step(folder: Path, step: int, *, world_size: int, limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        done = [n for n, tries in steps_in(folder / "steps").items() if tries[-1]["world_size"] == world_size]
+        if done and max(done) >= step:
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"step {step} with {world_size} ranks was not reached within {limit_s:g} s: see {folder}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.netlab.elastic", description=__doc__.partition(":")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lose-at", type=int, default=7)
+    parser.add_argument("--alone", type=int, default=8, help="steps that the host left makes before the other is back")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--limit-s", type=float, default=900.0, help="of each wait")
+    asked = parser.parse_args()
+    if reason := why_not():
+        sys.exit(f"error: {reason}")
+    folder = asked.out.resolve()
+    folder.mkdir(parents=True)
+    agents: list[subprocess.Popen[bytes]] = []
+    moments = {}
+    with Cluster(num_hosts=2, ranks_per_host=1, mbit_per_s=1000) as cluster:
+        try:
+            agents = [torchrun(cluster, host, folder, asked.steps) for host in (0, 1)]
+            wait_for_step(folder, asked.lose_at, world_size=2, limit_s=asked.limit_s)
+            for pid in processes_under(agents[1].pid):
+                os.kill(pid, signal.SIGKILL)
+            agents[1].wait()
+            cluster.spoil_link(1, loss=1.0)
+            moments["lost_s"], last = time.time(), max(steps_in(folder / "steps"))
+            wait_for_step(folder, last, world_size=1, limit_s=asked.limit_s)
+            moments["alone_s"] = time.time()
+            wait_for_step(folder, last + asked.alone, world_size=1, limit_s=asked.limit_s)
+            cluster.spoil_link(1)
+            agents[1] = torchrun(cluster, 1, folder, asked.steps)
+            moments["back_s"], last = time.time(), max(steps_in(folder / "steps"))
+            wait_for_step(folder, last + 2, world_size=2, limit_s=asked.limit_s)
+            moments["together_s"] = time.time()
+        finally:
+            for agent in agents:
+                for pid in processes_under(agent.pid) if agent.poll() is None else ():
+                    os.kill(pid, signal.SIGKILL)
+                agent.wait()
+    attempts = steps_in(folder / "steps")
+    last = max(step for step, tries in attempts.items() if tries[-1]["num"] == GLOBAL_BATCH)
+    reference = folder / "undisturbed"
+    reference.mkdir()
+    with open(reference / "log", "wb") as log:
+        subprocess.run(
+            [sys.executable, *command(reference, last + 1)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    expected = steps_in(reference / "steps")
+    same = [sorted(attempts[step][-1]["images"]) == sorted(expected[step][-1]["images"]) for step in range(last + 1)]
+    again = sum(len([one for one in tries if one["num"] == GLOBAL_BATCH]) - 1 for tries in attempts.values())
+    apart = [
+        abs(statistics.mean(attempts[s][-1]["losses"]) - statistics.mean(expected[s][-1]["losses"]))
+        for s in range(last + 1)
+    ]
+    told = {
+        "num_steps": last + 1,
+        "world_sizes": [attempts[step][-1]["world_size"] for step in range(last + 1)],
+        "num_steps_with_the_same_images": sum(same),
+        "num_steps_made_again": again,
+        "losses": [statistics.mean(attempts[step][-1]["losses"]) for step in range(last + 1)],
+        "losses_undisturbed": [statistics.mean(expected[step][-1]["losses"]) for step in range(last + 1)],
+        "largest_difference_of_losses": max(apart),
+        "s_from_loss_to_going_on_alone": moments["alone_s"] - moments["lost_s"],
+        "s_from_return_to_going_on_together": moments["together_s"] - moments["back_s"],
+    }
+    (folder / "elastic.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in told.items() if not name.startswith("losses")}, indent=1))
+    if not all(same):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
