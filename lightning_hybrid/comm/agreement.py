@@ -89,9 +89,9 @@ def agree_on(
 def slowest(times_s: Sequence[float], place: str, device: torch.device) -> list[float]:
     """The largest of each time over all ranks of WORLD, all of which must be at the same ``place`` of the training.
 
-    Collective: every rank of WORLD must call it, with as many times. One small all-reduce: places are compared by a hash
-    that travels with the times, as the largest of it and of its negative, which are one number where all are alike.
-    Raises ``ValueError``, on every rank, that names who is elsewhere.
+    Collective: every rank of WORLD must call it, with as many times. One small all-reduce: places are compared by a
+    hash that travels with the times, as the largest of it and of its negative, which are one number where all are
+    alike. Raises ``ValueError``, on every rank, that names who is elsewhere.
     """
     digest = hashlib.sha256(place.encode()).digest()
     words = [float(int.from_bytes(digest[at : at + 4], "big")) for at in (0, 4)]  # exact in fp64

@@ -1,16 +1,17 @@
 """Whether communication still takes what it took when its plan was chosen: a plan that is stale should be chosen anew.
 
-Each step's seconds x with a bucket in flight are compared with a level learned first, in logarithms, by cumulative sums in
-both directions (Page 1954, Biometrika 41): with z = log(x / level), and sigma the scatter of the steps that taught it,
+Each step's seconds x with a bucket in flight are compared with a level learned first, in logarithms, by cumulative sums
+in both directions (Page 1954, Biometrika 41): with z = log(x / level), and sigma the scatter of the steps that taught
+it,
 
     up   = max(0, up   + clip(z) - slack)        changed where either reaches the limit
     down = max(0, down - clip(z) - slack)
 
     slack = max(sigma / 2, log 1.05)    limit = max(10 sigma, 1)    clip: to +- max(3 sigma, 0.5)
 
-Changes below 5 % are left alone. One of 20 % is noticed after 8 to 23 steps, one to half the speed within 3, one step that
-hangs never by itself. By Siegmund's approximation (Sequential Analysis, 1985) normal noise gives a false alarm in 70,000
-steps: (exp(b) - 1 - b) / (2 * 0.5**2) in each direction, with b = 10 + 1.166.
+Changes below 5 % are left alone. One of 20 % is noticed after 8 to 23 steps, one to half the speed within 3, one step
+that hangs never by itself. By Siegmund's approximation (Sequential Analysis, 1985) normal noise gives a false alarm in
+70,000 steps: (exp(b) - 1 - b) / (2 * 0.5**2) in each direction, with b = 10 + 1.166.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
         -> [broadcast]  bucket 0        for every stage and column
         -> finish -> future
 
-Large buckets go in chunks (chunks.py). The plan may change between two submits (``adopt``). What must be alike on all ranks is checked: the plan when the engine is made,
-each bucket's contents when they are first seen, the order of everything once per step (seal.py). What fails on one
-rank fails on all (watch.py).
+Large buckets go in chunks (chunks.py). The plan may change between two submits (``adopt``). What must be alike on all
+ranks is checked: the plan when the engine is made, each bucket's contents when they are first seen, the order of
+everything once per step (seal.py). What fails on one rank fails on all (watch.py).
 
 On CUDA there are no threads: the same stages are put on one side stream in the order of submits.
 """
@@ -111,7 +111,6 @@ class CommEngine:
             )
 
     def _prepare(self) -> None:
-        """Groups and lanes of the plan."""
         columns = self.plan.columns(self.topology, on_cuda=self._stream is not None)
         self._groups.add(stage_scopes(columns))
         if self._stream is None:
@@ -131,10 +130,7 @@ class CommEngine:
         self._prepare()
 
     def free_unused(self) -> None:
-        """Free what plans needed that are not in force any more; on CUDA, where stages share groups, nothing.
-
-        Only while no tensor is in flight on any rank.
-        """
+        """Free what other plans needed; on CUDA nothing, as stages share groups. Only while no rank is in a stage."""
         self._lanes.free_unused()
 
     def submit(

@@ -91,8 +91,9 @@ class Lanes:
         self._num_columns, self._num_put = dict(columns), dict.fromkeys(columns, 0)
 
     def free_unused(self) -> None:
-        """End the lanes that stand idle since the last ``use``, and free their groups. Only while no piece is under way
-        on any rank.
+        """End the lanes that stand idle since the last ``use``, and free their groups.
+
+        Only while no piece is under way on any rank.
         """
         for algorithm, of_algorithm in self._columns.items():
             num_used = self._num_columns.get(algorithm, 0)

@@ -26,7 +26,7 @@ Arm = TypeVar("Arm", bound=Hashable)
 class SignTest:
     """When a challenger is faster: a sequential test of how often its pairs are.
 
-        evidence = sum over pairs of    log(p / 0.5) if faster, log((1 - p) / 0.5) if slower          p -> share_if_faster
+        evidence = sum over pairs of    log(2 p) if faster, log(2 (1 - p)) if slower          p -> share_if_faster
 
     It wins once that reaches log((1 - miss) / error), and has lost at log(miss / (1 - error)) or after ``most_pairs``.
 

@@ -1,18 +1,18 @@
 """Tuning in training: which plans to try in the next steps, and which to keep. Decisions only; ``tuning.py`` acts.
 
-    start plan -- race --> other algorithms -- race --> other chunks -- race --> other numbers of groups -- race --> flat
+    start -- race --> other algorithms -- race --> other chunks -- race --> other numbers of groups -- race --> flat
 
-A race (race.py) replaces the plan in force by one that takes less time beyond noise, and by nothing else: where plans are
-equal, the start stays, which is the model's choice. The plan that comes out has been tried against ``flat`` directly, so
-that it is not slower than that beyond noise. Tried plans differ in algorithm, chunks and groups only: the same gradients
-are summed in the same dtype, in another order of additions. Buckets stay as they are, as DDP would have to be built anew
-to change them, and with it the state of its reducer.
+A race (race.py) replaces the plan in force by one that takes less time beyond noise, and by nothing else: where plans
+are equal, the start stays, which is the model's choice. The plan that comes out has been tried against ``flat``
+directly, so that it is not slower than that beyond noise. Tried plans differ in algorithm, chunks and groups only: the
+same gradients are summed in the same dtype, in another order of additions. Buckets stay as they are, as DDP would have
+to be built anew to change them, and with it the state of its reducer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from lightning_hybrid.comm.plan import Algorithm, BucketPlan, CommPlan, NodeShape
@@ -37,9 +37,9 @@ class Trial:
 class Tuned:
     """What came of it.
 
-    ``num_steps``: of trials, those not counted too. ``ratio``: time of a step over that under the start plan, medians of
-    races multiplied. ``extra_s``: what the counted trials took beyond as many steps of the plan in force. ``is_complete``:
-    False where the steps ran out.
+    ``num_steps``: of trials, those not counted too. ``ratio``: time of a step over that under the start plan, medians
+    of races multiplied. ``extra_s``: what the counted trials took beyond as many steps of the plan in force.
+    ``is_complete``: False where the steps ran out.
     """
 
     plan: CommPlan
@@ -92,7 +92,7 @@ class Tuner:
         self._is_done = False
 
     def trials(self) -> tuple[Trial, ...]:
-        """The next round: plans of the steps to come, in order; empty where tuning is over. The same until ``record``."""
+        """The next round: plans of the steps to come, in order; empty where tuning is over. Again until ``record``."""
         while not self._pending and not self._is_done:
             if self._race is None and not self._begin_race():
                 self._is_done = True
@@ -247,7 +247,9 @@ def effect(
     ]
     if on_cuda:
         return tuple(("flat" if each.algorithm == "parallel_flat" else each.algorithm, 1, 1) for each in planned)
-    num_pieces = {name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)}
+    num_pieces = {
+        name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)
+    }
     return tuple(
         (
             each.algorithm,
@@ -255,4 +257,35 @@ def effect(
             min(plan.num_columns(each.algorithm, topology), num_pieces[each.algorithm]),
         )
         for each in planned
+    )
+
+
+def changes(before: CommPlan, after: CommPlan) -> str:
+    """What differs, in words.
+
+    >>> changes(CommPlan(), CommPlan(algorithm="flat"))
+    '`algorithm` flat instead of auto'
+    >>> changes(CommPlan(), CommPlan())
+    'nothing is changed'
+    """
+    pairs = [(field.name, getattr(before, field.name), getattr(after, field.name)) for field in fields(before)]
+    told = [f"`{name}` {now} instead of {then}" for name, then, now in pairs if then != now]
+    return ", ".join(told) or "nothing is changed"
+
+
+def report(start: CommPlan, tuned: Tuned) -> str:
+    """The outcome in a line.
+
+    >>> report(CommPlan(), Tuned(plan=CommPlan(), num_steps=60, ratio=1.0, extra_s=2.5, is_complete=True))
+    'comm: plan tuned in 60 steps, which took 2.5 s more for it: nothing is faster beyond noise; plan e69c'
+    """
+    found = (
+        "nothing is faster beyond noise"
+        if tuned.plan == start
+        else f"{changes(start, tuned.plan)}: {tuned.ratio:.3f} of the time of a step before"
+    )
+    cut_short = "" if tuned.is_complete else " (not all was tried: the steps for it ran out)"
+    return (
+        f"comm: plan tuned in {tuned.num_steps} steps, which took {tuned.extra_s:.2g} s more for it: "
+        f"{found}{cut_short}; plan {tuned.plan.plan_hash[:4]}"
     )

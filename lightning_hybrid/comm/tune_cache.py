@@ -29,13 +29,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A plan that tuning chose. ``start``: hash of the plan it began with. ``ratio``: time of a step over that under it.
+    """A plan that tuning chose. ``ratio``: time of a step over that under the plan it began with.
 
     ``level``: seconds per step with a bucket in flight under ``plan``; None where the run ended before it was known.
     """
 
     plan: CommPlan
-    start: str
     ratio: float
     num_steps: int
     level: Level | None = None
@@ -100,7 +99,6 @@ def write(folder: Path, facts: Mapping[str, Any], kept: Kept) -> Path:
     values = {
         "facts": facts,
         "plan": json.loads(kept.plan.to_json()),
-        "start": kept.start,
         "ratio": kept.ratio,
         "num_steps": kept.num_steps,
         "level": None if kept.level is None else {"seconds": kept.level.seconds, "sigma": kept.level.sigma},
@@ -126,7 +124,6 @@ def read(folder: Path, facts: Mapping[str, Any]) -> Kept | None:
         level = values["level"]
         return Kept(
             plan=CommPlan.from_json(json.dumps(values["plan"])),
-            start=str(values["start"]),
             ratio=float(values["ratio"]),
             num_steps=int(values["num_steps"]),
             level=None if level is None else Level(seconds=float(level["seconds"]), sigma=float(level["sigma"])),
@@ -135,8 +132,8 @@ def read(folder: Path, facts: Mapping[str, Any]) -> Kept | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`{path}` holds no plan that can be used ({type(error).__name__}: {error}): it is left alone, and the plan "
-            "is tuned anew. Remove the file, or set `strategy.tune_cache_dir` to another folder."
+            f"`{path}` holds no plan that can be used ({type(error).__name__}: {error}): it is left alone, and the "
+            "plan is tuned anew. Remove the file, or set `strategy.tune_cache_dir` to another folder."
         ) from error
 
 
