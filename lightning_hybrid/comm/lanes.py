@@ -97,12 +97,14 @@ class Lanes:
         """
         for algorithm, of_algorithm in self._columns.items():
             num_used = self._num_columns.get(algorithm, 0)
-            for lane in (lane for column in of_algorithm[num_used:] for lane in column):
-                if lane.is_first:
-                    lane.queue.put(None)
-                if lane.thread is not None:
-                    lane.thread.join()
-                self._groups.forget_stage(group_name(lane.stage, lane.column))
+            for column in range(num_used, len(of_algorithm)):
+                for lane in of_algorithm[column]:
+                    if lane.is_first:
+                        lane.queue.put(None)
+                    if lane.thread is not None:
+                        lane.thread.join()
+                for stage in STAGES[algorithm]:  # also those in which this rank has no lane: all forget alike
+                    self._groups.forget_stage(group_name(stage, column))
             del of_algorithm[num_used:]
 
     def _start(self, algorithm: Algorithm, column: int) -> list[_Lane]:
