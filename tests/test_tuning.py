@@ -1,4 +1,4 @@
-"""The plan is tuned in a fit where that is asked for and worth it, and no bit depends on it where the order does not."""
+"""The plan is tuned in a fit where that is asked for and worth it; no bit depends on it where the order does not."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Tuned:
     """What came of it.
 
     ``num_steps``: of trials, those not counted too. ``ratio``: time of a step over that under the start plan, medians
-    of races multiplied. ``extra_s``: what the counted trials took beyond as many steps of the plan in force.
+    of races multiplied. ``extra_s``: what the trials took beyond as many steps of the plan in force.
     ``is_complete``: False where the steps ran out.
     """
 
@@ -117,7 +117,7 @@ class Tuner:
         counted = [time_s for trial, time_s in zip(trials, times_s, strict=True) if trial.is_counted]
         order = self._race.order()
         self._race.record(counted)
-        self._extra_s += sum(counted) - len(order) * counted[order.index(self._plan)]
+        self._extra_s += sum(times_s) - len(trials) * counted[order.index(self._plan)]
         self._num_steps += len(trials)
         self._warmed |= {trial.plan for trial in trials}
         self._pending = ()
@@ -273,8 +273,8 @@ def changes(before: CommPlan, after: CommPlan) -> str:
     return ", ".join(told) or "nothing is changed"
 
 
-def report(start: CommPlan, tuned: Tuned) -> str:
-    """The outcome in a line.
+def report(start: CommPlan, tuned: Tuned, *, change_s: float = 0.0) -> str:
+    """The outcome in a line. ``change_s``: what building groups and agreeing took, beside the steps.
 
     >>> report(CommPlan(), Tuned(plan=CommPlan(), num_steps=60, ratio=1.0, extra_s=2.5, is_complete=True))
     'comm: plan tuned in 60 steps, which took 2.5 s more for it: nothing is faster beyond noise; plan e69c'
@@ -286,6 +286,6 @@ def report(start: CommPlan, tuned: Tuned) -> str:
     )
     cut_short = "" if tuned.is_complete else " (not all was tried: the steps for it ran out)"
     return (
-        f"comm: plan tuned in {tuned.num_steps} steps, which took {tuned.extra_s:.2g} s more for it: "
+        f"comm: plan tuned in {tuned.num_steps} steps, which took {tuned.extra_s + change_s:.3g} s more for it: "
         f"{found}{cut_short}; plan {tuned.plan.plan_hash[:4]}"
     )

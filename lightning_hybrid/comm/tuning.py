@@ -95,7 +95,7 @@ class PlanTuning:
         self._times_s: list[float] = []
         self._tuner: Tuner | None = None  # rank 0's
         self._drift = Drift()
-        self._busy_s = 0.0
+        self._busy_s = self._change_s = 0.0
 
     @property
     def is_trying(self) -> bool:
@@ -107,7 +107,9 @@ class PlanTuning:
         if self._began_s is not None and self._ended_s is not None:
             step_s, self._began_s, self._ended_s = self._ended_s - self._began_s, None, None
             self._num_steps += 1
+            before_s = self._clock()
             self._do(step_s)
+            self._change_s += self._clock() - before_s
         if self._began_s is None:
             self._began_s = self._clock()
 
@@ -225,7 +227,7 @@ class PlanTuning:
             test=self._test,
             most_steps=self._most_steps,
         )
-        self._began_with = plan
+        self._began_with, self._change_s = plan, 0.0
         return self._decision()
 
     def _next_decision(self, times_s: Sequence[float]) -> Decision:
@@ -237,7 +239,7 @@ class PlanTuning:
         assert self._tuner is not None
         trials, found = self._tuner.trials(), self._tuner.result
         if not trials:
-            self._tell(report(self._began_with, found))
+            self._tell(report(self._began_with, found, change_s=self._change_s))
             self._kept = Kept(plan=found.plan, ratio=found.ratio, num_steps=found.num_steps)
             self._write(self._kept)
         return Decision(plan=found.plan, trials=trials)

@@ -82,7 +82,7 @@ class Session:
 
 
 def best_where_all_are_fast(plan):
-    """Fastest are 512 KiB of `two_level`; `hierarchical` is faster still, but for one rank, and a step waits for all."""
+    """Fastest are 512 KiB of `two_level`; `hierarchical` is faster still, but on one rank, which all wait for."""
     if plan.algorithm == "hierarchical":
         return 3.0 if dist.get_rank() == 3 else 0.1
     if plan.algorithm == "two_level":
