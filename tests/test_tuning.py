@@ -27,7 +27,7 @@ class Watches(pl.Callback):
         trainer_tuning.rank_zero_info = self.told.append
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or batch_idx % 2:
+        if batch_idx % 2:
             self.plans.append(trainer.strategy._engine.plan)
 
     def on_train_end(self, trainer, module):
@@ -36,13 +36,14 @@ class Watches(pl.Callback):
 
 
 def fit(strategy, ckpt_path=None, **options):
-    """Losses, weights, and what was noted; 32 samples a rank in batches of 4, two of which make a step."""
+    """Losses, weights, and what was noted; 150 steps of two batches each, with validation in the midst of steps."""
     module, watches = toy.Toy(lr=0.05), Watches()
-    settings = {"precision": "32-true", "max_epochs": 40, "accumulate_grad_batches": 2, "callbacks": [watches]}
+    settings = {"precision": "32-true", "max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": [watches]}
+    settings |= {"val_check_interval": 99, "limit_train_batches": 300}
     trainer = toy.trainer(strategy=strategy, **(settings | options))
     before = trainer_tuning.rank_zero_info
     try:
-        trainer.fit(module, toy.loader(batch_size=4), toy.loader(16), ckpt_path=ckpt_path)
+        trainer.fit(module, toy.loader(2400, batch_size=4), toy.loader(16), ckpt_path=ckpt_path)
     finally:
         trainer_tuning.rank_zero_info = before
     return module.losses, toy.weights(module), watches, trainer
@@ -56,7 +57,7 @@ def tuned_and_plain(folder):
 
 def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks, tmp_path):
     """Two ranks do. Many plans were in force meanwhile, with accumulation and validation between."""
-    results = two_ranks.run(tuned_and_plain, str(tmp_path))
+    results = two_ranks.run(tuned_and_plain, str(tmp_path), timeout_s=120.0)
     for losses, weights, watches, losses_plain, weights_plain in results:
         assert losses == losses_plain
         assert toy.same_bits(weights, weights_plain)
@@ -75,21 +76,21 @@ def fit_and_resume(folder):
     *_, trainer = fit(HybridAllReduceStrategy(**strategy))
     path = f"{folder}/last.ckpt"
     trainer.save_checkpoint(path)
-    _, _, watches, _ = fit(HybridAllReduceStrategy(**strategy), max_epochs=50, ckpt_path=path)
+    _, _, watches, _ = fit(HybridAllReduceStrategy(**strategy), max_epochs=2, max_steps=160, ckpt_path=path)
     return watches.told
 
 
 def test_a_resumed_run_takes_the_plan_that_was_kept(two_ranks, tmp_path):
-    (line,) = two_ranks.run(fit_and_resume, str(tmp_path))[0]
+    (line,) = two_ranks.run(fit_and_resume, str(tmp_path), timeout_s=120.0)[0]
     assert line.startswith("comm: plan as tuned in an earlier run in ")
 
 
-def settings_of(tune, algorithm="auto", plan=None, deterministic=False, max_epochs=1):
+def settings_of(tune, algorithm="auto", plan=None, deterministic=False):
     """Whether a fit with these options is tuned, and what was said."""
     strategy = HybridAllReduceStrategy(ranks_per_node=1, tune=tune, algorithm=algorithm, plan=plan)
     options = {"deterministic": True} if deterministic else {}
     try:
-        _, _, watches, _ = fit(strategy, max_epochs=max_epochs, **options)
+        _, _, watches, _ = fit(strategy, limit_train_batches=4, val_check_interval=4, **options)
     finally:
         torch.use_deterministic_algorithms(False)
     return watches.is_tuned, watches.told

@@ -59,6 +59,8 @@ class Session:
     def step(self, step_s, busy_s=0.1):
         """``step_s``: by plan, on this rank."""
         self.tuning.before_batch()
+        if not self.num_steps:  # as DDP, which rebuilds its buckets after the first step
+            self.engine.submit(torch.ones(1000), bucket_index=0, is_last=True).wait()
         mine = [flat.clone() for flat in self.addends[dist.get_rank()]]
         last = len(mine) - 1
         futures = [self.engine.submit(f, bucket_index=i, is_last=i == last) for i, f in enumerate(mine)]
