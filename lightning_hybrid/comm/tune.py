@@ -92,7 +92,10 @@ class Tuner:
         self._is_done = False
 
     def trials(self) -> tuple[Trial, ...]:
-        """The next round: plans of the steps to come, in order; empty where tuning is over. Again until ``record``."""
+        """The next two rounds: plans of the steps to come, in order; empty where tuning is over.
+
+        Two, so that ranks need to agree half as often. The same again until ``record``.
+        """
         while not self._pending and not self._is_done:
             if self._race is None and not self._begin_race():
                 self._is_done = True
@@ -102,11 +105,11 @@ class Tuner:
             first = [Trial(plan=plan, is_counted=False) for plan in order if plan not in self._warmed]
             if not order:
                 self._end_race()
-            elif self._num_steps + len(first) + len(order) > self._most_steps:
+            elif self._num_steps + len(first) + 2 * len(order) > self._most_steps:
                 self._end_race()
                 self._is_complete, self._is_done = False, True
             else:
-                self._pending = (*first, *(Trial(plan=plan, is_counted=True) for plan in order))
+                self._pending = (*first, *(Trial(plan=plan, is_counted=True) for plan in (*order, *order[::-1])))
         return self._pending
 
     def record(self, times_s: Sequence[float]) -> None:
@@ -114,10 +117,13 @@ class Tuner:
         trials = self._pending
         if len(times_s) != len(trials) or self._race is None:
             raise ValueError(f"`times_s` (={list(times_s)}) must hold a time for each of {len(trials)} trials")
-        counted = [time_s for trial, time_s in zip(trials, times_s, strict=True) if trial.is_counted]
-        order = self._race.order()
-        self._race.record(counted)
-        self._extra_s += sum(times_s) - len(trials) * counted[order.index(self._plan)]
+        counted = [(trial.plan, time_s) for trial, time_s in zip(trials, times_s, strict=True) if trial.is_counted]
+        half = len(counted) // 2
+        for of_round in (dict(counted[:half]), dict(counted[half:])):
+            if order := self._race.order():  # what the first round has decided needs no second
+                self._race.record([of_round[plan] for plan in order])
+        in_force_s = sum(time_s for plan, time_s in counted if plan == self._plan) / 2
+        self._extra_s += sum(times_s) - len(trials) * in_force_s
         self._num_steps += len(trials)
         self._warmed |= {trial.plan for trial in trials}
         self._pending = ()

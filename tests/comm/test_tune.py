@@ -182,5 +182,5 @@ def test_plans_that_do_the_same_are_one_candidate():
 def test_a_wrong_number_of_times_is_refused():
     tuner = Tuner(CommPlan(), [lambda plan: [CommPlan(algorithm="flat")]])
     tuner.trials()
-    with pytest.raises(ValueError, match=r"^`times_s` \(=\[\]\) must hold a time for each of 3 trials"):
+    with pytest.raises(ValueError, match=r"^`times_s` \(=\[\]\) must hold a time for each of 5 trials"):
         tuner.record([])
