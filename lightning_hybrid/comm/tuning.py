@@ -94,6 +94,7 @@ class PlanTuning:
         self._trials: tuple[Trial, ...] = ()
         self._times_s: list[float] = []
         self._tuner: Tuner | None = None  # rank 0's
+        self._kept: Kept | None = None
         self._drift = Drift()
         self._busy_s = self._change_s = 0.0
 
@@ -143,7 +144,7 @@ class PlanTuning:
         if self._is_first_rank and self._num_watched > 2:  # until then groups connect, and the counter begins
             is_new = self._drift.level is None
             self._drift.add(busy_s - before_s)
-            if is_new and self._drift.level is not None:
+            if is_new and self._drift.level is not None and self._kept is not None:
                 self._write(replace(self._kept, level=self._drift.level))
         if self._num_watched % CHECK_STEPS == 0:
             self._check()
@@ -240,8 +241,10 @@ class PlanTuning:
         trials, found = self._tuner.trials(), self._tuner.result
         if not trials:
             self._tell(report(self._began_with, found, change_s=self._change_s))
-            self._kept = Kept(plan=found.plan, ratio=found.ratio, num_steps=found.num_steps)
-            self._write(self._kept)
+            self._kept = None  # a run with more steps shall try the rest
+            if found.is_complete:
+                self._kept = Kept(plan=found.plan, ratio=found.ratio, num_steps=found.num_steps)
+                self._write(self._kept)
         return Decision(plan=found.plan, trials=trials)
 
     # ---- on disk ----------------------------------------------------------------------------------------------------
