@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -163,6 +165,62 @@ def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float
             "link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where it is not known."
         )
     return float(setting)
+
+
+def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
+    """The setting of ``tune``; booleans too, as YAML reads ``on`` and ``off`` as such.
+
+    ``is_own_choice``: whether the plan is the library's; one that the user chose is tuned only where that is asked for.
+
+    Raises:
+        ValueError: for any other.
+
+    >>> tune_from("auto"), tune_from(True), tune_from(False)
+    ('auto', 'on', 'off')
+    >>> tune_from("auto", is_own_choice=False)
+    'off'
+    """
+    setting = {True: "on", False: "off"}[setting] if isinstance(setting, bool) else setting
+    if setting not in ("auto", "on", "off"):
+        raise ValueError(
+            f"`tune` (={setting!r}) must be one of auto, on, off: whether the plan of communication is tuned in the "
+            "first steps. Leave `strategy.tune` out for auto."
+        )
+    return "off" if setting == "auto" and not is_own_choice else setting
+
+
+def user_moves_batches(module: pl.LightningModule | None) -> bool:
+    """Whether module or data module has a hook of its own that moves batches to the device."""
+    assert module is not None
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    return any(
+        is_overridden(hook, module) or (datamodule is not None and is_overridden(hook, datamodule)) for hook in hooks
+    )
+
+
+def in_our_words(told: str, strategy_type: str) -> str:
+    """Lightning's advice on unused parameters, with the names of this strategy."""
+    told = told.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
+    return told.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
+
+
+def register_variants(registry: Any, strategy: type) -> None:
+    """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
+    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+        name = f"{STRATEGY_NAME}{suffix}"
+        if name in registry:
+            continue
+        description = f"Hybrid all-reduce data parallel, start_method={start_method}"
+        registry.register(name, strategy, description=description, start_method=start_method)
+        for unused in (False, True):
+            registry.register(
+                f"{name}_find_unused_parameters_{str(unused).lower()}",
+                strategy,
+                description=f"{description}, find_unused_parameters={unused}",
+                find_unused_parameters=unused,
+                start_method=start_method,
+            )
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:

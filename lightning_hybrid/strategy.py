@@ -34,7 +34,6 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -44,9 +43,9 @@ from lightning_hybrid.comm.watch import is_of_a_collective
 from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.loss_scale import LossScale
 from lightning_hybrid.options import (
-    STRATEGY_NAME,
     bucket_caps_for_ddp,
     dtype_from,
+    in_our_words,
     one_bucket_size,
     plan_from,
     rate_from,
@@ -54,8 +53,12 @@ from lightning_hybrid.options import (
     refuse_nothing_to_train,
     refuse_unknown_options,
     refuse_what_is_not_averaged,
+    register_variants,
+    tune_from,
+    user_moves_batches,
 )
 from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.tuning import TrainerTuning
 
 
 class HybridAllReduceStrategy(DDPStrategy):
@@ -76,6 +79,10 @@ class HybridAllReduceStrategy(DDPStrategy):
             JSON. Instead of ``algorithm`` and ``bucket_bytes``.
         comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
         comm_dtype_across_nodes: as ``comm_dtype``, but between nodes only: sums inside a node keep more digits.
+        tune: whether other algorithms, chunks and groups are tried in the first steps, and one that takes less time
+            beyond noise is taken: only the order of additions changes. ``"auto"``: on several nodes, without
+            ``algorithm`` and ``plan``, in runs of 1,000 steps or more; ``"on"``: in any; ``"off"``: never.
+        tune_cache_dir: where plans that were tuned are kept and found by later runs; None: in the user's cache.
         trace_dir: directory of a timeline of every bucket and stage, ``rank<r>.json``, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; bytes per second. Only for metrics and
             report, which then say what part of it is achieved.
@@ -103,6 +110,8 @@ class HybridAllReduceStrategy(DDPStrategy):
         plan: CommPlan | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
+        tune: Literal["auto", "on", "off"] | bool = "auto",
+        tune_cache_dir: str | None = None,
         trace_dir: str | None = None,
         link_bytes_per_s: float | None = None,
         loss_scale: str | float | LossScale | None = None,
@@ -127,6 +136,9 @@ class HybridAllReduceStrategy(DDPStrategy):
         self._loss_scale = loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
+        is_own_choice = plan is None and algorithm == "auto"
+        self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
+        self._tuning: TrainerTuning | None = None
         self._engine: CommEngine | None = None
         self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
@@ -226,8 +238,12 @@ class HybridAllReduceStrategy(DDPStrategy):
             dtype_across_nodes=self._dtype_across_nodes,
         )
         self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
-        self.communication_plan = self._plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+        self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)
+        self._tuning = TrainerTuning(self._engine, self._tune, self._tune_cache_dir, on_plan=self._note_plan)
+
+    def _note_plan(self, plan: CommPlan) -> None:
+        self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
 
     def _topology_as_told(self) -> Topology:
         assert self._ranks_per_node is not None
@@ -253,21 +269,18 @@ class HybridAllReduceStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         dataloader = super().process_dataloader(dataloader)
-        if self._user_moves_batches():
+        if user_moves_batches(self.lightning_module):
             return dataloader
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning looks for a DataLoader, which this hides
         return prefetch(dataloader, self.root_device, self.precision_plugin.convert_input)  # type: ignore[arg-type]
 
-    def _user_moves_batches(self) -> bool:
-        hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
-        assert self.lightning_module is not None
-        datamodule = self.lightning_module.trainer.datamodule  # type: ignore[attr-defined]
-        return any(
-            is_overridden(hook, self.lightning_module) or (datamodule is not None and is_overridden(hook, datamodule))
-            for hook in hooks
-        )
-
     # ---- step ------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """As DDP; between two steps the plan of communication may change."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._tuning is not None:
+            self._tuning.before_batch(self.lightning_module)
 
     def optimizer_step(
         self,
@@ -280,7 +293,10 @@ class HybridAllReduceStrategy(DDPStrategy):
         if self.world_size > 1 and self._averaged_parameters is not None:
             assert self.lightning_module is not None
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        outputs = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._tuning is not None:
+            self._tuning.after_optimizer_step()
+        return outputs
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -340,15 +356,11 @@ class HybridAllReduceStrategy(DDPStrategy):
             engine.abort(f"{type(exception).__name__}: {exception}")
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
-            told = exception.args[0].replace(
-                "ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true"
-            )
-            told = told.replace("strategy=DDPStrategy(", f"strategy={type(self).__name__}(")
-            exception.args = (told, *exception.args[1:])
+            exception.args = (in_our_words(exception.args[0], type(self).__name__), *exception.args[1:])
 
     def teardown(self) -> None:
         """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._tuning = self._engine, None, None
         try:
             if engine is not None:
                 engine.close()
@@ -361,20 +373,7 @@ class HybridAllReduceStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            name = f"{STRATEGY_NAME}{suffix}"
-            if name in strategy_registry:
-                continue
-            description = f"Hybrid all-reduce data parallel, start_method={start_method}"
-            strategy_registry.register(name, cls, description=description, start_method=start_method)
-            for unused in (False, True):
-                strategy_registry.register(
-                    f"{name}_find_unused_parameters_{str(unused).lower()}",
-                    cls,
-                    description=f"{description}, find_unused_parameters={unused}",
-                    find_unused_parameters=unused,
-                    start_method=start_method,
-                )
+        register_variants(strategy_registry, cls)
 
 
 HybridAllReduceStrategy.register_strategies(StrategyRegistry)

@@ -14,7 +14,8 @@ PACKAGE = ROOT / "lightning_hybrid"
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"loss_scale", "precision", "strategy"},
     "options": {"comm"},
-    "strategy": {"precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch"},
+    "strategy": {"precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch", "tuning"},
+    "tuning": {"comm", "comm.tune", "comm.tune_cache", "comm.tuning"},
     "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard", "unscaled"}
     | {"outside_writes"},
     "masters": {"outside_writes"},
@@ -50,6 +51,12 @@ ALLOWED: dict[str, set[str]] = {
         "comm.traffic",
         "comm.watch",
     },
+    "comm.race": set(),
+    "comm.drift": set(),
+    "comm.tune": {"comm.plan", "comm.race"},
+    "comm.tune_cache": {"comm.drift", "comm.plan", "comm.topology"},
+    "comm.tuning": {"comm.agreement", "comm.drift", "comm.engine", "comm.plan", "comm.race", "comm.tune"}
+    | {"comm.tune_cache"},
     "comm.units": set(),
     "comm.cost": {"comm.units"},
     "comm.cost_gloo": {"comm.cost", "comm.units"},

@@ -2,8 +2,9 @@
 
 The way of a bucket is ``hook`` (divide, hand over) -> ``engine`` (stages of successive buckets at the same time) ->
 ``allreduce`` (flat, hierarchical or two-level sum). Beside it: ``topology`` (who shares a node; process groups),
-``plan`` (bucket size; algorithm by bytes), ``traffic`` (bytes on the links), ``trace`` (bytes and seconds). Apart from
-that, for clusters one does not have: ``cost`` (seconds by counting), ``cluster`` (links, stages), ``simulate`` (steps).
+``plan`` (bucket size; algorithm by bytes), ``traffic`` (bytes on the links), ``trace`` (bytes and seconds), ``tuning``
+(another plan while training runs, by the decisions of ``tune``, ``race`` and ``drift``). Apart from that, for clusters
+one does not have: ``cost`` (seconds by counting), ``cluster`` (links, stages), ``simulate`` (steps).
 In use::
 
     engine = CommEngine(topology=Topology.discover(), plan=CommPlan(), timeout=timeout, device=device)

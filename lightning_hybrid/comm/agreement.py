@@ -1,10 +1,12 @@
-"""What must be alike on all ranks, and how each rank keeps book of it: the plan, and the order of tensors."""
+"""What must be alike on all ranks, and how each keeps book of it: plan, place in the training, order of tensors."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,3 +85,26 @@ def agree_on(
             f"`strategy` options, from one configuration.{places_of([], hosts)}"
         )
     return gathered[0][1], hosts
+
+
+def slowest(times_s: Sequence[float], place: str, device: torch.device) -> list[float]:
+    """The largest of each time over all ranks of WORLD, all of which must be at the same ``place`` of the training.
+
+    Collective: every rank of WORLD must call it, with as many times. One small all-reduce: places are compared by a
+    hash that travels with the times, as the largest of it and of its negative, which are one number where all are
+    alike. Raises ``ValueError``, on every rank, that names who is elsewhere.
+    """
+    digest = hashlib.sha256(place.encode()).digest()
+    words = [float(int.from_bytes(digest[at : at + 4], "big")) for at in (0, 4)]  # exact in fp64
+    values = torch.tensor([*times_s, *words, *(-word for word in words)], dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    most = values.tolist()
+    if most[-4:-2] != [-word for word in most[-2:]]:
+        places: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(places, place)
+        difference = differing([{"place in the training": each} for each in places])
+        raise ValueError(
+            f"all ranks must change the plan of communication after the same step: {difference}. Give every rank the "
+            "same number of batches and the same `strategy` options, or set `strategy.tune=off`."
+        )
+    return most[: len(times_s)]

@@ -113,6 +113,12 @@ class Flight:
         self.pieces[-1].is_last = self.is_last
         self._num_open = len(self.pieces)
 
+    @property
+    def place(self) -> str:
+        """Where it is, in words: where one of its pieces is at work, if any."""
+        piece = next((piece for piece in self.pieces if piece.place.startswith("in ")), self.pieces[0])
+        return f"bucket {self.bucket.index} {piece.place} of the {self.bucket.algorithm} all-reduce"
+
     def admit(self) -> None:
         """Run ``check`` if nobody has; whoever comes meanwhile waits. Raises what it raises, each time."""
         if self.check is not None:

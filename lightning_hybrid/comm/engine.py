@@ -6,9 +6,9 @@
         -> [broadcast]  bucket 0        for every stage and column
         -> finish -> future
 
-Large buckets go in chunks (chunks.py). What must be alike on all ranks is checked: the plan when the engine is made,
-each bucket's contents when they are first seen, the order of everything once per step (seal.py). What fails on one
-rank fails on all (watch.py).
+Large buckets go in chunks (chunks.py). The plan may change between two submits (``adopt``). What must be alike on all
+ranks is checked: the plan when the engine is made, each bucket's contents when they are first seen, the order of
+everything once per step (seal.py). What fails on one rank fails on all (watch.py).
 
 On CUDA there are no threads: the same stages are put on one side stream in the order of submits.
 """
@@ -33,7 +33,7 @@ from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
 from lightning_hybrid.comm.traffic import Traffic, traffic_of
-from lightning_hybrid.comm.watch import IDLE, Standing, Watch, private_store, short
+from lightning_hybrid.comm.watch import IDLE, Standing, Watch, comes_from_others, private_store, short
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
@@ -89,13 +89,9 @@ class CommEngine:
         alone = topology.world_size == 1
         token, hosts = ("", []) if alone else agree_on(plan, topology, device, dtype_across_nodes)
         on_cuda = device.type == "cuda"
-        algorithms = plan.algorithms(topology, on_cuda=on_cuda)
-        columns = {name: 1 if on_cuda else plan.num_columns(name, topology) for name in algorithms}
-        scopes = stage_scopes(columns)
-        self._groups = CommGroups(topology=topology, scopes=scopes, timeout=timeout, share=on_cuda)
+        self._groups = CommGroups(topology=topology, scopes={}, timeout=timeout, share=on_cuda)
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._lanes = Lanes(
-            columns={} if on_cuda else columns,
             groups=self._groups,
             copies=self._copies,
             trace=self.trace,
@@ -103,6 +99,7 @@ class CommEngine:
             on_failed=self._fail,
             has_failed=lambda: self._failure is not None,
         )
+        self._prepare()
         self._watch: Watch | None = None
         if not alone:
             self._watch = Watch(
@@ -114,6 +111,29 @@ class CommEngine:
                 on_failure=lambda error: self._fail_all(error, None),
                 hosts=hosts,
             )
+
+    def _prepare(self) -> None:
+        columns = self.plan.columns(self.topology, on_cuda=self._stream is not None)
+        self._groups.add(stage_scopes(columns))
+        if self._stream is None:
+            self._lanes.use(columns)
+
+    def adopt(self, plan: CommPlan) -> None:
+        """Carry out ``plan`` from the next submit on. Raises ``RuntimeError`` while a tensor is in flight.
+
+        Collective: every rank must call it between the same two submits, with a plan that the caller has compared.
+        """
+        with self._lock:
+            self._raise_unless_usable()
+            if self._in_flight:
+                raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
+            self.plan = plan
+            self._buckets.clear()
+        self._prepare()
+
+    def free_unused(self) -> None:
+        """Free what other plans needed; on CUDA nothing, as stages share groups. Only while no rank is in a stage."""
+        self._lanes.free_unused()
 
     def submit(
         self,
@@ -258,15 +278,10 @@ class CommEngine:
     def _standing(self) -> Standing:
         with self._lock:
             oldest = next(iter(self._in_flight), None)
-            if oldest is None:
-                place = IDLE
-            else:
-                piece = next((p for p in oldest.pieces if p.place.startswith("in ")), oldest.pieces[0])
-                place = f"bucket {oldest.bucket.index} {piece.place} of the {oldest.bucket.algorithm} all-reduce"
             return Standing(
                 num_submitted=self._order.num_submitted,
                 order=f"{self._order.value:016x}",
-                place=place,
+                place=IDLE if oldest is None else oldest.place,
                 recent=tuple(self._order.recent),
             )
 
@@ -302,7 +317,7 @@ class CommEngine:
         noticed = self._explain(piece.flight.bucket, stage, cause)
         if self._watch is None:
             error = f"comm: {noticed}."
-        elif isinstance(cause, OrderError) or _comes_from_others(cause):
+        elif isinstance(cause, OrderError) or comes_from_others(cause):
             error = self._watch.call_roll(noticed)
         else:
             error = self._watch.raise_alarm(f"comm: {noticed}.")
@@ -364,9 +379,3 @@ class CommEngine:
             future: Future[Tensor] = Future(devices=[self.device])
             future.set_result(result)  # records an event on this stream; whoever waits makes its stream wait for it
         return future
-
-
-def _comes_from_others(error: Exception) -> bool:
-    """Whether a stage's error is how Gloo or NCCL tells that another rank did not do its part."""
-    words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -52,8 +52,6 @@ class Lanes:
     """All lanes of an engine.
 
     Arguments:
-        columns: how many each algorithm has whose lanes are started. A stage in which this rank has nobody to talk to
-            has no lane.
         groups: of every stage and column.
         copies: where pieces get memory for their seals.
         trace: told when each stage begins and ends.
@@ -64,7 +62,6 @@ class Lanes:
     def __init__(
         self,
         *,
-        columns: Mapping[Algorithm, int],
         groups: CommGroups,
         copies: SealedCopies,
         trace: CommTrace,
@@ -78,11 +75,37 @@ class Lanes:
         self._on_landed = on_landed
         self._on_failed = on_failed
         self._has_failed = has_failed
-        self._num_put: dict[Algorithm, int] = dict.fromkeys(columns, 0)
-        self._columns: dict[Algorithm, list[list[_Lane]]] = {
-            algorithm: [self._start(algorithm, column) for column in range(num_columns)]
-            for algorithm, num_columns in columns.items()
-        }
+        self._num_put: dict[Algorithm, int] = {}
+        self._num_columns: dict[Algorithm, int] = {}
+        self._columns: dict[Algorithm, list[list[_Lane]]] = {}
+
+    def use(self, columns: Mapping[Algorithm, int]) -> None:
+        """From now on each algorithm has so many columns; lanes that are missing are started, others stand idle.
+
+        Only while no piece is under way, and at the same place of the order on every rank. A stage in which this rank
+        has nobody to talk to has no lane.
+        """
+        for algorithm, num_columns in columns.items():
+            of_algorithm = self._columns.setdefault(algorithm, [])
+            of_algorithm += [self._start(algorithm, column) for column in range(len(of_algorithm), num_columns)]
+        self._num_columns, self._num_put = dict(columns), dict.fromkeys(columns, 0)
+
+    def free_unused(self) -> None:
+        """End the lanes that stand idle since the last ``use``, and free their groups.
+
+        Only while no piece is under way on any rank.
+        """
+        for algorithm, of_algorithm in self._columns.items():
+            num_used = self._num_columns.get(algorithm, 0)
+            for column in range(num_used, len(of_algorithm)):
+                for lane in of_algorithm[column]:
+                    if lane.is_first:
+                        lane.queue.put(None)
+                    if lane.thread is not None:
+                        lane.thread.join()
+                for stage in STAGES[algorithm]:  # also those in which this rank has no lane: all forget alike
+                    self._groups.forget_stage(group_name(stage, column))
+            del of_algorithm[num_used:]
 
     def _start(self, algorithm: Algorithm, column: int) -> list[_Lane]:
         lanes = [
@@ -99,7 +122,7 @@ class Lanes:
 
     def put(self, pieces: Sequence[Piece], algorithm: Algorithm) -> bool:
         """Send pieces on their way, round the columns; False where this rank has nobody to talk to."""
-        columns = self._columns[algorithm]
+        columns = self._columns[algorithm][: self._num_columns[algorithm]]
         if not columns[0]:
             return False
         for piece in pieces:

@@ -254,6 +254,11 @@ class CommPlan:
         found = (self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half) for size, is_half in self._cases)
         return tuple(dict.fromkeys(found))
 
+    def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
+        """The sets of process groups of every algorithm that some bucket may get: one on CUDA."""
+        names = self.algorithms(topology, on_cuda=on_cuda)
+        return {name: 1 if on_cuda else self.num_columns(name, topology) for name in names}
+
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
         """Bytes, and whether of 16 bits: one of each kind between which ``algorithm_for`` distinguishes."""

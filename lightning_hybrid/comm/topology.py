@@ -188,7 +188,7 @@ class CommGroups:
 
     Arguments:
         topology: seen from this rank.
-        scopes: scope of each stage, by stage name; the order is the order of construction.
+        scopes: scope of each stage, by stage name; the order is the order of construction. More by ``add``.
         timeout: of every collective. ``dist.new_group`` would not inherit that of the default group.
         share: see above.
         backend: None takes the default group's.
@@ -204,20 +204,28 @@ class CommGroups:
         backend: str | None = None,
     ) -> None:
         self.topology = topology
+        self._timeout, self._share, self._backend = timeout, share, backend
         self._of_stage: dict[str, dist.ProcessGroup | None] = {}
-        built: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._built: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._owned: list[dist.ProcessGroup] = []
+        self.add(scopes)
+
+    def add(self, scopes: Mapping[str, Scope]) -> None:
+        """Make the groups of the stages that have none yet. Collective, as the constructor."""
+        rank, built = self.topology.rank, self._built
         for stage, scope in scopes.items():
+            if stage in self._of_stage:
+                continue
             self._of_stage[stage] = None
-            for ranks in _several(topology.partition(scope)):
-                if not (share and ranks in built):
+            for ranks in _several(self.topology.partition(scope)):
+                if not (self._share and ranks in built):
                     # Ranks outside the group call it too: torch asks every rank of WORLD to, in one order.
-                    built[ranks] = dist.new_group(
-                        list(ranks), timeout=timeout, backend=backend, group_desc=f"lightning_hybrid.{stage}"
-                    )
-                    if topology.rank in ranks:
-                        self._owned.append(built[ranks])
-                if topology.rank in ranks:
+                    desc = f"lightning_hybrid.{stage}"
+                    group = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend, group_desc=desc)
+                    built[ranks] = group
+                    if rank in ranks:
+                        self._owned.append(group)
+                if rank in ranks:
                     self._of_stage[stage] = built[ranks]
 
     def of(self, stage: str) -> dist.ProcessGroup | None:
@@ -226,16 +234,22 @@ class CommGroups:
 
     def destroy(self) -> None:
         """Free the groups. May be called again, and after the default group is gone."""
-        owned, self._owned, self._of_stage = self._owned, [], {}
+        owned, self._owned, self._of_stage, self._built = self._owned, [], {}, {}
         for group in owned:
             _destroy(group)
 
     def destroy_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
         group, self._of_stage[stage] = self._of_stage.get(stage), None
+        self._built = {ranks: each for ranks, each in self._built.items() if each is not group}
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]
             _destroy(group)
+
+    def forget_stage(self, stage: str) -> None:
+        """Free the group of one stage (no shared one) that is not in use; ``add`` may make it again."""
+        self.destroy_stage(stage)
+        del self._of_stage[stage]
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -131,6 +131,12 @@ class CommTrace:
             self._event("backward, from its first bucket on", "backward", self._first_s, now_s, None)
             self._first_s = None
 
+    @property
+    def total_busy_s(self) -> float:
+        """Seconds with a bucket in flight since the beginning, whoever drains; without what still is."""
+        with self._lock:
+            return (self._drained.busy_s or 0.0) + self._busy_s
+
     def now_s(self) -> float:
         """Seconds on this trace's clock."""
         return self._clock()

@@ -337,6 +337,12 @@ def is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text)
 
 
+def comes_from_others(error: Exception) -> bool:
+    """Whether a stage's error is how Gloo or NCCL tells that another rank did not do its part."""
+    words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
 def short(error: BaseException) -> str:
     """Type and first line: torch's store errors end in a C++ stack."""
     lines = str(error).splitlines() or [""]

@@ -234,3 +234,14 @@ def test_without_being_asked_no_event_is_kept():
     trace.stage(bucket(0), "all_reduce", 0, 0.0, 8)
     trace.end(bucket(0))
     assert trace._events == []
+
+
+def test_the_total_of_busy_seconds_does_not_depend_on_who_drains():
+    ticks = iter([0.0, 2.0, 10.0, 13.0])
+    trace = CommTrace(clock=lambda: next(ticks))
+    for expected in (2.0, 5.0):
+        trace.begin(num_bytes=8, is_last=True)
+        trace.end()
+        assert trace.total_busy_s == expected
+        trace.drain()
+        assert trace.total_busy_s == expected

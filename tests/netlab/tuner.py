@@ -1,0 +1,269 @@
+"""Whether the tuner finds what brute force finds, on an emulated cluster, in whole training steps:
+
+    python -m tests.netlab.tuner --hosts 2 --ranks 2 --mbit 100 --delay-us 200 --folder recipes/bench/records/...
+    python -m tests.netlab.tuner --hosts 2 --ranks 2 --mbit 100 --delay-us 200 --slower-mbit 25 --folder ...
+
+The first tunes the plan in a ``Trainer.fit`` as a user's would be, then steps through a grid of fixed plans in turns,
+and then times the tuned plan against the best of these, the plan that the tuner began with, and flat, in turns. The
+second trains on after tuning and lets tc's tbf slow every host's link down; after as many steps again it is as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm.agreement import slowest
+from lightning_hybrid.comm.tune import distinct, other_algorithms
+from recipes.bench_report import environment
+from recipes.gradient_sets import GRADIENT_SETS, GradientSet
+from tests.netlab.cluster import Cluster, ClusterError, why_not
+
+CPU = torch.device("cpu")
+CHUNK_BYTES = [2**17, 2**18, 2**19, 2**20]
+NUM_GROUPS = [1, 2, 4]
+
+
+class Tells(Callback):
+    """Notes what the tuner says, and when; ends the fit once the plan is tuned, or lets the link change."""
+
+    def __init__(self, slower_mbit, steps_between):
+        self.told, self.times_s, self.plans = [], [], []
+        self.slower_mbit, self.steps_between = slower_mbit, steps_between
+        self.tuned_at = None
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 0:  # the tuner is made at the first batch
+            trainer.strategy._tuning.before_batch(module)
+            tuning = trainer.strategy._tuning._tuning
+            tuning._tell = lambda line: self.told.append((trainer.global_step, line))
+        self.began_s = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.times_s.append(time.perf_counter() - self.began_s)
+        self.plans.append(trainer.strategy._engine.plan.plan_hash[:4])
+        tuning = trainer.strategy._tuning._tuning
+        if self.tuned_at is None and tuning._do == tuning._watch:
+            self.tuned_at = trainer.global_step
+            self.plan = trainer.strategy._engine.plan
+            trainer.should_stop = self.slower_mbit is None
+        if self.slower_mbit is not None and self.tuned_at is not None:
+            since = trainer.global_step - self.tuned_at
+            if since in (self.steps_between, 2 * self.steps_between):
+                dist.barrier()
+                if trainer.strategy._topology.local_rank == 0:
+                    limit_link(self.slower_mbit if since == self.steps_between else None)
+                dist.barrier()
+            trainer.should_stop = since == 3 * self.steps_between
+
+
+def limit_link(mbit):
+    """Of this host, as it sends; None: as it was."""
+    rate = ["replace", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit", "burst", "32kb", "limit", "8mb"]
+    subprocess.run(["tc", "qdisc", *(rate if mbit is not None else ["del", "dev", "eth0", "root"])], check=True)
+
+
+class InTurns(Callback):
+    """Every step another plan, forwards and backwards; a first step under each is not counted."""
+
+    def __init__(self, plans_of, num_rounds):
+        self.plans_of, self.num_rounds = plans_of, num_rounds
+        self.times_s = {}
+
+    def schedule(self, engine):
+        phases = zip(self.plans_of, self.num_rounds, strict=True)
+        for phase, (plans_of, num_rounds) in enumerate(phases):
+            plans = plans_of(engine, self.times_s)
+            self.times_s[phase] = {plan: [] for plan in plans}
+            yield from ((plan, None) for plan in plans)
+            for number in range(num_rounds):
+                for plan in plans if number % 2 == 0 else reversed(plans):
+                    yield plan, phase
+            for plan in plans:
+                self.times_s[phase][plan] = slowest(self.times_s[phase][plan], str(phase), CPU)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        engine = trainer.strategy._engine
+        if batch_idx == 3:
+            engine.adopt(engine.plan)  # forgets the buckets before DDP rebuilt them
+        if batch_idx == 4:
+            self.steps = self.schedule(engine)
+        if batch_idx >= 4:
+            self.plan, self.phase = next(self.steps, (None, None))
+            if self.plan is None:
+                trainer.should_stop = True
+            else:
+                engine.adopt(self.plan)
+        self.began_s = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx >= 4 and self.phase is not None:
+            self.times_s[self.phase][self.plan].append(time.perf_counter() - self.began_s)
+
+
+def fit(gradients, callback, max_steps, **options):
+    for message in ("`isinstance\\(treespec", ".*does not have many workers", "The number of training batches"):
+        warnings.filterwarnings("ignore", message=message)
+    strategy = HybridAllReduceStrategy(**options)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        precision="16-true",
+        accelerator="cpu",
+        devices=int(dist.get_world_size() / num_hosts()),
+        num_nodes=num_hosts(),
+        max_steps=max_steps,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(GradientSet(GRADIENT_SETS[gradients]()), DataLoader(torch.zeros(max_steps, 1), batch_size=1))
+
+
+def num_hosts():
+    import os
+
+    return int(os.environ["GROUP_WORLD_SIZE"])
+
+
+def grid(engine):
+    """Every algorithm with every chunk size and number of groups, but for those that do the same."""
+    plans = [
+        replace(plan, chunk_bytes=chunk_bytes, num_parallel_groups=num_groups)
+        for plan in other_algorithms(engine.plan, engine.topology)
+        for chunk_bytes, num_groups in itertools.product(CHUNK_BYTES, NUM_GROUPS)
+    ]
+    return distinct(plans, engine.buckets, engine.topology)
+
+
+def tune_and_compare(gradients, num_grid_rounds, num_final_rounds, num_best):
+    """On every rank: what the tuner said and chose, and the times of all plans."""
+    tells = Tells(None, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        fit(gradients, tells, 2000, tune="on", tune_cache_dir=folder)
+
+    def finalists(engine, times_s):
+        best = sorted(times_s[0], key=lambda plan: statistics.median(times_s[0][plan]))[:num_best]
+        start = CommPlan()
+        return distinct([tells.plan, *best, start, replace(start, algorithm="flat")], engine.buckets, engine.topology)
+
+    turns = InTurns([lambda engine, times_s: grid(engine), finalists], [num_grid_rounds, num_final_rounds])
+    fit(gradients, turns, 5000, tune="off")
+    return tells.told, tells.tuned_at, tells.plan, turns.times_s
+
+
+def train_through_a_change(gradients, slower_mbit, steps_between):
+    """On every rank: what the tuner said, with the step, the times of all steps, and the plans."""
+    tells = Tells(slower_mbit, steps_between)
+    with tempfile.TemporaryDirectory() as folder:
+        fit(gradients, tells, 5000, tune="on", tune_cache_dir=folder)
+    return tells.told, tells.tuned_at, tells.times_s, tells.plans
+
+
+# ---- in the process that starts the ranks ----------------------------------------------------------------------------
+
+
+def words(plan):
+    if plan.algorithm == "flat":
+        return "flat"
+    if plan.algorithm == "parallel_flat":
+        return f"parallel_flat, {plan.num_parallel_groups} groups"
+    return f"{plan.algorithm}, chunks of {plan.chunk_bytes // 1024} KiB, {plan.num_parallel_groups} groups"
+
+
+def compare(told, tuned_at, tuned, times_s):
+    """Rows of the last phase, each plan against the tuned one, pair by pair; the grid's medians."""
+    final = times_s[1]
+    of_tuned = final[tuned]
+    rows = []
+    for plan, of_plan in final.items():
+        ratios = [a / b for a, b in zip(of_tuned, of_plan, strict=True)]
+        low, high = interval(ratios)
+        rows.append((words(plan), statistics.median(of_plan), statistics.median(ratios), low, high, len(ratios)))
+    return rows
+
+
+def interval(values):
+    """95 % confidence interval of the median, by order statistics (no assumption on the distribution)."""
+    ordered, n = sorted(values), len(values)
+    below = 0
+    while sum(math.comb(n, k) for k in range(below + 1)) / 2**n <= 0.025:
+        below += 1
+    return ordered[max(0, below - 1)], ordered[n - max(1, below)]
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.netlab.tuner", description=__doc__.partition(":")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--mbit", type=float, default=100.0, help="rate of each host's link in each direction, Mbit/s")
+    parser.add_argument("--delay-us", type=float, default=200.0, help="one way")
+    parser.add_argument("--gradients", default="linear_8mib", choices=list(GRADIENT_SETS))
+    parser.add_argument("--grid-rounds", type=int, default=3)
+    parser.add_argument("--final-rounds", type=int, default=20)
+    parser.add_argument("--best", type=int, default=3, help="of the grid, timed against the tuned plan")
+    parser.add_argument("--slower-mbit", type=float, help="change the links to this and back, instead of a grid")
+    parser.add_argument("--steps-between", type=int, default=150)
+    parser.add_argument("--limit-s", type=float, default=600.0, help="then everything is ended")
+    parser.add_argument("--folder", type=Path, help="of the record")
+    asked = parser.parse_args()
+    if reason := why_not():
+        sys.exit(f"error: {reason}")
+    about = f"{asked.hosts} x {asked.ranks} ranks, {asked.mbit:g} Mbit/s, {asked.delay_us:g} us, {asked.gradients}"
+    layout = {"num_hosts": asked.hosts, "ranks_per_host": asked.ranks}
+    with Cluster(**layout, mbit_per_s=asked.mbit, delay_us=asked.delay_us) as cluster:
+        try:
+            if asked.slower_mbit is None:
+                arguments = (asked.gradients, asked.grid_rounds, asked.final_rounds, asked.best)
+                found = cluster.call(tune_and_compare, *arguments, timeout_s=asked.limit_s)[0]
+            else:
+                arguments = (asked.gradients, asked.slower_mbit, asked.steps_between)
+                found = cluster.call(train_through_a_change, *arguments, timeout_s=asked.limit_s)[0]
+        except ClusterError as error:
+            sys.exit(f"error: {error}")
+    told = [f"{about}\n", *(f"after step {step}: {line}" for step, line in found[0]), ""]
+    if asked.slower_mbit is None:
+        told += ["| plan | median ms | tuned / this | 95 % of the median | pairs |", "|---|---|---|---|---|"]
+        for name, median_s, ratio, low, high, num in compare(*found):
+            told.append(f"| {name} | {1e3 * median_s:.1f} | {ratio:.3f} | {low:.3f} to {high:.3f} | {num} |")
+        samples = [{words(plan): times_s for plan, times_s in phase.items()} for phase in found[3].values()]
+        samples = {"grid": samples[0], "final": samples[1], "tuned": asdict(found[2])}
+    else:
+        _, tuned_at, times_s, plans = found
+        for name, first in (("before", 0), (f"at {asked.slower_mbit:g} Mbit/s", 1), ("and back", 2)):
+            part = slice(tuned_at + first * asked.steps_between, tuned_at + (first + 1) * asked.steps_between)
+            last = statistics.median(times_s[part][-25:])
+            told.append(f"{name}: {1e3 * last:.1f} ms per step in the end, under plan {plans[part][-1]}")
+        samples = {"times_s": times_s, "plans": plans, "tuned_at": tuned_at}
+    text = "\n".join(told)
+    print(text)
+    if asked.folder is not None:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        (asked.folder / "table.md").write_text(text + "\n")
+        (asked.folder / "command.txt").write_text(f"python -m tests.netlab.tuner {' '.join(sys.argv[1:])}\n")
+        values = {"config": {k: str(v) for k, v in vars(asked).items()}, "environment": environment(), **samples}
+        (asked.folder / "bench.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
