@@ -18,11 +18,11 @@ Set `TRITON_INTERPRET=1` before Python starts, and they run on CPU tensors, one 
 import triton
 import triton.language as tl
 
-# In the order of `coefficients.Options.table` and `coefficients.SCALE` and so on; kernels read constants only.
+# In the order of `coefficients.lars_options` and `coefficients.SCALE` and so on; kernels read constants only.
 _MOMENTUM, _DECAY, _TRUST, _EPS, _CLIP, _MULT, _FORM, _ADAPTED, _SIGN, _NESTEROV = (
     tl.constexpr(row) for row in range(1, 11)
 )
-_NUM = tl.constexpr(7)  # coefficients per tensor
+_NUM = tl.constexpr(6)  # coefficients per tensor
 _SUMS_PER_STEP = tl.constexpr(1024)
 
 
@@ -116,7 +116,7 @@ def finalize(
     num_chunks,
     IS_JOINT: tl.constexpr,
 ):
-    """Write numbers (tensors, 7): `coefficients.coefficients` but SKIP, in float64, one program per tensor."""
+    """Write numbers (tensors, 6): `coefficients.coefficients`, in float64, one program per tensor."""
     tensor = tl.program_id(0)
     end = tl.load(first_chunk + tensor + 1)
     lanes = tl.arange(0, _SUMS_PER_STEP)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, has_kernels
+from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, Kind, has_kernels
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients, lr_of, state_dtype
 from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.scaling import UNSCALED, Scaling
@@ -203,14 +203,11 @@ class LARS(LayerwiseOptimizer):
         groups = self.param_groups
         members = [(group, *both) for group in groups for _, both in dense_gradients(group)]
         fused = self.__dict__.setdefault("_fused", FusedLars())
-        scaling = fused.step(members, self.copies, self._momentum_of, self._scaling, is_checked=is_checked)
+        scaling = fused.step(members, self.copies, self._fused_states, self._scaling, is_checked=is_checked)
         self.last_found_inf = scaling.found_inf
 
-    def _momentum_of(self, param: Tensor) -> Tensor:
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            self._state_lists([param], "momentum_buffer")
-        return state["momentum_buffer"]
+    def _fused_states(self, kind: Kind) -> list[list[Tensor]]:
+        return self._state_lists(kind.params, "momentum_buffer") if kind.groups[0]["momentum"] != 0 else []
 
 
 def lars_ratios(
