@@ -15,39 +15,54 @@ namespace {
 template <typename State>
 void measure_blocks(const Table* table, const double* decays) {
   for_blocks(table, false, [=](int64_t block) {
-    const int64_t measured = table->measured[table->tensor_of[block]];
+    const int64_t tensor = table->tensor_of[block], measured = table->measured[tensor];
     if (measured == 0) return;
-    Tile<State> g_tile, w_tile;
-    double squares = 0, weight_squares = 0;
-    for_tiles(table, block, [&](int64_t tensor, int64_t at, int64_t num) {
-      const State* w = nullptr;
-      if (decays || (measured & 2)) w = w_tile.load(table->weights[tensor], table->weight_dtype, at, num);
-      if (measured & 1) {
-        const State* g = g_tile.load(table->grads[tensor], table->grad_dtype, at, num);
-        squares += sum_of_squares<State>(g, decays ? w : nullptr, decays ? State(decays[tensor]) : State(0), num);
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
+    Squares<State> squares, weight_squares;
+    const State decay = decays ? State(decays[tensor]) : State(0);
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      const State* w = decays || (measured & 2) ? weights.load(at, num) : nullptr;
+      if (measured & 2) weight_squares.add(w);
+      if ((measured & 1) == 0) return;
+      const State* g = grads.load(at, num);
+      if (decays) {
+        alignas(64) State sums[TILE];
+        for (int64_t i = 0; i < TILE; ++i) sums[i] = g[i] + decay * w[i];
+        squares.add(sums);
+      } else {
+        squares.add(g);
       }
-      if (measured & 2) weight_squares += sum_of_squares<State>(w, nullptr, 0, num);
     });
-    if (measured & 1) table->squares[block] = squares;
-    if (measured & 2) table->weight_squares[block] = weight_squares;
+    if (measured & 1) table->squares[block] = squares.result();
+    if (measured & 2) table->weight_squares[block] = weight_squares.result();
   });
+}
+
+// Stores a weight and its copy. Returns what was stored: rounded, if weights are half precision.
+template <typename State>
+const State* store_weights(const State* w, int64_t at, int64_t num, Tiles<State>& weights, const Tiles<State>& copies) {
+  weights.store(at, num, w);
+  if (!copies.base) return w;
+  if (weights.dtype != dtype_of<State>) w = weights.load(at, num);
+  copies.store(at, num, w);
+  return w;
 }
 
 enum LarsNumber { SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, LOOK, NUM_LARS };
 
 template <typename State>
-void lars_tile(const State* __restrict g, State* __restrict w, State* __restrict v, const double* numbers, int64_t num) {
+void lars_tile(const State* __restrict g, State* __restrict w, State* __restrict v, const double* numbers) {
   const State scale = State(numbers[SCALE]), decay = State(numbers[DECAY]), momentum = State(numbers[MOMENTUM]);
   const State inside = State(numbers[INSIDE]), outside = State(numbers[OUTSIDE]);
   if (!v) {
-    for (int64_t i = 0; i < num; ++i) w[i] -= outside * (inside * (scale * g[i] + decay * w[i]));
+    for (int64_t i = 0; i < TILE; ++i) w[i] -= outside * (inside * (scale * g[i] + decay * w[i]));
   } else if (numbers[LOOK] == 0) {
-    for (int64_t i = 0; i < num; ++i) {
+    for (int64_t i = 0; i < TILE; ++i) {
       v[i] = momentum * v[i] + inside * (scale * g[i] + decay * w[i]);
       w[i] -= outside * v[i];
     }
   } else {
-    for (int64_t i = 0; i < num; ++i) {
+    for (int64_t i = 0; i < TILE; ++i) {
       const State step = inside * (scale * g[i] + decay * w[i]);
       v[i] = momentum * v[i] + step;
       w[i] -= outside * (momentum * v[i] + step);
@@ -58,17 +73,19 @@ void lars_tile(const State* __restrict g, State* __restrict w, State* __restrict
 template <typename State>
 void lars_blocks(const Table* table, const double* numbers) {
   for_blocks(table, true, [=](int64_t block) {
-    Tile<State> g_tile, w_tile;
-    double weight_squares = 0;
-    for_tiles(table, block, [&](int64_t tensor, int64_t at, int64_t num) {
-      const State* g = g_tile.load(table->grads[tensor], table->grad_dtype, at, num);
-      State* w = w_tile.load(table->weights[tensor], table->weight_dtype, at, num);
-      State* v = table->firsts ? reinterpret_cast<State*>(table->firsts[tensor]) + at : nullptr;
-      lars_tile(g, w, v, numbers + NUM_LARS * tensor, num);
-      store_weight(table, w, tensor, at, num, w_tile);
-      if (table->copies) weight_squares += sum_of_squares<State>(w, nullptr, 0, num);
+    const int64_t tensor = table->tensor_of[block];
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
+    Tiles<State> buffers(table->firsts, tensor, dtype_of<State>), copies(table->copies, tensor, table->copy_dtype);
+    Squares<State> squares;
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      State* w = weights.load(at, num);
+      State* v = buffers.base ? buffers.load(at, num) : nullptr;
+      lars_tile(grads.load(at, num), w, v, numbers + NUM_LARS * tensor);
+      if (v) buffers.store(at, num, v);
+      const State* stored = store_weights(w, at, num, weights, copies);
+      if (copies.base) squares.add(stored);
     });
-    if (table->copies) table->weight_squares[block] = weight_squares;
+    if (copies.base) table->weight_squares[block] = squares.result();
   });
 }
 
@@ -77,53 +94,61 @@ enum LambNumber { GRAD_SCALE, BETA1, BETA2, EPS, WEIGHT_DECAY, FIRST, SECOND, NU
 // u = FIRST * m / (SECOND * sqrt(v) + EPS) + WEIGHT_DECAY * w
 template <typename State>
 void lamb_directions(const State* __restrict w, const State* __restrict m, const State* __restrict v,
-                     State* __restrict u, const double* numbers, int64_t num) {
+                     State* __restrict u, const double* numbers) {
   const State eps = State(numbers[EPS]), decay = State(numbers[WEIGHT_DECAY]);
   const State first = State(numbers[FIRST]), second = State(numbers[SECOND]);
-  for (int64_t i = 0; i < num; ++i) u[i] = first * m[i] / (second * std::sqrt(v[i]) + eps) + decay * w[i];
+  for (int64_t i = 0; i < TILE; ++i) u[i] = first * m[i] / (second * std::sqrt(v[i]) + eps) + decay * w[i];
+}
+
+template <typename State>
+void lamb_moments_tile(const State* __restrict grads, State* __restrict m, State* __restrict v, const double* numbers) {
+  const State scale = State(numbers[GRAD_SCALE]), new_first = State(1 - numbers[BETA1]);
+  const State beta2 = State(numbers[BETA2]), new_second = State(1 - numbers[BETA2]);
+  for (int64_t i = 0; i < TILE; ++i) {
+    const State g = scale * grads[i];
+    m[i] += new_first * (g - m[i]);
+    v[i] = beta2 * v[i] + new_second * (g * g);
+  }
 }
 
 template <typename State>
 void lamb_moments_blocks(const Table* table, const double* numbers) {
   for_blocks(table, true, [=](int64_t block) {
-    Tile<State> g_tile, w_tile, u_tile;
-    double squares = 0, weight_squares = 0;
-    for_tiles(table, block, [&](int64_t tensor, int64_t at, int64_t num) {
-      const double* line = numbers + NUM_LAMB * tensor;
-      const State scale = State(line[GRAD_SCALE]), new_first = State(1 - line[BETA1]);
-      const State beta2 = State(line[BETA2]), new_second = State(1 - line[BETA2]);
-      const State* __restrict grad = g_tile.load(table->grads[tensor], table->grad_dtype, at, num);
-      const State* w = w_tile.load(table->weights[tensor], table->weight_dtype, at, num);
-      State* __restrict m = reinterpret_cast<State*>(table->firsts[tensor]) + at;
-      State* __restrict v = reinterpret_cast<State*>(table->seconds[tensor]) + at;
-      for (int64_t i = 0; i < num; ++i) {
-        const State g = scale * grad[i];
-        m[i] += new_first * (g - m[i]);
-        v[i] = beta2 * v[i] + new_second * (g * g);
-      }
-      lamb_directions<State>(w, m, v, u_tile.values, line, num);
-      squares += sum_of_squares<State>(u_tile.values, nullptr, 0, num);
-      weight_squares += sum_of_squares<State>(w, nullptr, 0, num);
+    const int64_t tensor = table->tensor_of[block];
+    const double* line = numbers + NUM_LAMB * tensor;
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
+    Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
+    Squares<State> squares, weight_squares;
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      alignas(64) State u[TILE];
+      State *m = firsts.load(at, num), *v = seconds.load(at, num);
+      const State* w = weights.load(at, num);
+      lamb_moments_tile(grads.load(at, num), m, v, line);
+      firsts.store(at, num, m);
+      seconds.store(at, num, v);
+      lamb_directions<State>(w, m, v, u, line);
+      for (int64_t i = num; i < TILE; ++i) u[i] = 0;  // else 0 / 0 where EPS is 0
+      squares.add(u);
+      weight_squares.add(w);
     });
-    table->squares[block] = squares;
-    table->weight_squares[block] = weight_squares;
+    table->squares[block] = squares.result();
+    table->weight_squares[block] = weight_squares.result();
   });
 }
 
 template <typename State>
 void lamb_blocks(const Table* table, const double* numbers, const double* rates) {
   for_blocks(table, false, [=](int64_t block) {
-    Tile<State> w_tile, u_tile;
-    for_tiles(table, block, [&](int64_t tensor, int64_t at, int64_t num) {
-      State* __restrict w = w_tile.load(table->weights[tensor], table->weight_dtype, at, num);
-      const State* m = reinterpret_cast<State*>(table->firsts[tensor]) + at;
-      const State* v = reinterpret_cast<State*>(table->seconds[tensor]) + at;
-      const State* __restrict u = u_tile.values;
-      const State rate = State(rates[tensor]);
-      lamb_directions<State>(w, m, v, u_tile.values, numbers + NUM_LAMB * tensor, num);
-      for (int64_t i = 0; i < num; ++i) w[i] -= rate * u[i];
-      State* moved = w;
-      store_weight(table, moved, tensor, at, num, w_tile);
+    const int64_t tensor = table->tensor_of[block];
+    const State rate = State(rates[tensor]);
+    Tiles<State> weights(table->weights, tensor, table->weight_dtype), copies(table->copies, tensor, table->copy_dtype);
+    Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      alignas(64) State u[TILE];
+      State* __restrict w = weights.load(at, num);
+      lamb_directions<State>(w, firsts.load(at, num), seconds.load(at, num), u, numbers + NUM_LAMB * tensor);
+      for (int64_t i = 0; i < TILE; ++i) w[i] -= rate * u[i];
+      store_weights<State>(w, at, num, weights, copies);
     });
   });
 }
@@ -169,8 +194,13 @@ void lamb_update(const Table* table, const double* numbers, const double* rates,
                                 : lamb_blocks<float>(table, numbers, rates);
 }
 
-// For whoever wants to check the rounding.
-void half_to_float(const uint16_t* from, float* to, int64_t num) { widen(from, to, num); }
-void float_to_half(const float* from, uint16_t* to, int64_t num) { narrow(from, to, num); }
+// For whoever wants to check the rounding: `num` elements, a multiple of 128.
+void half_to_float(const uint16_t* from, float* to, int64_t num) {
+  for (int64_t at = 0; at < num; at += TILE) widen(from + at, to + at);
+}
+
+void float_to_half(const float* from, uint16_t* to, int64_t num) {
+  for (int64_t at = 0; at < num; at += TILE) narrow(from + at, to + at);
+}
 
 }  // extern "C"
