@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.coefficients import lars_options
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients
 from lightning_hybrid.optim.native import build
 from lightning_hybrid.optim.native.engine import NativeLars
 from lightning_hybrid.optim.option_table import Options
@@ -21,14 +23,12 @@ from lightning_hybrid.optim.scaling import Scaling
 # Types of device; a parameter on "meta" has yet to be moved to one.
 FUSED_DEVICES = ("cpu", "cuda", "meta")
 
-Lists = Sequence[Sequence[Tensor]]
-
 
 class Engine(Protocol):
     """Norms and step of tensors of one kind: in `native.engine` on the CPU, in `kernel_engine` on CUDA."""
 
-    def is_of(self, params: Sequence[Tensor], states: Lists, copies: Sequence[Tensor]) -> bool:
-        """Whether it was made for these tensors."""
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """Take the norms; 1.0 if a gradient that is `needed` is inf or nan, else 0.0: float32, 0-dim, on the device."""
@@ -43,17 +43,17 @@ class Kind:
 
     options: Options
     flags: tuple[bool, ...]
-    places: list[int] = field(default_factory=list)  # among all parameters with a gradient
+    places: list[int] = field(default_factory=list)  # among all parameters
     params: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)  # of each tensor
-    engine: Engine | None = None
+    engine: Any = None
 
 
 class FusedStep:
     """What an optimizer keeps between fused steps: its tensors by kind, each kind with an engine. Abstract.
 
-    `members`: group, parameter and gradient of all that is to be stepped. `states_of` gives a kind's optimizer state.
+    As long as nothing changed but gradients and options, a step costs a few microseconds per tensor on the host.
     """
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
@@ -64,8 +64,8 @@ class FusedStep:
         """The table of options of a kind."""
         raise NotImplementedError
 
-    def engine_of(self, kind: Kind, states: Lists, grad_dtype: torch.dtype) -> Engine:
-        """The engine for a kind of tensors, by their device."""
+    def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
+        """The engine for a kind of tensors, by their device; makes the optimizer state that is missing."""
         raise NotImplementedError
 
     def is_needed(self, group: dict[str, Any]) -> bool:
@@ -78,33 +78,31 @@ class FusedStep:
 
     def __init__(self) -> None:
         self._signature: list[Any] = []
+        self._owned: list[Any] = []
         self._kinds: list[Kind] = []
 
-    def step(
-        self,
-        members: Sequence[tuple[dict[str, Any], Tensor, Tensor]],
-        copies: Mapping[Tensor, Tensor],
-        states_of: Callable[[Kind], Lists],
-        scaling: Scaling,
-        *,
-        is_checked: bool,
-    ) -> Scaling:
+    def step(self, optimizer: LayerwiseOptimizer, scaling: Scaling, *, is_checked: bool) -> Scaling | None:
         """Move the parameters; gradients are read, never written. Returns the scaling with the verdict.
 
-        `is_checked`: find out here whether a gradient is inf or nan, before anything is written. The sums of squares
-        tell: inf and nan survive them. So a gradient past 1e18, scaled and in float32, counts as inf.
+        None, and nothing was done: there are no kernels for a device. `is_checked`: find out here whether a gradient is
+        inf or nan, before anything is written. The sums of squares tell: inf and nan survive them. So a gradient past
+        1e18, scaled and in float32, counts as inf.
         """
-        self._sort(members, copies)
+        groups = optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        grads = [param.grad for param in params]
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            for group in groups:
+                list(dense_gradients(group))  # raises
+        if not self._is_same(optimizer, params, grads) and not self._sort(optimizer, params, grads):
+            return None
         verdicts = []
         for kind in self._kinds:
-            grads = [members[place][2] for place in kind.places]
-            states = states_of(kind)
-            if kind.engine is None or not kind.engine.is_of(kind.params, states, kind.copies):
-                kind.engine = self.engine_of(kind, states, grads[0].dtype)
             device = kind.params[0].device
             kind.options.take(kind.groups, device)
             needed = [is_checked or self.is_needed(group) for group in kind.groups]
-            verdicts.append(kind.engine.measure(grads, kind.options, scaling.to(device), needed))
+            some = [grads[place] for place in kind.places]
+            verdicts.append(kind.engine.measure(some, kind.options, scaling.to(device), needed))
         if is_checked and verdicts:
             first = verdicts[0].device
             found_inf = verdicts[0]
@@ -113,31 +111,52 @@ class FusedStep:
             scaling = Scaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
         moving = self.before_move(self._kinds, scaling)
         for kind in self._kinds:
-            assert kind.engine is not None
             kind.engine.move(kind.options, moving.to(kind.params[0].device))
         return scaling
 
-    def _sort(self, members: Sequence[tuple[dict[str, Any], Tensor, Tensor]], copies: Mapping[Tensor, Tensor]) -> None:
-        """Sort the tensors by kind, unless they are those of the last step."""
-        flags_of = {id(group): self.flags(group) for group in {id(group): group for group, _, _ in members}.values()}
-        signature: list[Any] = []
-        for group, param, grad in members:
-            copy = copies.get(param) if copies else None
-            flags = flags_of[id(group)]
-            signature.append((id(param), id(copy), grad.dtype, param.dtype, param.device, flags, id(group)))
-        if signature == self._signature:
-            return
+    def _is_same(self, optimizer: LayerwiseOptimizer, params: list[Tensor], grads: list[Any]) -> bool:
+        """Whether the tensors are those of the last step, where they were."""
+        owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
+        if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
+            return False
+        if self._signature != self._signature_of(optimizer, grads):
+            return False
+        return not any(kind.engine.has_moved() for kind in self._kinds)
+
+    def _signature_of(self, optimizer: LayerwiseOptimizer, grads: list[Any]) -> list[Any]:
+        """What, beside the tensors themselves, decides about kinds."""
+        groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
+        return [*groups, *(None if grad is None else grad.dtype for grad in grads)]
+
+    def _sort(self, optimizer: LayerwiseOptimizer, params: list[Tensor], grads: list[Any]) -> bool:
+        """Sort the tensors by kind and make the engines; False if there are none for a device."""
+        if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
+            return False
         kinds: dict[Any, Kind] = {}
-        for place, ((group, param, _), about) in enumerate(zip(members, signature, strict=True)):
-            copy = copies.get(param)
-            key = (copy is None or copy.dtype, *about[2:6])
-            kind = kinds.setdefault(key, Kind(options=self.options(), flags=about[5]))
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for place, (group, param, grad) in enumerate(zip(groups, params, grads, strict=True)):
+            if grad is None:
+                continue
+            copy, flags = optimizer.copies.get(param), self.flags(group)
+            key = (copy is None or copy.dtype, grad.dtype, param.dtype, param.device, flags)
+            if key not in kinds:
+                kinds[key] = Kind(options=self.options(), flags=flags)
+            kind = kinds[key]
             kind.places.append(place)
             kind.params.append(param)
             kind.groups.append(group)
             if copy is not None:
                 kind.copies.append(copy)
-        self._signature, self._kinds = signature, list(kinds.values())
+        for key, kind in kinds.items():
+            kind.engine = self.engine_of(kind, optimizer, key[1])
+        self._kinds = list(kinds.values())
+        self._owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
+        self._signature = self._signature_of(optimizer, grads)
+        return True
+
+
+def _state_tensors(optimizer: LayerwiseOptimizer) -> list[Any]:
+    return [value for entry in optimizer.state.values() for value in entry.values()]
 
 
 class FusedLars(FusedStep):
@@ -155,8 +174,9 @@ class FusedLars(FusedStep):
         """For the trust ratio."""
         return group["trust_ratio"]
 
-    def engine_of(self, kind: Kind, states: Lists, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
         """See the base."""
+        states = optimizer.state_lists(kind.params, *(["momentum_buffer"] if kind.flags[0] else []))
         tensors = (kind.params, states, kind.copies)
         if kind.params[0].device.type == "cpu":
             return NativeLars(*tensors, grad_dtype, is_joint=kind.flags[1])

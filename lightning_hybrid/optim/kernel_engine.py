@@ -91,9 +91,9 @@ class KernelLars:
         self._has_momentum, self._copy_dtype = bool(buffers), copies[0].dtype if copies else torch.float16
         self._grad_addresses: list[int] = []
 
-    def is_of(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], copies: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, where they were when this was built."""
-        return self._stretches.are_of(params, states[0] if states else [], copies)
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return self._stretches.have_moved()
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""

@@ -146,7 +146,7 @@ class LAMB(LayerwiseOptimizer):
         lr, clip_factor, scaling = lr_of(group, params[0].device), self._clip_factor, self._scaling
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
-        moments = self._state_lists(params, "exp_avg", "exp_avg_sq")
+        moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
         steps = [self._next_step(param, group["capturable"]) for param in params]
         copies = self._copies_of(params)
         blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, Kind, has_kernels
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients, lr_of, state_dtype
+from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, has_kernels
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of, state_dtype
 from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.scaling import UNSCALED, Scaling
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
@@ -186,7 +186,7 @@ class LARS(LayerwiseOptimizer):
         copies = self._copies_of(params)
         lists = [params, grads, *([copies] if copies else [])]
         if group["momentum"] != 0:
-            lists += self._state_lists(params, "momentum_buffer")
+            lists += self.state_lists(params, "momentum_buffer")
         for some_params, some_grads, *others in in_blocks(*lists):
             some_copies = others.pop(0) if copies else None
             lars_(some_params, some_grads, *others, group=group, lr=lr, ratios=ratios, scaling=scaling)
@@ -199,15 +199,14 @@ class LARS(LayerwiseOptimizer):
         types = {param.device.type for group in self.param_groups for param in group["params"]}
         return all(has_kernels(device_type) for device_type in types)
 
-    def _fused_step(self, is_checked: bool) -> None:
-        groups = self.param_groups
-        members = [(group, *both) for group in groups for _, both in dense_gradients(group)]
+    def _fused_step(self, is_checked: bool) -> bool:
+        if not self.param_groups or not self.param_groups[0]["fused"]:
+            return False
         fused = self.__dict__.setdefault("_fused", FusedLars())
-        scaling = fused.step(members, self.copies, self._fused_states, self._scaling, is_checked=is_checked)
-        self.last_found_inf = scaling.found_inf
-
-    def _fused_states(self, kind: Kind) -> list[list[Tensor]]:
-        return self._state_lists(kind.params, "momentum_buffer") if kind.groups[0]["momentum"] != 0 else []
+        scaling = fused.step(self, self._scaling, is_checked=is_checked)
+        if scaling is not None:
+            self.last_found_inf = scaling.found_inf
+        return scaling is not None
 
 
 def lars_ratios(

@@ -135,9 +135,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._given_scaling()
         try:
-            if not torch.compiler.is_compiling() and self._is_fused():
-                self._fused_step(is_checked)
-            else:
+            if torch.compiler.is_compiling() or not self._fused_step(is_checked):
                 self._listed_step(is_checked)
         finally:
             self._scaling = Scaling()
@@ -178,14 +176,15 @@ class LayerwiseOptimizer(Optimizer):
     def _is_fused(self) -> bool:
         return False
 
-    def _fused_step(self, is_checked: bool) -> None:
-        raise NotImplementedError
+    def _fused_step(self, is_checked: bool) -> bool:
+        """Do the step in few passes, if that is asked for and there are kernels; else do nothing and say so."""
+        return False
 
     def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
         """The copies of `params`: all have one or none has."""
         return [self.copies[param] for param in params if param in self.copies]
 
-    def _state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
+    def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
         """State tensors by key, each a list beside `params`; zeros where a parameter has none yet."""
         for param in params:
             state = self.state[param]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,7 +23,7 @@ class Stretches:
         self.lists = [list(one) for one in lists]
         self.dense = [list(one) for one in lists]
         self.grads: list[Tensor] = []
-        self._addresses = addresses(*lists)
+        self._addresses = addresses(lists[0], lists[-1])
         together = zip(*(one for one in self.lists if one), strict=True)
         scattered = [i for i, some in enumerate(together) if not is_one_stretch(some)]
         for one in self.dense:
@@ -35,11 +34,9 @@ class Stretches:
         self._strides, self._dense_strides = strides(self.lists[0]), strides(self.dense[0])
         self._versions: list[int] | None = None
 
-    def are_of(self, *lists: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, where they were when this was built."""
-        pairs = zip(self.lists, lists, strict=True)
-        same = all(len(old) == len(new) and all(map(operator.is_, old, new)) for old, new in pairs)
-        return same and self._addresses == addresses(*lists) and self._strides == strides(lists[0])
+    def have_moved(self) -> bool:
+        """Whether a parameter or a copy is no longer where it was when this was built, or not in that order."""
+        return self._addresses != addresses(self.lists[0], self.lists[-1]) or self._strides != strides(self.lists[0])
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
         """Take the gradients and fill the stand-ins. Returns the addresses of the gradients."""

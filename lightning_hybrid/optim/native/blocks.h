@@ -26,7 +26,7 @@ enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 
 // Mirrored by `native.Table`, field by field. Addresses are of arrays; "tensors" and "blocks" are their lengths.
 struct Table {
-  int64_t num_blocks, block, num_threads;
+  int64_t num_tensors, num_blocks, block, num_threads;
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // null: no threads
   int64_t state_dtype, grad_dtype, weight_dtype, copy_dtype;
   const uint64_t* grads;            // tensors; each entry the address of a tensor

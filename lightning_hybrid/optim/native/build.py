@@ -25,7 +25,8 @@ _NATIVE = "-march=native"
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "measure": (_ADDRESS, _ADDRESS, _ADDRESS),
-    "add_up": (_ADDRESS, _COUNT, _ADDRESS),
+    "add_up": (_ADDRESS, _ADDRESS),
+    "lars_numbers": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "lars_update": (_ADDRESS, _ADDRESS, _ADDRESS),
     "lamb_moments": (_ADDRESS, _ADDRESS, _ADDRESS),
     "lamb_update": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),

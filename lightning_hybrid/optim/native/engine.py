@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.coefficients import coefficients
+from lightning_hybrid.optim.coefficients import NUM_COEFFICIENTS
 from lightning_hybrid.optim.native import build
 from lightning_hybrid.optim.option_table import Options
 from lightning_hybrid.optim.scaling import Scaling
@@ -24,7 +24,7 @@ class Table(ctypes.Structure):
     """`Table` of blocks.h, field by field."""
 
     _fields_ = [  # noqa: RUF012
-        *((name, ctypes.c_int64) for name in ("num_blocks", "block", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("num_tensors", "num_blocks", "block", "num_threads")),
         ("parallel", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("state_dtype", "grad_dtype", "weight_dtype", "copy_dtype")),
         *((name, ctypes.c_void_p) for name in ("grads", "weights", "firsts", "seconds", "copies", "numels")),
@@ -67,6 +67,7 @@ class NativeEngine:
             "squares": torch.zeros(len(tensor_of), dtype=torch.float64),
         }
         self._table = Table(
+            num_tensors=len(params),
             num_blocks=len(tensor_of),
             block=_BLOCK,
             parallel=build.openmp_parallel() or None,
@@ -78,9 +79,9 @@ class NativeEngine:
         )
         self._measured: list[int] = []
 
-    def is_of(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], copies: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, where they were when this was built."""
-        return self._stretches.are_of(params, *states, copies)
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return self._stretches.have_moved()
 
     def _measure(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
         """Sums of squares of what is `measured`; 1.0 if one of a gradient is inf or nan: float32, 0-dim."""
@@ -92,10 +93,6 @@ class NativeEngine:
         found_inf = torch.zeros(())
         self._library.measure(ctypes.byref(self._table), _address(decays), found_inf.data_ptr())
         return found_inf
-
-    def _add_up(self) -> Tensor:
-        self._library.add_up(ctypes.byref(self._table), self.sums.shape[1], self.sums.data_ptr())
-        return self.sums
 
 
 class NativeLars(NativeEngine):
@@ -120,6 +117,7 @@ class NativeLars(NativeEngine):
     ) -> None:
         super().__init__(params, states, copies, grad_dtype)
         self._is_joint, self._are_masters = is_joint, bool(copies)
+        self._numbers = torch.zeros(len(params), NUM_COEFFICIENTS, dtype=torch.float64)
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The norms, and whether a gradient is inf or nan; see `fused.Engine`."""
@@ -137,10 +135,16 @@ class NativeLars(NativeEngine):
 
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step; see `fused.Engine`."""
-        numbers = coefficients(self._add_up(), options, scaling, is_joint=self._is_joint)
-        found_inf = None if scaling.found_inf is None else scaling.found_inf.float()
-        self._library.lars_update(ctypes.byref(self._table), numbers.data_ptr(), _address(found_inf))
+        table, found_inf = ctypes.byref(self._table), _float32(scaling.found_inf)
+        norms = (_address(_float32(scaling.inverse_scale)), self.sums.data_ptr(), self._numbers.data_ptr())
+        self._library.add_up(table, self.sums.data_ptr())
+        self._library.lars_numbers(table, self._is_joint, options.table.data_ptr(), options["lr"].data_ptr(), *norms)
+        self._library.lars_update(table, self._numbers.data_ptr(), _address(found_inf))
         self._stretches.unload()
+
+
+def _float32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -48,6 +48,9 @@ const State* store_weights(const State* w, int64_t at, int64_t num, Tiles<State>
   return w;
 }
 
+// Rows of the options' table, see `coefficients.py`.
+enum LarsOption { OF_LR, OF_MOMENTUM, OF_DECAY, OF_TRUST, OF_EPS, OF_CLIP, OF_MULT, OF_FORM, OF_TRUST_RATIO, OF_SIGN,
+                  OF_NESTEROV };
 enum LarsNumber { SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, LOOK, NUM_LARS };
 
 template <typename State>
@@ -168,11 +171,40 @@ void measure(const Table* table, const double* decays, float* found_inf) {
 }
 
 // sums (2, tensors): of the squares of weights; of gradients, directions or updates.
-void add_up(const Table* table, int64_t num_tensors, double* sums) {
-  std::memset(sums, 0, 2 * num_tensors * sizeof(double));
+void add_up(const Table* table, double* sums) {
+  const int64_t num = table->num_tensors;
+  std::memset(sums, 0, 2 * num * sizeof(double));
   for (int64_t block = 0; block < table->num_blocks; ++block) {
     sums[table->tensor_of[block]] += table->weight_squares[block];
-    sums[num_tensors + table->tensor_of[block]] += table->squares[block];
+    sums[num + table->tensor_of[block]] += table->squares[block];
+  }
+}
+
+// numbers (tensors, 6) of `lars_update`, from the options' table, a rate for each tensor, and the sums. They are those of
+// `coefficients.py`. `inverse_scale`: null for 1.
+void lars_numbers(const Table* table, int64_t is_joint, const double* options, const double* rates,
+                  const float* inverse_scale, const double* sums, double* numbers) {
+  const int64_t num = table->num_tensors;
+  const double scale = inverse_scale ? *inverse_scale : 1.0;
+  for (int64_t tensor = 0; tensor < num; ++tensor, numbers += NUM_LARS) {
+    const auto option = [=](LarsOption row) { return options[row * num + tensor]; };
+    const double weight_norm = std::sqrt(sums[tensor]), norm = std::sqrt(sums[num + tensor]) * scale;
+    const double decay = option(OF_DECAY), clip = option(OF_CLIP);
+    double rate = rates[tensor], ratio = 1;
+    if (option(OF_TRUST_RATIO) > 0) {
+      const double denominator = norm + (is_joint ? 0 : decay * weight_norm) + option(OF_EPS);
+      if (weight_norm > 0 && norm > 0) ratio = option(OF_TRUST) * weight_norm / denominator;
+      if (std::isfinite(clip)) ratio = ratio / rate > clip ? clip : ratio / rate;  // at a rate of 0: the clip
+    } else {
+      rate *= option(OF_MULT);
+    }
+    const double form = option(OF_FORM);
+    numbers[SCALE] = option(OF_SIGN) * scale;
+    numbers[DECAY] = decay;
+    numbers[MOMENTUM] = option(OF_MOMENTUM);
+    numbers[INSIDE] = form == 0 ? rate * ratio : form == 1 ? ratio : 1;
+    numbers[OUTSIDE] = form == 0 ? 1 : form == 1 ? rate : rate * ratio;
+    numbers[LOOK] = option(OF_NESTEROV);
   }
 }
 
