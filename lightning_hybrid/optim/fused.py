@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,15 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.coefficients import lars_options
+from lightning_hybrid.optim.fused_devices import has_kernels
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients
-from lightning_hybrid.optim.native import build
-from lightning_hybrid.optim.native.engine import NativeLars
-from lightning_hybrid.optim.option_table import Options
+from lightning_hybrid.optim.native.engine import NativeLamb, NativeLars
+from lightning_hybrid.optim.option_table import Options, lamb_options, lars_options
 from lightning_hybrid.optim.scaling import Scaling
-
-# Types of device; a parameter on "meta" has yet to be moved to one.
-FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 
 class Engine(Protocol):
@@ -185,32 +178,42 @@ class FusedLars(FusedStep):
         return KernelLars(*tensors, grad_dtype, is_joint=kind.flags[1])
 
 
-@functools.cache
-def has_kernels(device_type: str) -> bool:
-    """Whether fused steps are possible on this type of device; warns, once, of what is missing for them.
+class FusedLamb(FusedStep):
+    """The fused step of LAMB; a kind's state are both moments, and the counts of steps."""
 
-    On the CPU the first call builds the passes, unless the user's cache has them.
+    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
+        """None."""
+        return ()
 
-    >>> has_kernels("meta"), has_kernels("mps")
-    (True, False)
-    """
-    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
-        _warn("on CUDA needs triton, which cannot be imported here", "Install it with `pip install triton`")
-        return False
-    if device_type == "cpu":
-        try:
-            build.library()
-        except build.CannotBuildError as error:
-            cure = "Install one (`apt install g++`), or name it in the environment variable CXX"
-            _warn(f"on a CPU needs a C++ compiler that can build its passes, and {error}", cure)
-            return False
-    return device_type in FUSED_DEVICES
+    def options(self) -> Options:
+        """Those of LAMB."""
+        return lamb_options()
 
+    def is_needed(self, group: dict[str, Any]) -> bool:
+        """For the bound on the norm of all gradients."""
+        return group["max_grad_norm"] is not None
 
-def _warn(what: str, cure: str) -> None:
-    warnings.warn(
-        f"`fused` (=True) {what}: the lists are used instead, the same rule in more passes over memory. {cure}, or set "
-        "fused=False.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
+        """See the base."""
+        device = kind.params[0].device
+        for param in kind.params:
+            state = optimizer.state[param]
+            state["step"] = state.get("step", torch.zeros(())).to(device, torch.float32)
+        states = optimizer.state_lists(kind.params, "exp_avg", "exp_avg_sq", "step")
+        tensors = (kind.params, states, kind.copies)
+        if device.type == "cpu":
+            return NativeLamb(*tensors, grad_dtype)
+        from lightning_hybrid.optim.kernel_lamb import KernelLamb  # needs triton
+
+        return KernelLamb(*tensors, grad_dtype)
+
+    def before_move(self, kinds: Sequence[Kind], scaling: Scaling) -> Scaling:
+        """All gradients scaled by min(1, max_grad_norm / norm), if there is a bound: a part of the inverse scale."""
+        bound = kinds[0].groups[0]["max_grad_norm"] if kinds else None
+        if bound is None:
+            return scaling
+        squares = [kind.engine.grad_squares() for kind in kinds]
+        norm = torch.stack([one.to(squares[0].device, non_blocking=True) for one in squares]).sum().sqrt()
+        inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
+        factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
+        return Scaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_hybrid.optim import kernels
-from lightning_hybrid.optim.coefficients import NUM_COEFFICIENTS
 from lightning_hybrid.optim.option_table import Options, to_device_
 from lightning_hybrid.optim.scaling import Scaling
 from lightning_hybrid.optim.stretches import Stretches, addresses
@@ -77,7 +76,7 @@ class KernelLars:
             )
         )
         self._sums = torch.zeros(2, total, dtype=state, device=device)
-        self._numbers = torch.zeros(len(params), NUM_COEFFICIENTS, dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(len(params), kernels.NUM_LARS, dtype=torch.float64, device=device)
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._common = {
             "WEIGHT": _DTYPES[weight],

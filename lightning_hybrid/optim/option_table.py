@@ -51,6 +51,39 @@ class Options:
             self.lr = rates.index_select(0, self._places)
 
 
+_LARS = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "trust_clip", "excluded_lr_mult")
+_FORMS = ("lr_inside", "lr_outside", "ratio_outside")
+_LAMB = ("lr", "weight_decay", "eps", "trust_clip", "excluded_lr_mult")
+
+
+def lars_options() -> Options:
+    """The options of LARS: numbers; then momentum_form (0, 1, 2), trust_ratio, -1 to climb, nesterov."""
+    return Options((*_LARS, "momentum_form", "trust_ratio", "sign", "nesterov"), _lars_line)
+
+
+def _lars_line(group: dict[str, Any]) -> list[float]:
+    # Without momentum all forms agree; "lr_outside" multiplies as SGD does.
+    form = _FORMS.index(group["momentum_form"]) if group["momentum"] != 0 else 1
+    return [*_numbers(group, _LARS), form, *_switches(group), float(group["nesterov"])]
+
+
+def lamb_options() -> Options:
+    """The options of LAMB: numbers; then trust_ratio, -1 to climb, both betas, bias_correction."""
+    return Options((*_LAMB, "trust_ratio", "sign", "beta1", "beta2", "bias_correction"), _lamb_line)
+
+
+def _lamb_line(group: dict[str, Any]) -> list[float]:
+    return [*_numbers(group, _LAMB), *_switches(group), *map(float, group["betas"]), float(group["bias_correction"])]
+
+
+def _numbers(group: dict[str, Any], names: Sequence[str]) -> list[float]:
+    return [number(group[name]) for name in names]
+
+
+def _switches(group: dict[str, Any]) -> list[float]:
+    return [float(group["trust_ratio"]), -1.0 if group["maximize"] else 1.0]
+
+
 def number(value: Any) -> float:
     """An option as a number: none is inf, a bound that binds nothing; a tensor is 0, as it is read on the device.
 

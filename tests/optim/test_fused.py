@@ -285,8 +285,6 @@ def test_the_counter_of_reads_counts():
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_works_under_the_stock_grad_scaler(rule, path):
     """Overflow: skipped, scale halved; else the very step of float32."""
-    if rule is LAMB and "fused" in path:
-        pytest.skip("LAMB has no fused step")
     params, plain = parameters((30, 20), (4,)), parameters((30, 20), (4,))
     ours, theirs = rule(params, lr=0.1, **path), rule(plain, lr=0.1)
     assert getattr(ours, "_step_supports_amp_scaling", False) is ("fused" in path)
@@ -309,7 +307,7 @@ def test_works_under_the_stock_grad_scaler(rule, path):
     close(params, plain, 2e-6)
 
 
-@pytest.mark.parametrize("path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"])
+@every_path
 @pytest.mark.parametrize("more", [{}, {"bias_correction": False}, {"max_grad_norm": 0.5}, {"trust_clip": 0.1}], ids=str)
 def test_lamb_unscales_skips_and_writes_copies(path, more):
     """Beside it the same gradients, unscaled by hand; the third step overflows, and its count does not advance."""
@@ -340,13 +338,14 @@ def test_lamb_unscales_skips_and_writes_copies(path, more):
     assert ours.state[params[0]]["step"].item() == 4
 
 
-def test_fused_is_refused_where_it_cannot_be():
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_fused_is_refused_where_it_cannot_be(rule):
     with pytest.raises(ValueError, match=r"`fused` \(=True\) excludes `foreach` \(=True\)"):
-        LARS(parameters((2,)), lr=0.1, fused=True, foreach=True)
-    with pytest.raises(ValueError, match=r"`fused` \(=True\) must be the optimizer's \(=None\)"):
-        LARS([{"params": parameters((2,)), "fused": True}], lr=0.1)
+        rule(parameters((2,)), lr=0.1, fused=True, foreach=True)
+    with pytest.raises(ValueError, match=rf"`fused` \(=True\) must be the optimizer's \(=None\).* to {rule.__name__}"):
+        rule([{"params": parameters((2,)), "fused": True}], lr=0.1)
     with pytest.raises(ValueError, match=r"`fused` \(=1\) must be one of"):
-        LARS(parameters((2,)), lr=0.1, fused=1)
+        rule(parameters((2,)), lr=0.1, fused=1)
 
 
 def test_fused_survives_pickling_compiling_hooks_closures_and_tensor_rates():

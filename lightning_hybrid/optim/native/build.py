@@ -28,6 +28,8 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "add_up": (_ADDRESS, _ADDRESS),
     "lars_numbers": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "lars_update": (_ADDRESS, _ADDRESS, _ADDRESS),
+    "lamb_numbers": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "lamb_rates": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "lamb_moments": (_ADDRESS, _ADDRESS, _ADDRESS),
     "lamb_update": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "half_to_float": (_ADDRESS, _ADDRESS, _COUNT),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.coefficients import NUM_COEFFICIENTS
 from lightning_hybrid.optim.native import build
 from lightning_hybrid.optim.option_table import Options
 from lightning_hybrid.optim.scaling import Scaling
@@ -17,6 +16,7 @@ from lightning_hybrid.optim.stretches import Stretches
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h
 # Elements. Large enough that taking one costs nothing, small enough that threads end together.
 _BLOCK = 1 << 14
+_NUM_LARS, _NUM_LAMB = 6, 7  # numbers per tensor, as in passes.cpp
 _GRAD, _WEIGHT = 1, 2  # what of a tensor is measured
 
 
@@ -117,7 +117,7 @@ class NativeLars(NativeEngine):
     ) -> None:
         super().__init__(params, states, copies, grad_dtype)
         self._is_joint, self._are_masters = is_joint, bool(copies)
-        self._numbers = torch.zeros(len(params), NUM_COEFFICIENTS, dtype=torch.float64)
+        self._numbers = torch.zeros(len(params), _NUM_LARS, dtype=torch.float64)
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The norms, and whether a gradient is inf or nan; see `fused.Engine`."""
@@ -135,16 +135,63 @@ class NativeLars(NativeEngine):
 
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step; see `fused.Engine`."""
-        table, found_inf = ctypes.byref(self._table), _float32(scaling.found_inf)
-        norms = (_address(_float32(scaling.inverse_scale)), self.sums.data_ptr(), self._numbers.data_ptr())
+        table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
+        norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
         self._library.add_up(table, self.sums.data_ptr())
         self._library.lars_numbers(table, self._is_joint, options.table.data_ptr(), options["lr"].data_ptr(), *norms)
         self._library.lars_update(table, self._numbers.data_ptr(), _address(found_inf))
         self._stretches.unload()
 
 
-def _float32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
+class NativeLamb(NativeEngine):
+    """The step of LAMB; `states` are both moments and the counts of steps.
+
+        measure()   sum(g * g), where it is needed                       one read of g
+        move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
+                    the step                                             one read of w, m, v; one write of w, copy
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+    ) -> None:
+        *moments, self._steps = states
+        super().__init__(params, moments, copies, grad_dtype)
+        self._step_addresses = torch.tensor([step.data_ptr() for step in self._steps])
+        self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
+        self._rates = torch.zeros(len(params), dtype=torch.float64)
+
+    def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
+        """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
+        return self._measure(grads, [_GRAD if one else 0 for one in needed])
+
+    def grad_squares(self) -> Tensor:
+        """The sum of the squares of all gradients, scaled as they are: float64, 0-dim."""
+        self._library.add_up(ctypes.byref(self._table), self.sums.data_ptr())
+        return self.sums[1].sum()
+
+    def move(self, options: Options, scaling: Scaling) -> None:
+        """The step; see `fused.Engine`."""
+        table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
+        skip, choices, numbers, rates = _address(found_inf), options.table.data_ptr(), self._numbers.data_ptr(), self._rates
+        self._library.lamb_numbers(
+            table, self._step_addresses.data_ptr(), choices, _address(inverse_scale), numbers, skip
+        )
+        self._library.lamb_moments(table, numbers, skip)
+        self._library.add_up(table, self.sums.data_ptr())
+        self._library.lamb_rates(table, choices, options["lr"].data_ptr(), self.sums.data_ptr(), rates.data_ptr())
+        self._library.lamb_update(table, numbers, rates.data_ptr(), skip)
+        torch.autograd.graph.increment_version(self._steps)
+        self._stretches.unload()
+
+
+def _numbers_of(scaling: Scaling) -> tuple[Tensor | None, Tensor | None]:
+    """Inverse scale and verdict, in the types that the passes read."""
+    inverse_scale, found_inf = scaling.inverse_scale, scaling.found_inf
+    return None if inverse_scale is None else inverse_scale.double(), None if found_inf is None else found_inf.float()
 
 
 def _address(tensor: Tensor | None) -> int | None:

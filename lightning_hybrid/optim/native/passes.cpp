@@ -48,7 +48,7 @@ const State* store_weights(const State* w, int64_t at, int64_t num, Tiles<State>
   return w;
 }
 
-// Rows of the options' table, see `coefficients.py`.
+// Rows of the options' table, see `option_table.py`.
 enum LarsOption { OF_LR, OF_MOMENTUM, OF_DECAY, OF_TRUST, OF_EPS, OF_CLIP, OF_MULT, OF_FORM, OF_TRUST_RATIO, OF_SIGN,
                   OF_NESTEROV };
 enum LarsNumber { SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, LOOK, NUM_LARS };
@@ -92,6 +92,7 @@ void lars_blocks(const Table* table, const double* numbers) {
   });
 }
 
+enum LambOption { BY_LR, BY_DECAY, BY_EPS, BY_CLIP, BY_MULT, BY_TRUST_RATIO, BY_SIGN, BY_BETA1, BY_BETA2, BY_CORRECTION };
 enum LambNumber { GRAD_SCALE, BETA1, BETA2, EPS, WEIGHT_DECAY, FIRST, SECOND, NUM_LAMB };
 
 // u = FIRST * m / (SECOND * sqrt(v) + EPS) + WEIGHT_DECAY * w
@@ -180,10 +181,9 @@ void add_up(const Table* table, double* sums) {
   }
 }
 
-// numbers (tensors, 6) of `lars_update`, from the options' table, a rate for each tensor, and the sums. They are those of
-// `coefficients.py`. `inverse_scale`: null for 1.
+// numbers (tensors, 6) of `lars_update`, from the options' table, a rate for each tensor, and the sums. `inverse_scale`: null for 1.
 void lars_numbers(const Table* table, int64_t is_joint, const double* options, const double* rates,
-                  const float* inverse_scale, const double* sums, double* numbers) {
+                  const double* inverse_scale, const double* sums, double* numbers) {
   const int64_t num = table->num_tensors;
   const double scale = inverse_scale ? *inverse_scale : 1.0;
   for (int64_t tensor = 0; tensor < num; ++tensor, numbers += NUM_LARS) {
@@ -212,6 +212,38 @@ void lars_numbers(const Table* table, int64_t is_joint, const double* options, c
 void lars_update(const Table* table, const double* numbers, const float* found_inf) {
   if (found_inf && *found_inf > 0) return;
   table->state_dtype == FLOAT64 ? lars_blocks<double>(table, numbers) : lars_blocks<float>(table, numbers);
+}
+
+// Counts the step of every tensor, `steps` being addresses of float32; then numbers (tensors, 7) of the passes below.
+void lamb_numbers(const Table* table, const uint64_t* steps, const double* options, const double* inverse_scale,
+                  double* numbers, const float* found_inf) {
+  if (found_inf && *found_inf > 0) return;
+  const int64_t num = table->num_tensors;
+  for (int64_t tensor = 0; tensor < num; ++tensor, numbers += NUM_LAMB) {
+    const auto option = [=](LambOption row) { return options[row * num + tensor]; };
+    const double step = *reinterpret_cast<float*>(steps[tensor]) += 1;
+    const double beta1 = option(BY_BETA1), beta2 = option(BY_BETA2);
+    const bool is_corrected = option(BY_CORRECTION) > 0;
+    numbers[GRAD_SCALE] = option(BY_SIGN) * (inverse_scale ? *inverse_scale : 1.0);
+    numbers[BETA1] = beta1;
+    numbers[BETA2] = beta2;
+    numbers[EPS] = option(BY_EPS);
+    numbers[WEIGHT_DECAY] = option(BY_DECAY);
+    numbers[FIRST] = is_corrected ? 1 / (1 - std::pow(beta1, step)) : 1;
+    numbers[SECOND] = is_corrected ? 1 / std::sqrt(1 - std::pow(beta2, step)) : 1;
+  }
+}
+
+// rates (tensors) of `lamb_update`: lr * ratio.
+void lamb_rates(const Table* table, const double* options, const double* lrs, const double* sums, double* rates) {
+  const int64_t num = table->num_tensors;
+  for (int64_t tensor = 0; tensor < num; ++tensor) {
+    const auto option = [=](LambOption row) { return options[row * num + tensor]; };
+    const double weight_norm = std::sqrt(sums[tensor]), norm = std::sqrt(sums[num + tensor]), clip = option(BY_CLIP);
+    double ratio = weight_norm > 0 && norm > 0 ? weight_norm / norm : 1;
+    ratio = ratio > clip ? clip : ratio;
+    rates[tensor] = lrs[tensor] * (option(BY_TRUST_RATIO) > 0 ? ratio : option(BY_MULT));
+  }
 }
 
 void lamb_moments(const Table* table, const double* numbers, const float* found_inf) {
