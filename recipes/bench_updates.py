@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.optim import LARS
+from lightning_hybrid.optim import LAMB, LARS
 from recipes.gradient_sets import GRADIENT_SETS, numel
 
 LOSS_SCALE = 1024.0
@@ -42,6 +42,14 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
     return torch.optim.SGD(params, **OPTIONS, fused=True).step
 
 
+def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
+    """LAMB's floor: `torch.optim.AdamW(fused=True)`, float32 weights and gradients; no trust ratio."""
+    params = _weights(shapes, device)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=OPTIONS["weight_decay"], fused=True).step
+
+
 def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
     """The usual way: float16 gradients to float32, unscale, check, a foreach LARS, copy back to float16."""
     params = _weights(shapes, device)
@@ -62,15 +70,18 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[
     return step
 
 
-def ours(shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool) -> Callable[[], object]:
-    """`LARS`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one step."""
+def ours(
+    rule: type[LARS] | type[LAMB], shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool
+) -> Callable[[], object]:
+    """`LARS` or `LAMB`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one step."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
     halves, grads = _halves(params)
     many = [param for param in params if param.dim() > 1]
     few = {"params": [param for param in params if param.dim() <= 1], "trust_ratio": False, "weight_decay": 0.0}
-    optimizer = LARS([{"params": many}, few], **OPTIONS, fused=fused)
+    options = {name: value for name, value in OPTIONS.items() if rule is LARS or name != "momentum"}
+    optimizer = rule([{"params": many}, few], **options, fused=fused)
     optimizer.copies = dict(zip(params, halves, strict=True))
     scale = torch.tensor(LOSS_SCALE, device=device)
     for param, grad in zip(params, grads, strict=True):
@@ -86,8 +97,11 @@ def ours(shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool
 ARMS: dict[str, Callable[[Sequence[tuple[int, ...]], torch.device], Callable[[], object]]] = {
     "sgd_fused_fp32": sgd_fused,
     "chain": chain,
-    "lars": lambda shapes, device: ours(shapes, device, fused=False),
-    "lars_fused": lambda shapes, device: ours(shapes, device, fused=True),
+    "lars": lambda shapes, device: ours(LARS, shapes, device, fused=False),
+    "lars_fused": lambda shapes, device: ours(LARS, shapes, device, fused=True),
+    "adamw_fused_fp32": adamw_fused,
+    "lamb": lambda shapes, device: ours(LAMB, shapes, device, fused=False),
+    "lamb_fused": lambda shapes, device: ours(LAMB, shapes, device, fused=True),
 }
 
 

@@ -1,30 +1,27 @@
-"""The fused step of LARS: few passes over memory for all tensors of a kind, whatever the number of tensors."""
+"""The fused steps: few passes over memory for all tensors of a kind, whatever the number of tensors."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.coefficients import Options
-from lightning_hybrid.optim.rows import RowEngine
+from lightning_hybrid.optim.fused_devices import has_kernels
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients
+from lightning_hybrid.optim.native.engine import NativeLamb, NativeLars
+from lightning_hybrid.optim.option_table import Options, lamb_options, lars_options
 from lightning_hybrid.optim.scaling import Scaling
-
-# Types of device; a parameter on "meta" has yet to be moved to one.
-FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 
 class Engine(Protocol):
-    """Norms and step of tensors of one kind: `RowEngine` on the CPU, `kernel_engine.KernelEngine` on CUDA."""
+    """Norms and step of tensors of one kind: in `native.engine` on the CPU, in `kernel_engine` on CUDA."""
 
-    def is_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
-        """Whether it was made for these tensors."""
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """Take the norms; 1.0 if a gradient that is `needed` is inf or nan, else 0.0: float32, 0-dim, on the device."""
@@ -35,113 +32,188 @@ class Engine(Protocol):
 
 @dataclass
 class Kind:
-    """Tensors that one kernel takes: alike in device, dtypes and all that is compiled in."""
+    """Tensors that one kernel takes: alike in device, dtypes and the flags that their rule compiles in."""
 
-    is_joint: bool
-    has_momentum: bool
-    places: list[int] = field(default_factory=list)  # among all parameters with a gradient
+    options: Options
+    flags: tuple[bool, ...]
+    places: list[int] = field(default_factory=list)  # among all parameters
     params: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)  # of each tensor
-    engine: Engine | None = None
-
-    def __post_init__(self) -> None:
-        self.options = Options()
+    engine: Any = None
 
 
-class FusedLars:
-    """What an optimizer keeps between fused steps: its tensors by kind, each kind with an engine.
+class FusedStep:
+    """What an optimizer keeps between fused steps: its tensors by kind, each kind with an engine. Abstract.
 
-    `members`: group, parameter and gradient of all that is to be stepped. `buffer_of` gives a parameter's momentum.
+    As long as nothing changed but gradients and options, a step costs a few microseconds per tensor on the host.
     """
+
+    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
+        """What of a group is compiled into its kernels."""
+        raise NotImplementedError
+
+    def options(self) -> Options:
+        """The table of options of a kind."""
+        raise NotImplementedError
+
+    def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
+        """The engine for a kind of tensors, by their device; makes the optimizer state that is missing."""
+        raise NotImplementedError
+
+    def is_needed(self, group: dict[str, Any]) -> bool:
+        """Whether the norm of a gradient of the group is needed, even if nobody looks for inf and nan."""
+        raise NotImplementedError
+
+    def before_move(self, kinds: Sequence[Kind], scaling: Scaling) -> Scaling:
+        """The scaling to move with, once all norms are there."""
+        return scaling
 
     def __init__(self) -> None:
         self._signature: list[Any] = []
+        self._owned: list[Any] = []
         self._kinds: list[Kind] = []
 
-    def step(
-        self,
-        members: Sequence[tuple[dict[str, Any], Tensor, Tensor]],
-        copies: Mapping[Tensor, Tensor],
-        buffer_of: Callable[[Tensor], Tensor],
-        scaling: Scaling,
-        *,
-        is_checked: bool,
-    ) -> Scaling:
+    def step(self, optimizer: LayerwiseOptimizer, scaling: Scaling, *, is_checked: bool) -> Scaling | None:
         """Move the parameters; gradients are read, never written. Returns the scaling with the verdict.
 
-        `is_checked`: find out here whether a gradient is inf or nan, before anything is written. The sums of squares
-        tell: inf and nan survive them. So a gradient past 1e18, scaled and in float32, counts as inf.
+        None, and nothing was done: there are no kernels for a device. `is_checked`: find out here whether a gradient is
+        inf or nan, before anything is written. The sums of squares tell: inf and nan survive them. So a gradient past
+        1e18, scaled and in float32, counts as inf.
         """
-        self._sort(members, copies)
+        groups = optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        grads = [param.grad for param in params]
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            for group in groups:
+                list(dense_gradients(group))  # raises
+        if not self._is_same(optimizer, params, grads) and not self._sort(optimizer, params, grads):
+            return None
         verdicts = []
         for kind in self._kinds:
-            grads = [members[place][2] for place in kind.places]
-            buffers = [buffer_of(param) for param in kind.params] if kind.has_momentum else []
-            if kind.engine is None or not kind.engine.is_of(kind.params, buffers, kind.copies):
-                kind.engine = engine_of(kind, buffers, grads[0].dtype)
             device = kind.params[0].device
             kind.options.take(kind.groups, device)
-            needed = [is_checked or group["trust_ratio"] for group in kind.groups]
-            verdicts.append(kind.engine.measure(grads, kind.options, scaling.to(device), needed))
+            needed = [is_checked or self.is_needed(group) for group in kind.groups]
+            some = [grads[place] for place in kind.places]
+            verdicts.append(kind.engine.measure(some, kind.options, scaling.to(device), needed))
         if is_checked and verdicts:
             first = verdicts[0].device
             found_inf = verdicts[0]
             if len(verdicts) > 1:
                 found_inf = torch.stack([one.to(first, non_blocking=True) for one in verdicts]).amax()
             scaling = Scaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
+        moving = self.before_move(self._kinds, scaling)
         for kind in self._kinds:
-            assert kind.engine is not None
-            kind.engine.move(kind.options, scaling.to(kind.params[0].device))
+            kind.engine.move(kind.options, moving.to(kind.params[0].device))
         return scaling
 
-    def _sort(self, members: Sequence[tuple[dict[str, Any], Tensor, Tensor]], copies: Mapping[Tensor, Tensor]) -> None:
-        """Sort the tensors by kind, unless they are those of the last step."""
-        signature: list[Any] = []
-        for group, param, grad in members:
-            copy = copies.get(param) if copies else None
-            flags = (group["momentum"] != 0, group["denominator"] == "joint")
-            signature.append((id(param), id(copy), grad.dtype, param.dtype, param.device, *flags, id(group)))
-        if signature == self._signature:
-            return
+    def _is_same(self, optimizer: LayerwiseOptimizer, params: list[Tensor], grads: list[Any]) -> bool:
+        """Whether the tensors are those of the last step, where they were."""
+        owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
+        if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
+            return False
+        if self._signature != self._signature_of(optimizer, grads):
+            return False
+        return not any(kind.engine.has_moved() for kind in self._kinds)
+
+    def _signature_of(self, optimizer: LayerwiseOptimizer, grads: list[Any]) -> list[Any]:
+        """What, beside the tensors themselves, decides about kinds."""
+        groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
+        return [*groups, *(None if grad is None else grad.dtype for grad in grads)]
+
+    def _sort(self, optimizer: LayerwiseOptimizer, params: list[Tensor], grads: list[Any]) -> bool:
+        """Sort the tensors by kind and make the engines; False if there are none for a device."""
+        if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
+            return False
         kinds: dict[Any, Kind] = {}
-        for place, ((group, param, _), about) in enumerate(zip(members, signature, strict=True)):
-            copy = copies.get(param)
-            has_momentum, is_joint = about[5:7]
-            key = (copy is None or copy.dtype, *about[2:7])
-            made = Kind(is_joint=is_joint, has_momentum=has_momentum)
-            kind = kinds.setdefault(key, made)
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for place, (group, param, grad) in enumerate(zip(groups, params, grads, strict=True)):
+            if grad is None:
+                continue
+            copy, flags = optimizer.copies.get(param), self.flags(group)
+            key = (copy is None or copy.dtype, grad.dtype, param.dtype, param.device, flags)
+            if key not in kinds:
+                kinds[key] = Kind(options=self.options(), flags=flags)
+            kind = kinds[key]
             kind.places.append(place)
             kind.params.append(param)
             kind.groups.append(group)
             if copy is not None:
                 kind.copies.append(copy)
-        self._signature, self._kinds = signature, list(kinds.values())
+        for key, kind in kinds.items():
+            kind.engine = self.engine_of(kind, optimizer, key[1])
+        self._kinds = list(kinds.values())
+        self._owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
+        self._signature = self._signature_of(optimizer, grads)
+        return True
 
 
-def engine_of(kind: Kind, buffers: Sequence[Tensor], grad_dtype: torch.dtype) -> Engine:
-    """The engine for a kind of tensors, by their device."""
-    tensors = (kind.params, buffers, kind.copies)
-    if kind.params[0].device.type == "cpu":
-        return RowEngine(*tensors, grad_dtype, is_joint=kind.is_joint)
-    from lightning_hybrid.optim.kernel_engine import KernelEngine  # needs triton
-
-    return KernelEngine(*tensors, grad_dtype, is_joint=kind.is_joint)
+def _state_tensors(optimizer: LayerwiseOptimizer) -> list[Any]:
+    return [value for entry in optimizer.state.values() for value in entry.values()]
 
 
-@functools.cache
-def has_kernels(device_type: str) -> bool:
-    """Whether fused steps are possible on this type of device; warns, once, of a missing triton.
+class FusedLars(FusedStep):
+    """The fused step of LARS; a kind's only state are momentum buffers, or none without momentum."""
 
-    >>> has_kernels("cpu"), has_kernels("mps")
-    (True, False)
-    """
-    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
-        warnings.warn(
-            "`fused` (=True) on CUDA needs triton, which cannot be imported here: the lists are used instead, the same "
-            "rule in more passes over memory. Install it with `pip install triton`, or set fused=False.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return device_type in FUSED_DEVICES
+    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
+        """Whether there is momentum, and whether the denominator is joint."""
+        return group["momentum"] != 0, group["denominator"] == "joint"
+
+    def options(self) -> Options:
+        """Those of LARS."""
+        return lars_options()
+
+    def is_needed(self, group: dict[str, Any]) -> bool:
+        """For the trust ratio."""
+        return group["trust_ratio"]
+
+    def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
+        """See the base."""
+        states = optimizer.state_lists(kind.params, *(["momentum_buffer"] if kind.flags[0] else []))
+        tensors = (kind.params, states, kind.copies)
+        if kind.params[0].device.type == "cpu":
+            return NativeLars(*tensors, grad_dtype, is_joint=kind.flags[1])
+        from lightning_hybrid.optim.kernel_engine import KernelLars  # needs triton
+
+        return KernelLars(*tensors, grad_dtype, is_joint=kind.flags[1])
+
+
+class FusedLamb(FusedStep):
+    """The fused step of LAMB; a kind's state are both moments, and the counts of steps."""
+
+    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
+        """None."""
+        return ()
+
+    def options(self) -> Options:
+        """Those of LAMB."""
+        return lamb_options()
+
+    def is_needed(self, group: dict[str, Any]) -> bool:
+        """For the bound on the norm of all gradients."""
+        return group["max_grad_norm"] is not None
+
+    def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
+        """See the base."""
+        device = kind.params[0].device
+        for param in kind.params:
+            state = optimizer.state[param]
+            state["step"] = state.get("step", torch.zeros(())).to(device, torch.float32)
+        states = optimizer.state_lists(kind.params, "exp_avg", "exp_avg_sq", "step")
+        tensors = (kind.params, states, kind.copies)
+        if device.type == "cpu":
+            return NativeLamb(*tensors, grad_dtype)
+        from lightning_hybrid.optim.kernel_lamb import KernelLamb  # needs triton
+
+        return KernelLamb(*tensors, grad_dtype)
+
+    def before_move(self, kinds: Sequence[Kind], scaling: Scaling) -> Scaling:
+        """All gradients scaled by min(1, max_grad_norm / norm), if there is a bound: a part of the inverse scale."""
+        bound = kinds[0].groups[0]["max_grad_norm"] if kinds else None
+        if bound is None:
+            return scaling
+        squares = [kind.engine.grad_squares() for kind in kinds]
+        norm = torch.stack([one.to(squares[0].device, non_blocking=True) for one in squares]).sum().sqrt()
+        inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
+        factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
+        return Scaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_hybrid.optim import kernels
-from lightning_hybrid.optim.coefficients import NUM_COEFFICIENTS, Options, to_device_
-from lightning_hybrid.optim.rows import is_one_stretch
+from lightning_hybrid.optim.option_table import Options, to_device_
 from lightning_hybrid.optim.scaling import Scaling
+from lightning_hybrid.optim.stretches import Stretches, addresses
 
 _DTYPES = {
     torch.float16: tl.float16,
@@ -24,7 +23,7 @@ _DTYPES = {
 _ALIGNMENT = 16  # bytes
 
 
-class KernelEngine:
+class KernelLars:
     """The step of the tensors of one kind, on one device: dtypes alike, all with momentum and copies or all without.
 
         measure()   `norms`, after one launch that clears the verdict
@@ -45,27 +44,19 @@ class KernelEngine:
     def __init__(
         self,
         params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
         *,
         is_joint: bool,
         chunk: int = 4096,
     ) -> None:
-        self._tensors = (list(params), list(buffers), list(copies))
-        self._addresses = _addresses(*self._tensors)
-        self._is_joint = is_joint
+        buffers = states[0] if states else []
+        self._stretches = Stretches(params, buffers, copies)
+        dense = self._stretches.dense
+        self._is_joint, self._are_masters = is_joint, bool(copies)
         device, weight = params[0].device, params[0].dtype
         state = torch.promote_types(weight, torch.float32)
-        together = zip(*(one for one in self._tensors if one), strict=True)
-        scattered = [i for i, some in enumerate(together) if not is_one_stretch(some)]
-        self._dense = [list(one) for one in self._tensors]
-        for i in scattered:
-            for one in self._dense:
-                if one:
-                    one[i] = torch.empty(one[i].shape, dtype=one[i].dtype, device=device)
-        self._pairs = [(one[i], dense[i]) for one, dense in zip(self._tensors, self._dense, strict=True)
-                       for i in scattered if one]  # fmt: skip
 
         self._num_chunks = [-(-param.numel() // chunk) for param in params]
         tensor_of = [i for i, num in enumerate(self._num_chunks) for _ in range(num)]
@@ -80,35 +71,31 @@ class KernelEngine:
                 (index_of, torch.int32),
                 (ends.tolist(), torch.int32),
                 ([param.numel() for param in params], torch.int64),
-                ([_addresses(one) if one else [0] * len(params) for one in self._dense], torch.int64),
+                ([addresses(one) if one else [0] * len(params) for one in dense], torch.int64),
                 ([0] * len(params), torch.int64),
             )
         )
         self._sums = torch.zeros(2, total, dtype=state, device=device)
-        self._numbers = torch.zeros(len(params), NUM_COEFFICIENTS, dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(len(params), kernels.NUM_LARS, dtype=torch.float64, device=device)
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._common = {
             "WEIGHT": _DTYPES[weight],
             "GRAD": _DTYPES[grad_dtype],
             "STATE": _DTYPES[state],
             "CHUNK": chunk,
-            "IS_ALIGNED": _are_aligned(_addresses(*self._dense)),
+            "IS_ALIGNED": _are_aligned(addresses(*dense)),
             "num_warps": 8,
             "enable_fp_fusion": True,  # triton means to change its default, and warns until one is chosen
         }
+        self._has_momentum, self._copy_dtype = bool(buffers), copies[0].dtype if copies else torch.float16
         self._grad_addresses: list[int] = []
-        self._versions: list[int] | None = None
-        self._kept: list[Tensor] = []
 
-    def is_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, where they were when this was built."""
-        same = all(map(operator.is_, buffers, self._tensors[1]))
-        return same and self._addresses == _addresses(params, buffers, copies)
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return self._stretches.have_moved()
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""
-        for real, dense in self._pairs:
-            dense.copy_(real)
         self._load(grads)
         found_inf = torch.zeros((), device=self._one.device)
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
@@ -128,34 +115,25 @@ class KernelEngine:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         if self._grid[0]:
             kernels.finalize[(self._counts[0],)](
-                *(self._sums, self._first_chunk, options.table, options.lr, self._inverse_scale, self._numbers),
+                *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
                 *self._counts,
                 IS_JOINT=self._is_joint,
             )
             weights, buffers, copies = self._pointers
-            has_copy = bool(self._tensors[2])
             kernels.update[self._grid](
                 *(weights, self._grad_pointers, buffers, copies, self._numels, self._tensor_of, self._index_of),
                 *(self._numbers, found_inf, self._sums),
-                COPY=_DTYPES[self._tensors[2][0].dtype] if has_copy else tl.float16,
-                HAS_MOMENTUM=bool(self._tensors[1]),
-                HAS_COPY=has_copy,
+                COPY=_DTYPES[self._copy_dtype],
+                HAS_MOMENTUM=self._has_momentum,
+                HAS_COPY=self._are_masters,
                 **self._common,
             )
-        for real, dense in self._pairs:
-            real.copy_(dense)
-        torch.autograd.graph.increment_version([tensor for tensors in self._tensors for tensor in tensors])
-        self._versions = self._versions_now()
-        self._kept = []
+        self._stretches.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
         """Write down where the gradients are, if that changed since the last step."""
-        self._kept = list(grads)
-        for i, (param, grad) in enumerate(zip(self._dense[0], grads, strict=True)):
-            if grad.stride() != param.stride() and not is_one_stretch((param, grad)):
-                self._kept[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        addresses = _addresses(self._kept)
-        if addresses == self._grad_addresses:
+        places = self._stretches.load(grads)
+        if places == self._grad_addresses:
             return
         if _is_capturing():
             raise RuntimeError(
@@ -163,17 +141,14 @@ class KernelEngine:
                 "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
                 "step on them before the capture."
             )
-        to_device_(self._grad_pointers, torch.tensor(addresses))
-        self._grad_addresses = addresses
-        self._common["IS_GRAD_ALIGNED"] = _are_aligned(addresses)
+        to_device_(self._grad_pointers, torch.tensor(places))
+        self._grad_addresses = places
+        self._common["IS_GRAD_ALIGNED"] = _are_aligned(places)
 
     def _knows_weights(self) -> bool:
-        if not self._tensors[2] or self._versions is None or self._pairs or _is_capturing():
+        if not self._are_masters or self._stretches.pairs or _is_capturing():
             return False
-        return self._versions == self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors[0]]
+        return not self._stretches.changed()
 
 
 def _table(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -183,12 +158,8 @@ def _table(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return table
 
 
-def _addresses(*lists: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensors in lists for tensor in tensors]
-
-
-def _are_aligned(addresses: Sequence[int]) -> bool:
-    return all(address % _ALIGNMENT == 0 for address in addresses)
+def _are_aligned(places: Sequence[int]) -> bool:
+    return all(place % _ALIGNMENT == 0 for place in places)
 
 
 def _is_capturing() -> bool:

@@ -18,11 +18,12 @@ Set `TRITON_INTERPRET=1` before Python starts, and they run on CPU tensors, one 
 import triton
 import triton.language as tl
 
-# In the order of `coefficients.Options.table` and `coefficients.SCALE` and so on; kernels read constants only.
+# In the order of `option_table.lars_options`; kernels read constants only.
 _MOMENTUM, _DECAY, _TRUST, _EPS, _CLIP, _MULT, _FORM, _ADAPTED, _SIGN, _NESTEROV = (
     tl.constexpr(row) for row in range(1, 11)
 )
-_NUM = tl.constexpr(7)  # coefficients per tensor
+NUM_LARS = 6  # numbers per tensor
+_NUM = tl.constexpr(NUM_LARS)
 _SUMS_PER_STEP = tl.constexpr(1024)
 
 
@@ -116,7 +117,7 @@ def finalize(
     num_chunks,
     IS_JOINT: tl.constexpr,
 ):
-    """Write numbers (tensors, 7): `coefficients.coefficients` but SKIP, in float64, one program per tensor."""
+    """Write numbers (tensors, 6): of the update, in float64, one program per tensor."""
     tensor = tl.program_id(0)
     end = tl.load(first_chunk + tensor + 1)
     lanes = tl.arange(0, _SUMS_PER_STEP)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
+from lightning_hybrid.optim.fused import FusedLamb
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of
 from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.scaling import UNSCALED, Scaling
@@ -44,6 +45,10 @@ class LAMB(LayerwiseOptimizer):
     at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half
     a million elements, whose |u| is then summed in another order (in float64).
 
+    `fused=True` is two passes over memory for the whole model, moments with |w| and |u|, then the step; three where
+    gradients are looked at before, for inf and nan or for `max_grad_norm`. On the CPU they are C++ (`native`), on CUDA
+    Triton (`kernels_lamb`), which has never run on a GPU. Needs, rounding and protocol are those of `LARS(fused=True)`.
+
     `capturable=True` counts steps on the parameters' device and reads nothing on the host, so that a CUDA graph may
     capture the step; capture itself has not been run. A rate that changes between replays has to be a tensor.
     `differentiable` is torch's, and refused.
@@ -75,6 +80,7 @@ class LAMB(LayerwiseOptimizer):
         excluded_lr_mult: float = 1.0,
         foreach: bool | None = None,
         maximize: bool = False,
+        fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
@@ -90,6 +96,7 @@ class LAMB(LayerwiseOptimizer):
             "trust_ratio": True,
             "foreach": foreach,
             "maximize": maximize,
+            "fused": fused,
             "capturable": capturable,
             "differentiable": differentiable,
         }
@@ -126,6 +133,9 @@ class LAMB(LayerwiseOptimizer):
             )
         super().add_param_group(param_group)
 
+    def _new_fused(self) -> FusedLamb:
+        return FusedLamb()
+
     def _before_updates(self) -> None:
         bound = self.param_groups[0]["max_grad_norm"]
         self._clip_factor = None
@@ -146,7 +156,7 @@ class LAMB(LayerwiseOptimizer):
         lr, clip_factor, scaling = lr_of(group, params[0].device), self._clip_factor, self._scaling
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
-        moments = self._state_lists(params, "exp_avg", "exp_avg_sq")
+        moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
         steps = [self._next_step(param, group["capturable"]) for param in params]
         copies = self._copies_of(params)
         blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FUSED_DEVICES, FusedLars, has_kernels
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients, lr_of, state_dtype
+from lightning_hybrid.optim.fused import FusedLars
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of, state_dtype
 from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.scaling import UNSCALED, Scaling
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
@@ -67,12 +67,13 @@ class LARS(LayerwiseOptimizer):
     tensor at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for "joint" on a tensor
     of more than half a million elements, whose norm is then summed in another order (in float64).
 
-    `fused=True` is few passes over memory for the whole model: on the CPU three, compiled (`compiled`, `rows`), the
-    first time after some ten seconds of compilation, which needs a C++ compiler; on CUDA two, three Triton kernels
-    (`kernels`), and without triton the lists, with a warning. The same rule with other rounding: weights agree with the
-    other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14. It is an option of the optimizer, not of a
-    group, and tells `torch.amp.GradScaler` that the step unscales and skips by itself; Lightning then refuses to clip
-    gradients under "16-mixed". Under `torch.compile(optimizer.step)` the lists are what is compiled.
+    `fused=True` is two passes over memory for the whole model: the norms of gradients, then the step. On the CPU they
+    are C++ (`native`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
+    Triton kernels (`kernels`). Without a compiler, or without triton, it is the lists, with a warning. The same rule
+    with other rounding: weights agree with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14. It
+    is an option of the optimizer, not of a group, and tells `torch.amp.GradScaler` that the step unscales and skips by
+    itself; Lightning then refuses to clip gradients under "16-mixed". Under `torch.compile(optimizer.step)` the lists
+    are what is compiled.
 
     `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it; capture itself has not
     been run. A rate that changes between replays has to be a tensor. `differentiable` is torch's, and refused.
@@ -147,36 +148,11 @@ class LARS(LayerwiseOptimizer):
         check_choice("nesterov", group["nesterov"], (True, False), why="True looks one momentum step ahead.")
         check_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), why="see the LARS docstring.")
         check_choice("denominator", group["denominator"], get_args(Denominator), why="see the LARS docstring.")
-        check_choice(
-            "fused", group["fused"], (None, True, False), why="True is few passes over memory for the whole model."
-        )
-        if group["fused"] and group["foreach"]:
-            raise ValueError(
-                "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."
-            )
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError(
                 "`nesterov` (=True) needs `momentum` (=0) above 0: there is no momentum to look ahead along. "
                 "Set momentum=0.9, or nesterov=False."
             )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; raises as the base does, and for a `fused` that is not the optimizer's, or has no kernels."""
-        common = self.defaults["fused"]
-        own = param_group.get("fused", common) if isinstance(param_group, dict) else common
-        if isinstance(own, bool | None) and bool(own) != bool(common):
-            raise ValueError(
-                f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one verdict on inf and nan, before "
-                "anything is written, is for all groups together. Give it to LARS, not to a group."
-            )
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            if common and param.device.type not in FUSED_DEVICES:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"`fused` (=True) needs parameters on {' or '.join(FUSED_DEVICES)}, not on `{param.device}`: there "
-                    "are no kernels for it. Use foreach=True, or torch.compile(optimizer.step)."
-                )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         lr, scaling = lr_of(group, params[0].device), self._scaling
@@ -186,31 +162,15 @@ class LARS(LayerwiseOptimizer):
         copies = self._copies_of(params)
         lists = [params, grads, *([copies] if copies else [])]
         if group["momentum"] != 0:
-            lists += self._state_lists(params, "momentum_buffer")
+            lists += self.state_lists(params, "momentum_buffer")
         for some_params, some_grads, *others in in_blocks(*lists):
             some_copies = others.pop(0) if copies else None
             lars_(some_params, some_grads, *others, group=group, lr=lr, ratios=ratios, scaling=scaling)
             if some_copies is not None:
                 torch._foreach_copy_(some_copies, some_params)
 
-    def _is_fused(self) -> bool:
-        if not self.param_groups or not self.param_groups[0]["fused"]:
-            return False
-        types = {param.device.type for group in self.param_groups for param in group["params"]}
-        return all(has_kernels(device_type) for device_type in types)
-
-    def _fused_step(self, is_checked: bool) -> None:
-        groups = self.param_groups
-        members = [(group, *both) for group in groups for _, both in dense_gradients(group)]
-        fused = self.__dict__.setdefault("_fused", FusedLars())
-        scaling = fused.step(members, self.copies, self._momentum_of, self._scaling, is_checked=is_checked)
-        self.last_found_inf = scaling.found_inf
-
-    def _momentum_of(self, param: Tensor) -> Tensor:
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            self._state_lists([param], "momentum_buffer")
-        return state["momentum_buffer"]
+    def _new_fused(self) -> FusedLars:
+        return FusedLars()
 
 
 def lars_ratios(

@@ -1,13 +1,19 @@
 """What LARS and LAMB share: checked parameter groups, float32 state, lists of tensors to work on."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.fused_devices import FUSED_DEVICES, has_kernels
 from lightning_hybrid.optim.scaling import Scaling, any_not_finite
+
+if TYPE_CHECKING:
+    from lightning_hybrid.optim.fused import FusedStep
 
 # Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
 _FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
@@ -75,6 +81,12 @@ class LayerwiseOptimizer(Optimizer):
                     f"A parameter group may set {', '.join(sorted(self.defaults))}."
                 )
         self._check_group({**self.defaults, **param_group})
+        common = self.defaults["fused"]
+        if bool(own := param_group.get("fused", common)) != bool(common):
+            raise ValueError(
+                f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one verdict on inf and nan, before "
+                f"anything is written, is for all groups together. Give it to {type(self).__name__}, not to a group."
+            )
         super().add_param_group(dict(param_group))
         for index, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in _DTYPES:
@@ -83,6 +95,12 @@ class LayerwiseOptimizer(Optimizer):
                     f"`{_name_of(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or float64: "
                     "the trust ratio is a quotient of real norms. Give this parameter to another optimizer, or store "
                     "a complex one as its `torch.view_as_real`."
+                )
+            if common and param.device.type not in FUSED_DEVICES:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"`fused` (=True) needs parameters on {' or '.join(FUSED_DEVICES)}, not on `{param.device}`: there "
+                    "are no kernels for it. Use foreach=True, or torch.compile(optimizer.step)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -135,9 +153,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._given_scaling()
         try:
-            if not torch.compiler.is_compiling() and self._is_fused():
-                self._fused_step(is_checked)
-            else:
+            if torch.compiler.is_compiling() or not self._fused_step(is_checked):
                 self._listed_step(is_checked)
         finally:
             self._scaling = Scaling()
@@ -176,16 +192,32 @@ class LayerwiseOptimizer(Optimizer):
         return self._is_fused()
 
     def _is_fused(self) -> bool:
-        return False
+        types = {param.device.type for group in self.param_groups for param in group["params"]}
+        return self._asks_for_fused() and all(has_kernels(device_type) for device_type in types)
 
-    def _fused_step(self, is_checked: bool) -> None:
+    def _asks_for_fused(self) -> bool:
+        return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
+
+    def _new_fused(self) -> FusedStep:
+        """The rule's own fused step."""
         raise NotImplementedError
+
+    def _fused_step(self, is_checked: bool) -> bool:
+        """Do the step in few passes, if that is asked for and there are kernels; else do nothing and say so."""
+        if not self._asks_for_fused():
+            return False
+        if "_fused" not in self.__dict__:
+            self._fused = self._new_fused()
+        scaling = self._fused.step(self, self._scaling, is_checked=is_checked)
+        if scaling is not None:
+            self.last_found_inf = scaling.found_inf
+        return scaling is not None
 
     def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
         """The copies of `params`: all have one or none has."""
         return [self.copies[param] for param in params if param in self.copies]
 
-    def _state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
+    def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
         """State tensors by key, each a list beside `params`; zeros where a parameter has none yet."""
         for param in params:
             state = self.state[param]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.optim import LAMB, LARS
-from tests.optim.test_fused import _pieces_in_pairs, close  # noqa: F401  compiled pieces in pairs, as there
+from tests.optim.test_fused import close
 from tests.optim.test_lars import assert_same_bits, copies_of, parameters, run, set_grads
 
 PATHS = {"default": {}, "loop": {"foreach": False}, "lists": {"foreach": True}, "fused": {"fused": True}}
@@ -34,8 +34,6 @@ def flags_of(name):
     more = {"lars": {"nesterov": (False, True)}, "lamb": {"bias_correction": (True, False)}}[name]
     switches = {"maximize": (False, True), "capturable": (False, True), **more}
     for path, values in itertools.product(PATHS, itertools.product(*switches.values())):
-        if name == "lamb" and path == "fused":
-            continue
         yield PATHS[path] | dict(zip(switches, values, strict=True))
 
 
@@ -109,8 +107,6 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags, medium):
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(PATHS, 2)])
 def test_state_goes_from_path_to_path(rule, source, target):
     """Bit for bit among lists and loop; to or from the fused step within five roundings of a step."""
-    if rule is lamb and "fused" in (source, target):
-        pytest.skip("LAMB has no fused step")
     (optimizer, params), (whole, others) = pair(rule, PATHS[source])
     for one, own in ((optimizer, params), (whole, others)):
         run(one, own, 3)
@@ -134,8 +130,6 @@ def test_state_goes_from_path_to_path(rule, source, target):
 )
 def test_state_goes_from_dtype_to_dtype(rule, path, source, target):
     """State takes the new parameters' arithmetic: float32 for half precision, else their dtype."""
-    if path == "fused" and (rule is lamb or source is torch.float16):
-        pytest.skip("LAMB has no fused step; the fused half step is a compilation of its own")
     params = parameters(*SHAPES, dtype=source)
     optimizer = rule(groups_of(params), **PATHS[path])
     run(optimizer, params, 2)

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import LARS, WarmupPolynomialDecay, fused
-from lightning_hybrid.optim.coefficients import NUM_COEFFICIENTS, SKIP, Options, coefficients
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
+from lightning_hybrid.optim.option_table import lars_options
 from lightning_hybrid.optim.scaling import Scaling
 from tests.optim.families import distance_from
 from tests.optim.test_lars import normals, set_grads
+from tests.reference.coefficients import coefficients
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,12 +37,13 @@ SHAPES = {"cpu": [(33, 7), (5,), (), (64,), (65,)], "cuda": [(330, 70), (5,), ()
 
 @pytest.fixture(autouse=IS_INTERPRETED)
 def _kernels_for_cpu_tensors(monkeypatch):
-    from lightning_hybrid.optim.kernel_engine import KernelEngine
+    from lightning_hybrid.optim.kernel_engine import KernelLars
 
-    def engine_of(kind, buffers, grad_dtype):
-        return KernelEngine(kind.params, buffers, kind.copies, grad_dtype, is_joint=kind.is_joint, chunk=64)
+    def engine_of(self, kind, optimizer, grad_dtype):
+        states = optimizer.state_lists(kind.params, *(["momentum_buffer"] if kind.flags[0] else []))
+        return KernelLars(kind.params, states, kind.copies, grad_dtype, is_joint=kind.flags[1], chunk=64)
 
-    monkeypatch.setattr(fused, "engine_of", engine_of)
+    monkeypatch.setattr(fused.FusedLars, "engine_of", engine_of)
 
 
 def parameters(device, dtype=torch.float32, shapes=None):
@@ -266,15 +268,15 @@ def test_layouts_missing_gradients_and_moved_memory(device):
 
 @on_devices
 def test_finalize_makes_the_coefficients(device):
-    """Beside the torch code that the CPU uses, in float64; and norms are right to a millionth at a large tensor."""
-    from lightning_hybrid.optim.kernel_engine import KernelEngine
+    """Beside torch's own operations, in float64; and norms are right to a millionth at a large tensor."""
+    from lightning_hybrid.optim.kernel_engine import KernelLars
 
     shape = (256, 1024) if device == "cpu" else (9216, 4096)
     params = [nn.Parameter(torch.full(shape, 0.1, device=device)), *parameters(device)]
     for param in params:
         param.grad = torch.randn_like(param)
     options = LARS(params, lr=3.0, weight_decay=0.1, trust_clip=1e-3, momentum_form="lr_outside").param_groups[0]
-    engine, table = KernelEngine(params, [], [], torch.float32, is_joint=False), Options()
+    engine, table = KernelLars(params, [], [], torch.float32, is_joint=False), lars_options()
     table.take([options] * len(params), params[0].device)
     scaling = Scaling(inverse_scale=torch.tensor(0.25, device=device))
     engine.measure([param.grad for param in params], table, scaling, [True] * len(params))
@@ -286,5 +288,4 @@ def test_finalize_makes_the_coefficients(device):
     exact = [[torch.linalg.vector_norm(one.detach(), dtype=torch.float64) for one in some] for some in tensors]
     sums = torch.stack([torch.stack(some) for some in exact]).square()
     expected = coefficients(sums, table, scaling, is_joint=False)
-    assert SKIP == NUM_COEFFICIENTS - 1
-    torch.testing.assert_close(engine._numbers[:, :SKIP], expected[:, :SKIP], rtol=1e-6, atol=0)
+    torch.testing.assert_close(engine._numbers, expected, rtol=1e-6, atol=0)

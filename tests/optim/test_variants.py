@@ -5,7 +5,7 @@ import torch
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
 from tests.optim.families import distance_from
-from tests.optim.test_fused import PATHS, _pieces_in_pairs  # noqa: F401  compiled pieces in pairs, as there
+from tests.optim.test_fused import PATHS
 from tests.optim.test_lars import assert_same_bits, copies_of, parameters, set_grads
 from tests.reference.families import FAMILIES
 from tests.reference.lamb import lamb as lamb_in_float64
@@ -127,7 +127,7 @@ LAMB_FORMS = {
 }
 
 
-@lists_or_loop
+@every_path
 @pytest.mark.parametrize("capturable", [False, True], ids="capturable={}".format)
 @pytest.mark.parametrize("form", LAMB_FORMS)
 def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
@@ -153,7 +153,7 @@ def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
         assert torch.linalg.vector_norm(layer.flatten() - expected) <= 1e-12 * torch.linalg.vector_norm(expected)
 
 
-@lists_or_loop
+@every_path
 def test_lamb_at_zero_norms_and_a_rate_of_zero(path):
     for lr in (0.5, 0.0):
         layers = parameters((6,), (6,), dtype=torch.float64)

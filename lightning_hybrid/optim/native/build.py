@@ -1,0 +1,160 @@
+"""Building, keeping and loading the C++ of the fused steps."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h"))
+# No -ffast-math: inf and nan must be seen. The second line only says that roots set no errno and comparisons no trap.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=default", "-Wno-psabi")
+FLAGS += ("-fno-math-errno", "-fno-trapping-math")
+_NATIVE = "-march=native"
+_ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_FUNCTIONS: dict[str, tuple[type, ...]] = {
+    "measure": (_ADDRESS, _ADDRESS, _ADDRESS),
+    "add_up": (_ADDRESS, _ADDRESS),
+    "lars_numbers": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "lars_update": (_ADDRESS, _ADDRESS, _ADDRESS),
+    "lamb_numbers": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "lamb_rates": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "lamb_moments": (_ADDRESS, _ADDRESS, _ADDRESS),
+    "lamb_update": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "half_to_float": (_ADDRESS, _ADDRESS, _COUNT),
+    "float_to_half": (_ADDRESS, _ADDRESS, _COUNT),
+}
+
+
+class CannotBuildError(RuntimeError):
+    """There is no C++ compiler, or it does not take the source; the message says which, for a warning."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The passes, for this process: from the cache, or built now, which takes a few seconds.
+
+    Raises `CannotBuildError`.
+    """
+    compiler = find_compiler()
+    errors = []
+    for flags in ((*FLAGS, _NATIVE), FLAGS):  # not every compiler knows the processor by itself
+        try:
+            return load(compiler, flags, cache_dir())
+        except CannotBuildError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def load(compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
+    """The passes from `folder`, built and put there if they are not.
+
+    A file is written under another name and renamed, so that processes that build at once each load a whole one.
+    Where `folder` cannot be written, a private temporary one is used, and removed again.
+
+    Raises `CannotBuildError`.
+    """
+    name = f"{fingerprint(compiler, flags)}.so"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = folder / name
+        if place.exists():
+            with suppress(OSError):  # no whole library: it is made anew
+                return _open(place)
+        _build(compiler, flags, place)
+        return _open(place)
+    except OSError:  # nothing can be written there, or nothing loaded from there
+        with tempfile.TemporaryDirectory() as private:
+            place = Path(private, name)
+            _build(compiler, flags, place)
+            return _open(place)
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: `$CXX`, as everywhere, else the first of c++, g++ and clang++.
+
+    Raises `CannotBuildError` where there is none.
+    """
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return tuple(command)
+    raise CannotBuildError(f"there is no {named[0]}, which $CXX names" if named else "there is no c++, g++ or clang++")
+
+
+def cache_dir() -> Path:
+    """Where the user's caches are kept: `$XDG_CACHE_HOME` or ``~/.cache``; on macOS ``~/Library/Caches``."""
+    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid"
+
+
+def fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
+    """A name that changes with source, command, compiler and processor: homes are shared by unlike machines."""
+    version = _run([*compiler, "--version"])
+    parts = [*(source.read_text() for source in _SOURCES), *compiler, *flags, version, platform.machine(), _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def openmp_parallel() -> int:
+    """The address of `GOMP_parallel` in the OpenMP runtime of torch itself, so that there is one pool of threads.
+
+    The runtimes of gcc, LLVM and Intel all have it. 0 where there is none: then a pass runs in the calling thread.
+    """
+    libraries = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            # No new load; a look-up in it goes through what it is linked with.
+            linked = ctypes.CDLL(str(libraries / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return ctypes.cast(linked.GOMP_parallel, ctypes.c_void_p).value or 0
+        except (OSError, AttributeError):
+            continue
+    return 0
+
+
+def _build(compiler: tuple[str, ...], flags: tuple[str, ...], place: Path) -> None:
+    handle, partial = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
+    os.close(handle)
+    try:
+        _run([*compiler, *flags, "-o", partial, str(_SOURCES[0])])
+        os.replace(partial, place)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _open(place: Path) -> ctypes.CDLL:
+    opened = ctypes.CDLL(str(place))
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(opened, name)
+        function.restype, function.argtypes = None, arguments
+    return opened
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuildError(f"{command[0]} did not run: {error}") from error
+    if done.returncode != 0:
+        raise CannotBuildError(f"{command[0]} said: {done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+def _processor() -> str:
+    """What `-march=native` looks at, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    keys = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in keys}))

@@ -1,0 +1,270 @@
+// The passes of the fused LARS and LAMB on the CPU, each over all tensors of a kind, whatever their number and sizes.
+//
+//     measure         sum of g * g, or of (g + decay * w)^2; of w * w where asked        reads g, and w where asked
+//     lars_update     the step of LARS, and the sum of the new w * w                     reads g, w, v; writes w, v, copy
+//     lamb_moments    both moments, sums of w * w and of u * u                           reads g, w, m, v; writes m, v
+//     lamb_update     the step of LAMB, with u made again: cheaper than to keep it       reads w, m, v; writes w, copy
+//
+// Sums of squares: a tile in float32 (float64 where the arithmetic is), the tiles of a block and the blocks of a tensor in
+// float64 and in their order. So they are the same bits for any number of threads. inf and nan survive them.
+
+#include "blocks.h"
+
+namespace {
+
+template <typename State>
+void measure_blocks(const Table* table, const double* decays) {
+  for_blocks(table, false, [=](int64_t block) {
+    const int64_t tensor = table->tensor_of[block], measured = table->measured[tensor];
+    if (measured == 0) return;
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
+    Squares<State> squares, weight_squares;
+    const State decay = decays ? State(decays[tensor]) : State(0);
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      const State* w = decays || (measured & 2) ? weights.load(at, num) : nullptr;
+      if (measured & 2) weight_squares.add(w);
+      if ((measured & 1) == 0) return;
+      const State* g = grads.load(at, num);
+      if (decays) {
+        alignas(64) State sums[TILE];
+        for (int64_t i = 0; i < TILE; ++i) sums[i] = g[i] + decay * w[i];
+        squares.add(sums);
+      } else {
+        squares.add(g);
+      }
+    });
+    if (measured & 1) table->squares[block] = squares.result();
+    if (measured & 2) table->weight_squares[block] = weight_squares.result();
+  });
+}
+
+// Stores a weight and its copy. Returns what was stored: rounded, if weights are half precision.
+template <typename State>
+const State* store_weights(const State* w, int64_t at, int64_t num, Tiles<State>& weights, const Tiles<State>& copies) {
+  weights.store(at, num, w);
+  if (!copies.base) return w;
+  if (weights.dtype != dtype_of<State>) w = weights.load(at, num);
+  copies.store(at, num, w);
+  return w;
+}
+
+// Rows of the options' table, see `option_table.py`.
+enum LarsOption { OF_LR, OF_MOMENTUM, OF_DECAY, OF_TRUST, OF_EPS, OF_CLIP, OF_MULT, OF_FORM, OF_TRUST_RATIO, OF_SIGN,
+                  OF_NESTEROV };
+enum LarsNumber { SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, LOOK, NUM_LARS };
+
+template <typename State>
+void lars_tile(const State* __restrict g, State* __restrict w, State* __restrict v, const double* numbers) {
+  const State scale = State(numbers[SCALE]), decay = State(numbers[DECAY]), momentum = State(numbers[MOMENTUM]);
+  const State inside = State(numbers[INSIDE]), outside = State(numbers[OUTSIDE]);
+  if (!v) {
+    for (int64_t i = 0; i < TILE; ++i) w[i] -= outside * (inside * (scale * g[i] + decay * w[i]));
+  } else if (numbers[LOOK] == 0) {
+    for (int64_t i = 0; i < TILE; ++i) {
+      v[i] = momentum * v[i] + inside * (scale * g[i] + decay * w[i]);
+      w[i] -= outside * v[i];
+    }
+  } else {
+    for (int64_t i = 0; i < TILE; ++i) {
+      const State step = inside * (scale * g[i] + decay * w[i]);
+      v[i] = momentum * v[i] + step;
+      w[i] -= outside * (momentum * v[i] + step);
+    }
+  }
+}
+
+template <typename State>
+void lars_blocks(const Table* table, const double* numbers) {
+  for_blocks(table, true, [=](int64_t block) {
+    const int64_t tensor = table->tensor_of[block];
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
+    Tiles<State> buffers(table->firsts, tensor, dtype_of<State>), copies(table->copies, tensor, table->copy_dtype);
+    Squares<State> squares;
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      State* w = weights.load(at, num);
+      State* v = buffers.base ? buffers.load(at, num) : nullptr;
+      lars_tile(grads.load(at, num), w, v, numbers + NUM_LARS * tensor);
+      if (v) buffers.store(at, num, v);
+      const State* stored = store_weights(w, at, num, weights, copies);
+      if (copies.base) squares.add(stored);
+    });
+    if (copies.base) table->weight_squares[block] = squares.result();
+  });
+}
+
+enum LambOption { BY_LR, BY_DECAY, BY_EPS, BY_CLIP, BY_MULT, BY_TRUST_RATIO, BY_SIGN, BY_BETA1, BY_BETA2, BY_CORRECTION };
+enum LambNumber { GRAD_SCALE, BETA1, BETA2, EPS, WEIGHT_DECAY, FIRST, SECOND, NUM_LAMB };
+
+// u = FIRST * m / (SECOND * sqrt(v) + EPS) + WEIGHT_DECAY * w
+template <typename State>
+void lamb_directions(const State* __restrict w, const State* __restrict m, const State* __restrict v,
+                     State* __restrict u, const double* numbers) {
+  const State eps = State(numbers[EPS]), decay = State(numbers[WEIGHT_DECAY]);
+  const State first = State(numbers[FIRST]), second = State(numbers[SECOND]);
+  for (int64_t i = 0; i < TILE; ++i) u[i] = first * m[i] / (second * std::sqrt(v[i]) + eps) + decay * w[i];
+}
+
+template <typename State>
+void lamb_moments_tile(const State* __restrict grads, State* __restrict m, State* __restrict v, const double* numbers) {
+  const State scale = State(numbers[GRAD_SCALE]), new_first = State(1 - numbers[BETA1]);
+  const State beta2 = State(numbers[BETA2]), new_second = State(1 - numbers[BETA2]);
+  for (int64_t i = 0; i < TILE; ++i) {
+    const State g = scale * grads[i];
+    m[i] += new_first * (g - m[i]);
+    v[i] = beta2 * v[i] + new_second * (g * g);
+  }
+}
+
+template <typename State>
+void lamb_moments_blocks(const Table* table, const double* numbers) {
+  for_blocks(table, true, [=](int64_t block) {
+    const int64_t tensor = table->tensor_of[block];
+    const double* line = numbers + NUM_LAMB * tensor;
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
+    Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
+    Squares<State> squares, weight_squares;
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      alignas(64) State u[TILE];
+      State *m = firsts.load(at, num), *v = seconds.load(at, num);
+      const State* w = weights.load(at, num);
+      lamb_moments_tile(grads.load(at, num), m, v, line);
+      firsts.store(at, num, m);
+      seconds.store(at, num, v);
+      lamb_directions<State>(w, m, v, u, line);
+      for (int64_t i = num; i < TILE; ++i) u[i] = 0;  // else 0 / 0 where EPS is 0
+      squares.add(u);
+      weight_squares.add(w);
+    });
+    table->squares[block] = squares.result();
+    table->weight_squares[block] = weight_squares.result();
+  });
+}
+
+template <typename State>
+void lamb_blocks(const Table* table, const double* numbers, const double* rates) {
+  for_blocks(table, false, [=](int64_t block) {
+    const int64_t tensor = table->tensor_of[block];
+    const State rate = State(rates[tensor]);
+    Tiles<State> weights(table->weights, tensor, table->weight_dtype), copies(table->copies, tensor, table->copy_dtype);
+    Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
+    for_tiles(table, block, [&](int64_t at, int64_t num) {
+      alignas(64) State u[TILE];
+      State* __restrict w = weights.load(at, num);
+      lamb_directions<State>(w, firsts.load(at, num), seconds.load(at, num), u, numbers + NUM_LAMB * tensor);
+      for (int64_t i = 0; i < TILE; ++i) w[i] -= rate * u[i];
+      store_weights<State>(w, at, num, weights, copies);
+    });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// `decays`: for each tensor what w is multiplied by before it is added to g; null: g alone. `found_inf` becomes 1 if a
+// measured gradient is inf or nan, else 0.
+void measure(const Table* table, const double* decays, float* found_inf) {
+  table->state_dtype == FLOAT64 ? measure_blocks<double>(table, decays) : measure_blocks<float>(table, decays);
+  double total = 0;
+  for (int64_t block = 0; block < table->num_blocks; ++block)
+    if (table->measured[table->tensor_of[block]] & 1) total += table->squares[block];
+  *found_inf = std::isfinite(total) ? 0.0f : 1.0f;
+}
+
+// sums (2, tensors): of the squares of weights; of gradients, directions or updates.
+void add_up(const Table* table, double* sums) {
+  const int64_t num = table->num_tensors;
+  std::memset(sums, 0, 2 * num * sizeof(double));
+  for (int64_t block = 0; block < table->num_blocks; ++block) {
+    sums[table->tensor_of[block]] += table->weight_squares[block];
+    sums[num + table->tensor_of[block]] += table->squares[block];
+  }
+}
+
+// numbers (tensors, 6) of `lars_update`, from the options' table, a rate for each tensor, and the sums. `inverse_scale`: null for 1.
+void lars_numbers(const Table* table, int64_t is_joint, const double* options, const double* rates,
+                  const double* inverse_scale, const double* sums, double* numbers) {
+  const int64_t num = table->num_tensors;
+  const double scale = inverse_scale ? *inverse_scale : 1.0;
+  for (int64_t tensor = 0; tensor < num; ++tensor, numbers += NUM_LARS) {
+    const auto option = [=](LarsOption row) { return options[row * num + tensor]; };
+    const double weight_norm = std::sqrt(sums[tensor]), norm = std::sqrt(sums[num + tensor]) * scale;
+    const double decay = option(OF_DECAY), clip = option(OF_CLIP);
+    double rate = rates[tensor], ratio = 1;
+    if (option(OF_TRUST_RATIO) > 0) {
+      const double denominator = norm + (is_joint ? 0 : decay * weight_norm) + option(OF_EPS);
+      if (weight_norm > 0 && norm > 0) ratio = option(OF_TRUST) * weight_norm / denominator;
+      if (std::isfinite(clip)) ratio = ratio / rate > clip ? clip : ratio / rate;  // at a rate of 0: the clip
+    } else {
+      rate *= option(OF_MULT);
+    }
+    const double form = option(OF_FORM);
+    numbers[SCALE] = option(OF_SIGN) * scale;
+    numbers[DECAY] = decay;
+    numbers[MOMENTUM] = option(OF_MOMENTUM);
+    numbers[INSIDE] = form == 0 ? rate * ratio : form == 1 ? ratio : 1;
+    numbers[OUTSIDE] = form == 0 ? 1 : form == 1 ? rate : rate * ratio;
+    numbers[LOOK] = option(OF_NESTEROV);
+  }
+}
+
+// `found_inf`, here and below: if there is one and it is more than 0, nothing is read or written.
+void lars_update(const Table* table, const double* numbers, const float* found_inf) {
+  if (found_inf && *found_inf > 0) return;
+  table->state_dtype == FLOAT64 ? lars_blocks<double>(table, numbers) : lars_blocks<float>(table, numbers);
+}
+
+// Counts the step of every tensor, `steps` being addresses of float32; then numbers (tensors, 7) of the passes below.
+void lamb_numbers(const Table* table, const uint64_t* steps, const double* options, const double* inverse_scale,
+                  double* numbers, const float* found_inf) {
+  if (found_inf && *found_inf > 0) return;
+  const int64_t num = table->num_tensors;
+  for (int64_t tensor = 0; tensor < num; ++tensor, numbers += NUM_LAMB) {
+    const auto option = [=](LambOption row) { return options[row * num + tensor]; };
+    const double step = *reinterpret_cast<float*>(steps[tensor]) += 1;
+    const double beta1 = option(BY_BETA1), beta2 = option(BY_BETA2);
+    const bool is_corrected = option(BY_CORRECTION) > 0;
+    numbers[GRAD_SCALE] = option(BY_SIGN) * (inverse_scale ? *inverse_scale : 1.0);
+    numbers[BETA1] = beta1;
+    numbers[BETA2] = beta2;
+    numbers[EPS] = option(BY_EPS);
+    numbers[WEIGHT_DECAY] = option(BY_DECAY);
+    numbers[FIRST] = is_corrected ? 1 / (1 - std::pow(beta1, step)) : 1;
+    numbers[SECOND] = is_corrected ? 1 / std::sqrt(1 - std::pow(beta2, step)) : 1;
+  }
+}
+
+// rates (tensors) of `lamb_update`: lr * ratio.
+void lamb_rates(const Table* table, const double* options, const double* lrs, const double* sums, double* rates) {
+  const int64_t num = table->num_tensors;
+  for (int64_t tensor = 0; tensor < num; ++tensor) {
+    const auto option = [=](LambOption row) { return options[row * num + tensor]; };
+    const double weight_norm = std::sqrt(sums[tensor]), norm = std::sqrt(sums[num + tensor]), clip = option(BY_CLIP);
+    double ratio = weight_norm > 0 && norm > 0 ? weight_norm / norm : 1;
+    ratio = ratio > clip ? clip : ratio;
+    rates[tensor] = lrs[tensor] * (option(BY_TRUST_RATIO) > 0 ? ratio : option(BY_MULT));
+  }
+}
+
+void lamb_moments(const Table* table, const double* numbers, const float* found_inf) {
+  if (found_inf && *found_inf > 0) return;
+  table->state_dtype == FLOAT64 ? lamb_moments_blocks<double>(table, numbers)
+                                : lamb_moments_blocks<float>(table, numbers);
+}
+
+void lamb_update(const Table* table, const double* numbers, const double* rates, const float* found_inf) {
+  if (found_inf && *found_inf > 0) return;
+  table->state_dtype == FLOAT64 ? lamb_blocks<double>(table, numbers, rates)
+                                : lamb_blocks<float>(table, numbers, rates);
+}
+
+// For whoever wants to check the rounding: `num` elements, a multiple of 128.
+void half_to_float(const uint16_t* from, float* to, int64_t num) {
+  for (int64_t at = 0; at < num; at += TILE) widen(from + at, to + at);
+}
+
+void float_to_half(const float* from, uint16_t* to, int64_t num) {
+  for (int64_t at = 0; at < num; at += TILE) narrow(from + at, to + at);
+}
+
+}  // extern "C"
