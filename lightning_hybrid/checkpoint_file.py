@@ -264,6 +264,22 @@ def has_checksum(path: Path) -> bool:
         return _end_of(file, path.stat().st_size, _COMMENT_BYTES).startswith(_MAGIC)
 
 
+def mark_of(path: Path) -> str:
+    """What tells a checkpoint from another, of which only the end is read: its checksum, or else its size.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
+    >>> write_checkpoint({}, path); mark_of(path).startswith("some.ckpt, crc32 ")
+    True
+    """
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        comment = _end_of(file, num_bytes, _COMMENT_BYTES)
+    if comment.startswith(_MAGIC):
+        return f"{path.name}, crc32 {comment[len(_MAGIC) :][:8].decode(errors='replace')}"
+    return f"{path.name}, {num_bytes} bytes"
+
+
 def _refuse_torn(path: Path, file: BinaryIO, num_bytes: int) -> None:
     """Without our comment an archive must end as torch's do: else a part is missing, or the comment is hurt."""
     file.seek(0)

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
-    | {"callbacks.time_to_accuracy", "callbacks.training"},
+    | {"callbacks.stop", "callbacks.time_to_accuracy", "callbacks.training"},
     "callbacks.ema": set(),
     "callbacks.environment": set(),
     "callbacks.page": set(),
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     | {f"callbacks.{name}" for name in ("environment", "page", "report_parts", "time_to_accuracy", "training")},
     "callbacks.report_parts": {"metrics", "communication", "comm.summary", "callbacks.page"},
     "callbacks.seed": set(),
+    "callbacks.stop": set(),
     "callbacks.time_to_accuracy": {"metrics"},
     "callbacks.training": {"metrics", "communication", "comm.summary", "comm.trace", "optim"},
     "communication": {"metrics", "comm.summary"},

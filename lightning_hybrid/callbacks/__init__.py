@@ -4,6 +4,7 @@ from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.callbacks.progress import progress_bar
 from lightning_hybrid.callbacks.report import RunReport
 from lightning_hybrid.callbacks.seed import SeedEachStep
+from lightning_hybrid.callbacks.stop import StopOnSignal
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training import TrainingMetrics
 
@@ -11,6 +12,7 @@ __all__ = [
     "MasterWeightAveraging",
     "RunReport",
     "SeedEachStep",
+    "StopOnSignal",
     "TimeToAccuracy",
     "TrainingMetrics",
     "progress_bar",

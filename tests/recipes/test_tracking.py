@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid import metrics as m
-from recipes import launch, tracking
+from recipes import launch, resume, tracking
 from recipes.train import build
 from tests import toy
 from tests.recipes.wandb_file import BLOCK_BYTES, frames, runs_in
@@ -59,7 +59,7 @@ def tracked(run_dir, *overrides, **variables):
 
     with environment(WANDB_SILENT="true", **variables):
         cfg = configured(run_dir, *overrides)
-        ckpt_path = launch.checkpoint(cfg.resume, cfg.run_dir)
+        ckpt_path = resume.checkpoint(cfg)
         trainer, module, data = build(cfg, ckpt_path)
         tracking.begin(trainer, cfg, overrides=overrides)
         try:
