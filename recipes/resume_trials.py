@@ -108,9 +108,9 @@ def noticed_by(ended: Ended) -> str:
     """Who noticed, in a few of the survivors' own words."""
     if 143 in ended.codes:
         return "the run: exit code 143"
-    words = re.search(r"comm: rank \d+ [^.:]*", ended.told)
-    if words:
-        return words.group()
+    for words in (r"rank \d+ does not answer", r"comm: rank \d+ [^.:]*"):
+        if found := re.search(words, ended.told):
+            return found.group()
     return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.told)[:80] or "-"
 
 
@@ -170,7 +170,7 @@ def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base
         where="last.ckpt",
         detected_by="named, passed over" if wrong is None else f"NOT HELD: {wrong}",
         seconds=None,
-        lost=f"{SAVED_EVERY} steps",
+        lost=f"{SAVED_EVERY} steps more",
         is_held=wrong is None,
     )
 

@@ -55,9 +55,20 @@ class StopOnSignal(Callback):
         self._is_asked = False
         self._stops = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen. Lightning, which has begun to before this, gives the signals back after the fit."""
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget what an earlier fit was asked."""
         self._is_asked = self._stops = False
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen; to be obeyed before the first batch."""
+        self._listen(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen."""
+        self._listen(trainer)
+
+    def _listen(self, trainer: pl.Trainer) -> None:
+        """Lightning, which has begun to before this, gives the signals back after the fit."""
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 signal.signal(number, partial(self._on_signal, trainer))

@@ -19,7 +19,7 @@ from tests import toy
 class Signals(pl.Callback):
     """The process is sent a signal in the backward of a step, or in a validation."""
 
-    def __init__(self, rank, *, step=None, in_validation=False, number=signal.SIGTERM):
+    def __init__(self, rank, *, step=None, in_validation=None, number=signal.SIGTERM):
         self.rank, self.step, self.in_validation, self.number = rank, step, in_validation, number
 
     def on_after_backward(self, trainer, module):
@@ -27,7 +27,7 @@ class Signals(pl.Callback):
             os.kill(os.getpid(), self.number)
 
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        if self.in_validation and dist.get_rank() == self.rank and batch_idx == 0:
+        if self.in_validation == trainer.global_step and dist.get_rank() == self.rank and batch_idx == 0:
             os.kill(os.getpid(), self.number)
 
 
@@ -62,9 +62,10 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(two_ranks, tmp_path,
     assert check_whole(Path(tmp_path, "stopped.ckpt"))
 
 
-def test_a_signal_in_validation_is_obeyed_when_it_is_over(two_ranks, tmp_path):
-    results = two_ranks.run(stopped, str(tmp_path), 1, {"in_validation": True})
-    assert [(code, step) for code, step, *_ in results] == [(143, 4), (0, 4)]
+@pytest.mark.parametrize("step", [0, 4], ids=["sanity check", "after the first epoch"])
+def test_a_signal_in_validation_is_obeyed_when_it_is_over(two_ranks, tmp_path, step):
+    results = two_ranks.run(stopped, str(tmp_path), 1, {"in_validation": step})
+    assert [(code, at) for code, at, *_ in results] == [(143, step), (0, step)]
 
 
 def test_a_signal_in_the_last_step_stops_before_the_test(two_ranks, tmp_path):
