@@ -182,12 +182,12 @@ def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
     first = run_ranks(command, run_dir)
     said = "was not written (File too large)" in first.told and 0 not in first.codes
     found = newest_whole(run_dir / "checkpoints")
+    at = 0 if found is None else int(read_checkpoint(found)["global_step"])
     second = run_ranks(command, run_dir)
     wrong = None if said else f"no clear error: {first.codes} {last_line(first.told)}"
     wrong = wrong or (None if second.codes == (0, 0) else f"second run ended with {second.codes}")
     wrong = wrong or difference(run_dir, undisturbed)
     mark = float((run_dir / "died").read_text())
-    at = 0 if found is None else int(read_checkpoint(found)["global_step"])
     return Outcome(
         promise="a full disk loses no checkpoint",
         fault="files may not grow (RLIMIT_FSIZE)",

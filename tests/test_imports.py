@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
-    | {"callbacks.stop", "callbacks.time_to_accuracy", "callbacks.training"},
+    | {"callbacks.epoch_metrics", "callbacks.stop", "callbacks.time_to_accuracy", "callbacks.training"},
     "callbacks.ema": set(),
     "callbacks.environment": set(),
+    "callbacks.epoch_metrics": set(),
     "callbacks.page": set(),
     "callbacks.progress": {"metrics", "callbacks.training"},
     "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}

@@ -1,6 +1,7 @@
 """Callbacks for any LightningModule: metrics to any logger, a report, a progress bar, exact repetition."""
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+from lightning_hybrid.callbacks.epoch_metrics import KeepEpochMetrics
 from lightning_hybrid.callbacks.progress import progress_bar
 from lightning_hybrid.callbacks.report import RunReport
 from lightning_hybrid.callbacks.seed import SeedEachStep
@@ -9,6 +10,7 @@ from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training import TrainingMetrics
 
 __all__ = [
+    "KeepEpochMetrics",
     "MasterWeightAveraging",
     "RunReport",
     "SeedEachStep",

@@ -61,9 +61,9 @@ def numbers_drawn_everywhere(num_before):
 
 
 def test_all_generators_are_seeded_wherever_a_run_draws(two_ranks):
-    """2 epochs of a start, 4 batches and a validation: every place and rank draws its own, whatever was before."""
+    """The sanity check, 2 epochs of a start, 4 batches and a validation: each draws its own, whatever was before."""
     one, other = two_ranks.run(numbers_drawn_everywhere, 0)
-    assert len(one) == 12
+    assert len(one) == 13
     for generator in range(3):
-        assert len({numbers[generator] for numbers in one + other}) == 24
+        assert len({numbers[generator] for numbers in one + other}) == 26
     assert two_ranks.run(numbers_drawn_everywhere, 5) == [one, other]
