@@ -38,6 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_hybrid.checkpoint_io import SavesDurably
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm.watch import is_of_a_collective
 from lightning_hybrid.data.prefetch import prefetch
@@ -61,7 +62,7 @@ from lightning_hybrid.precision import MasterWeightPrecision
 from lightning_hybrid.tuning import TrainerTuning
 
 
-class HybridAllReduceStrategy(DDPStrategy):
+class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
     """Data-parallel training as ``DDPStrategy``, with a hybrid all-reduce and half precision on fp32 masters.
 
     ``precision="16-true"`` and ``"bf16-true"`` are carried out by
@@ -314,8 +315,7 @@ class HybridAllReduceStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load module and, after setup, the masters with the checkpoint's exact fp32 values."""
         super().load_model_state_dict(checkpoint, strict=strict)
-        masters = self._masters
-        if masters is not None:
+        if (masters := self._masters) is not None:
             assert self.lightning_module is not None
             masters.load_fp32_(self.lightning_module, checkpoint["state_dict"])
 

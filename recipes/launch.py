@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -115,23 +114,6 @@ def check_holes(cfg: DictConfig) -> None:
             f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
             f"{missing[0]}=..."
         )
-
-
-def checkpoint(resume: str | None, run_dir: str) -> str | None:
-    """The checkpoint to resume from, if any.
-
-    Raises:
-        ValueError: There is no such file.
-    """
-    if resume == "auto":
-        last = Path(run_dir) / "checkpoints" / "last.ckpt"
-        return str(last) if last.is_file() else None
-    if resume is not None and not Path(resume).is_file():
-        raise ValueError(
-            f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
-            "<run directory>/checkpoints/last.ckpt."
-        )
-    return resume
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

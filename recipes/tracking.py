@@ -13,49 +13,83 @@ import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks.environment import code_state
+from recipes import rows
+from recipes.rows import CSVRows
 
 STEP_METRIC = "trainer/global_step"
 """Lightning's name for the step, against which its logger for W&B draws all curves."""
 
 
 class TrackerRun(Callback):
-    """Keep the id of the tracker's run in the checkpoint; of W&B's, where it sends or writes anything."""
+    """Keep in the checkpoint how far the run's loggers are, so that a resumed run goes on there.
+
+    The id of the tracker's run; of W&B's, where it sends or writes anything. The rows that CSV and W&B have: what a
+    killed run logged after the checkpoint is dropped from the CSV, and written again with the same numbers by W&B. And
+    the row that Lightning has not logged yet when the checkpoint of a step is written.
+    """
 
     def __init__(self) -> None:
         self.run_id: str | None = None
+        self._trainer: pl.Trainer | None = None
+        self._resumed: dict[str, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Know whose loggers to ask."""
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on where the checkpoint was."""
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                num_rows = self._resumed.get("num_rows", {}).get(type(logger).__name__)
+                rows.go_on(logger, num_rows, self._resumed.get("row_to_come"))
+        self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The id; None without a tracker that has one."""
-        return {"run_id": self.run_id}
+        """The id (None without a tracker that has one), rows by logger, the row to come."""
+        trainer = self._trainer
+        state: dict[str, Any] = {"run_id": self.run_id}
+        if trainer is not None and trainer.loggers:
+            state["row_to_come"] = rows.row_to_come(trainer)
+            if trainer.is_global_zero:
+                state["num_rows"] = {type(logger).__name__: rows.num_rows_of(logger) for logger in trainer.loggers}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A run that was begun has an id by now; one with another logger keeps that of the checkpoint for later."""
+        self._resumed = state_dict
         if self.run_id is None:
             self.run_id = state_dict["run_id"]
 
 
 def kept_run_id(ckpt_path: str | None) -> str | None:
-    """The id in a checkpoint, of which nothing else is read; None where it has none.
+    """The id in a checkpoint; None where it has none. Raises as `kept_state`."""
+    found: str | None = kept_state(ckpt_path).get("run_id")
+    return found
+
+
+def kept_state(ckpt_path: str | None) -> dict[str, Any]:
+    """What `TrackerRun` left in a checkpoint, of which nothing else is read; nothing where it has none.
 
     Raises:
         ValueError: The file is no checkpoint.
     """
     if ckpt_path is None:
-        return None
+        return {}
     try:
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
-        found: str | None = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {}).get("run_id")
+        found: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError
         if "weights_only" in str(error):  # whole, but with objects of the user's own
             rank_zero_warn(f"the tracker's run id in {ckpt_path} cannot be read: the tracker begins a new run")
-            return None
+            return {}
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"`resume` (={ckpt_path}) must be a whole checkpoint of Lightning's: {reason}. Give one that was saved in "
@@ -78,11 +112,15 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
             "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, and neither is installed: nothing "
             "would be logged. Run `pip install -e '.[tensorboard]'`, or choose logger=csv or logger=wandb."
         )
+    if target.endswith("CSVRows"):
+        num_rows = kept_state(ckpt_path).get("num_rows", {}).get("CSVRows")
+        return cast(Logger, instantiate(cfg.logger, num_rows_kept=num_rows or 0))
     if not target.endswith("WandbLogger"):
         return cast(Logger | None, instantiate(cfg.logger) or None)
     if not _is_installed("wandb"):
         rank_zero_warn("wandb is not installed: metrics go to csv/metrics.csv of the run directory, as with logger=csv")
-        return CSVLogger(save_dir=cfg.run_dir, name="", version="csv")
+        num_rows = kept_state(ckpt_path).get("num_rows", {}).get("CSVRows")
+        return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)
     kept = None if cfg.logger.get("id") else kept_run_id(ckpt_path)
     return cast(Logger, instantiate(cfg.logger, **({} if kept is None else {"id": kept})))
 

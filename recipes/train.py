@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes import launch, tracking, utilisation
+from recipes import launch, resume, tracking, utilisation
 from recipes.classifier import Classifier
 from recipes.world import batch_line
 
@@ -39,7 +39,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     trainer: pl.Trainer = instantiate(
         cfg.trainer,
         strategy=instantiate(cfg.strategy),
-        callbacks=[made for each in cfg.callbacks.values() if (made := instantiate(each)) is not None],
+        callbacks=[resume.SameCheckpoint(ckpt_path), *filter(None, map(instantiate, cfg.callbacks.values()))],
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
@@ -62,7 +62,7 @@ def main(cfg: DictConfig) -> float:
     """Fit, then test the network as training left it; the accuracy is what a sweep compares."""
     with launch.job() as trainers:
         with launch.short_errors():
-            ckpt_path = launch.checkpoint(cfg.resume, cfg.run_dir)
+            ckpt_path = resume.checkpoint(cfg)
             trainer, module, data = build(cfg, ckpt_path)
             tracking.begin(trainer, cfg, overrides=HydraConfig.get().overrides.task)
         trainers.append(trainer)

@@ -42,13 +42,25 @@ class MasterWeightAveraging(EMAWeightAveraging):
             )
         super().__init__(decay=decay, **kwargs)
         self._kept: list[Tensor] | None = None
+        self._is_handed_over = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """As Lightning's, with a model that averages masters."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
+            self._is_handed_over = False
             assert self._average_model is not None
             self._average_model.__class__ = _AverageOfMasters
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the module the average."""
+        super().on_train_end(trainer, pl_module)
+        self._is_handed_over = True
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The same where there was nothing left to train: a run resumed after its last step, to be tested."""
+        if not self._is_handed_over and self._average_model is not None:
+            self._copy_average_to_current(pl_module)
 
     @torch.no_grad()
     def _swap_models(self, pl_module: pl.LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,12 +10,19 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
+# What numbers are drawn for, beside batches: the fifth word of the entropy.
+_EPOCH, _VALIDATION = 1, 2
+
 
 class SeedEachStep(Callback):
     """Draw the random numbers of a batch from (seed, rank, epoch, batch), not from all that went before.
 
     A run resumed in mid-epoch then draws the same dropout masks as the uninterrupted one, on each rank, although
-    Lightning saves no generator state and rank zero alone writes the checkpoint.
+    Lightning saves no generator state and rank zero alone writes the checkpoint. Nothing has to be saved: also under
+    another number of ranks the steps that follow draw what they would have.
+
+    So it is with the start of an epoch, from (seed, rank, epoch), and of a validation, from these and the step. Torch's
+    generators are seeded, the CUDA ones too, numpy's and Python's. List it before callbacks that draw numbers.
 
     Args:
         seed: The run's.
@@ -23,9 +31,23 @@ class SeedEachStep(Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Seed for what is drawn before the first batch."""
+        self._seed(trainer, 0, _EPOCH)
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Seed torch's generators, the CUDA ones too."""
-        entropy = [self.seed, trainer.global_rank, trainer.current_epoch, batch_idx]
-        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        """Seed for the batch."""
+        self._seed(trainer, batch_idx)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Seed for a validation, which may come at any batch of the epoch."""
+        self._seed(trainer, trainer.global_step, _VALIDATION)
+
+    def _seed(self, trainer: pl.Trainer, *place: int) -> None:
+        entropy = [self.seed, trainer.global_rank, trainer.current_epoch, *place]
+        for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3, np.uint64).tolist()
+        torch.manual_seed(for_torch)
+        np.random.seed(for_numpy % 2**32)
+        random.seed(for_python)

@@ -94,18 +94,6 @@ def test_hydra_refuses_an_unknown_key_by_name(mistake):
         configured(mistake)
 
 
-def test_resume_needs_a_file_and_auto_does_not(tmp_path):
-    assert launch.checkpoint(None, str(tmp_path)) is None
-    assert launch.checkpoint("auto", str(tmp_path)) is None
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    last.parent.mkdir()
-    last.touch()
-    assert launch.checkpoint("auto", str(tmp_path)) == str(last)
-    assert launch.checkpoint(str(last), "elsewhere") == str(last)
-    with pytest.raises(ValueError, match=r"`resume` \(=no.ckpt\) must be a checkpoint"):
-        launch.checkpoint("no.ckpt", str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("variables", "name"),
     [

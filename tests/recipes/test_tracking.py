@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid import metrics as m
-from recipes import launch, tracking
+from recipes import launch, resume, tracking
 from recipes.train import build
 from tests import toy
 from tests.recipes.wandb_file import BLOCK_BYTES, frames, runs_in
@@ -59,7 +59,7 @@ def tracked(run_dir, *overrides, **variables):
 
     with environment(WANDB_SILENT="true", **variables):
         cfg = configured(run_dir, *overrides)
-        ckpt_path = launch.checkpoint(cfg.resume, cfg.run_dir)
+        ckpt_path = resume.checkpoint(cfg)
         trainer, module, data = build(cfg, ckpt_path)
         tracking.begin(trainer, cfg, overrides=overrides)
         try:
@@ -105,6 +105,10 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # kept for later
     told = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
     assert told == [(begun, [0, 1]), (begun, [2, 3])]
+    rows = [row["_step"] for each in runs_in(first) for row in each.history]
+    assert rows == list(
+        range(len(rows))
+    )  # W&B's own count goes on too: the files can be synchronised one after the other
     assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
 
 

@@ -1,0 +1,116 @@
+"""Averages of an epoch that a checkpoint in its middle does not forget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+
+KEY = "epoch_metrics"
+"""Of what this adds to a checkpoint."""
+
+
+class KeepEpochMetrics(Callback):
+    """Keep what training has summed up in the epoch so far, on each rank, in checkpoints within the epoch.
+
+        `torchmetrics` objects of the module        their states
+        `self.log(..., on_epoch=True)`              sums and weights of Lightning's
+
+    Lightning 2.6 saves neither: after a resume in mid-epoch the epoch's values are those of its rest. Sums of ranks
+    differ, and rank zero writes the checkpoint, so they are gathered: *every rank must have this callback.*
+
+    Under another number of ranks the sums belong to nobody: a warning says that the epoch's values are of its rest.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] | None = None
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Gather. Collective."""
+        own = {"metrics": dict(_states(pl_module)), "logged": dict(_sums(trainer))}
+        ranks: list[Any] = [own]
+        if trainer.world_size > 1 and dist.is_initialized():
+            ranks = [None] * trainer.world_size
+            dist.all_gather_object(ranks, own)
+        if any(each["metrics"] or each["logged"] for each in ranks):
+            checkpoint[KEY] = ranks
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take this rank's."""
+        ranks = checkpoint.get(KEY)
+        if ranks is not None and len(ranks) != trainer.world_size:
+            rank_zero_warn(
+                f"`world_size` (={trainer.world_size}) is not that of the checkpoint (={len(ranks)}), whose ranks had "
+                "each summed up its part of the epoch's metrics: the values of this epoch will be of its rest only."
+            )
+            ranks = None
+        self._kept = None if ranks is None else ranks[trainer.global_rank]
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Give the metrics their sums back, before the first batch after a resume."""
+        if self._kept is None:
+            return
+        metrics = dict(_metrics(pl_module))
+        for name, (num_updates, states) in self._kept["metrics"].items():
+            for state, value in states.items():
+                setattr(metrics[name], state, _on(value, pl_module.device))
+            metrics[name]._update_count = num_updates
+        self._kept["metrics"] = {}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the sums of before to Lightning's, which come to be in the first batch after a resume."""
+        if self._kept is None:
+            return
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for key, sums in self._kept["logged"].items():
+            if key not in results:  # logged in some batches only: not in this one
+                continue
+            for name, value in sums.items():
+                setattr(results[key], name, getattr(results[key], name) + _on(value, pl_module.device))
+            results[key]._computed = None
+        self._kept = None
+
+
+def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
+
+
+def _states(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Of each metric that has been updated since its reset: how often, and its states."""
+    for name, metric in _metrics(module):
+        if metric._update_count:
+            yield (
+                name,
+                (metric._update_count, {state: _on(getattr(metric, state), "cpu") for state in metric._defaults}),
+            )
+
+
+def _sums(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Of each value that is averaged or added up over the epoch: its sum so far, and the weight of that."""
+    if not trainer.training or trainer.is_last_batch:
+        return
+    results: Any = trainer.fit_loop.epoch_loop._results or {}
+    for key, result in results.items():
+        names = {"mean": ("value", "cumulated_batch_size"), "sum": ("value",)}
+        reduction = "mean" if result.meta.is_mean_reduction else "sum" if result.meta.is_sum_reduction else None
+        if result.is_tensor and result.meta.on_epoch and reduction is not None:
+            yield key, {name: getattr(result, name).detach().cpu().clone() for name in names[reduction]}
+
+
+def _on(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else [each.to(device) for each in value]

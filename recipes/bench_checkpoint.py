@@ -1,0 +1,37 @@
+"""What a checkpoint costs a step, by ways of writing it: `python recipes/bench_checkpoint.py`; see recipes/faults."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# Before torch is imported: one thread for the step, as in a rank that shares the cores with others. Yours wins.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from recipes import bench_checkpoints, bench_report, launch
+
+launch.register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="bench_checkpoint")
+def main(cfg: DictConfig) -> None:
+    """Save the state of the network and its optimizer in turns; print the table, write it and every sample."""
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    folder = Path(config.pop("run_dir"))
+    checkpoint = bench_checkpoints.state_of(instantiate(cfg.model))
+    samples = bench_checkpoints.samples(checkpoint, folder / "checkpoints", num_repeats=cfg.num_repeats)
+    table = bench_checkpoints.markdown(samples, bench_checkpoints.num_bytes_of(checkpoint))
+    told = {"config": config, "environment": bench_report.environment(), "samples": samples}
+    (folder / "checkpoint.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "table.md").write_text(table + "\n")
+    print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

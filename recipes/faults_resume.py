@@ -1,0 +1,38 @@
+"""Kill runs anywhere and see that they resume to the bit: `python recipes/faults_resume.py`; see recipes/faults."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from recipes import fault_table, launch, resume_trials
+
+launch.register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="faults_resume")
+def main(cfg: DictConfig) -> None:
+    """One run and one resumed run for each trial; print each as it ends, write the table. Status 1 where one broke."""
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    folder = Path(config.pop("run_dir"))
+    outcomes = list[fault_table.Outcome]()
+    for outcome in resume_trials.outcomes(folder / "runs", num_trials=cfg.num_trials, seed=cfg.seed, own=cfg.own):
+        outcomes.append(outcome)
+        print("  ".join(outcome.cells()), flush=True)
+        fault_table.write(folder, outcomes, config=config, title=cfg.about or "Killed runs, damaged checkpoints")
+    print(f"\n{fault_table.markdown(outcomes)}\n\nwritten to {folder.resolve()}", flush=True)
+    if not all(outcome.is_held for outcome in outcomes):
+        sys.exit(1)
+    shutil.rmtree(folder / "runs")
+
+
+if __name__ == "__main__":
+    main()

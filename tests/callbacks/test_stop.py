@@ -1,0 +1,91 @@
+"""A signal to any rank stops all of them after the same step, with a checkpoint from which a run goes on to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hybrid.callbacks import StopOnSignal
+from lightning_hybrid.checkpoint_file import check_whole
+from tests import toy
+
+
+class Signals(pl.Callback):
+    """The process is sent a signal in the backward of a step, or in a validation."""
+
+    def __init__(self, rank, *, step=None, in_validation=None, number=signal.SIGTERM):
+        self.rank, self.step, self.in_validation, self.number = rank, step, in_validation, number
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == self.step and dist.get_rank() == self.rank:
+            os.kill(os.getpid(), self.number)
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if self.in_validation == trainer.global_step and dist.get_rank() == self.rank and batch_idx == 0:
+            os.kill(os.getpid(), self.number)
+
+
+def stopped(folder, rank, where, name="SIGTERM"):
+    """What ended each rank, after which step; the handler of the signal afterwards is the one of before."""
+    before = signal.getsignal(signal.Signals[name])
+    module, signals = toy.Toy(), Signals(rank, number=signal.Signals[name], **where)
+    trainer = toy.trainer(callbacks=[StopOnSignal(folder, signals=[name]), signals], max_epochs=3)
+    code = "went on"
+    try:
+        trainer.fit(module, toy.loader(), toy.loader())
+    except SIGTERMException as end:
+        code = end.code
+    is_as_before = signal.getsignal(signal.Signals[name]) is before
+    return code, trainer.global_step, is_as_before, len(module.losses)
+
+
+def whole(resume=None):
+    module = toy.Toy()
+    trainer = toy.trainer(max_epochs=3)
+    trainer.fit(module, toy.loader(), toy.loader(), ckpt_path=resume)
+    return toy.weights(module)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_stops_all_after_the_same_step(two_ranks, tmp_path, rank):
+    """4 steps an epoch; the signal comes in step 2 of the second."""
+    results = two_ranks.run(stopped, str(tmp_path), rank, {"step": 5})
+    codes, *rest = zip(*results, strict=True)
+    assert codes == (143, 0)  # the second rank as one that Lightning started
+    assert rest == [(6, 6), (True, True), (6, 6)]
+    assert check_whole(Path(tmp_path, "stopped.ckpt"))
+
+
+@pytest.mark.parametrize("step", [0, 4], ids=["sanity check", "after the first epoch"])
+def test_a_signal_in_validation_is_obeyed_when_it_is_over(two_ranks, tmp_path, step):
+    results = two_ranks.run(stopped, str(tmp_path), 1, {"in_validation": step})
+    assert [(code, at) for code, at, *_ in results] == [(143, step), (0, step)]
+
+
+def test_a_signal_in_the_last_step_stops_before_the_test(two_ranks, tmp_path):
+    results = two_ranks.run(stopped, str(tmp_path), 0, {"step": 11})
+    assert [(code, step) for code, step, *_ in results] == [(143, 12), (0, 12)]
+
+
+def test_a_rank_alone_stops_as_well_and_at_another_signal(one_rank, tmp_path):
+    assert one_rank.run(stopped, str(tmp_path), 0, {"step": 5}, "SIGUSR1") == [(143, 6, True, 6)]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_stopped_run_goes_on_to_the_bit(two_ranks, tmp_path):
+    """After a whole epoch, as the toy's loader keeps no place: `recipes/faults_resume.py` stops at any step."""
+    two_ranks.run(stopped, str(tmp_path), 1, {"step": 3})
+    expected = two_ranks.run(whole)
+    for weights, resumed in zip(expected, two_ranks.run(whole, str(tmp_path / "stopped.ckpt")), strict=True):
+        assert toy.same_bits(weights, resumed)
+
+
+def test_a_signal_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"`signals` \(=SIGNONE\) must be names of signals"):
+        StopOnSignal(signals=["SIGNONE"])
