@@ -33,6 +33,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
+KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
+"""Errors whose message says what is wrong without their name."""
+
 # What Lightning's launcher leaves in the environment of the process that starts the others.
 LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -74,44 +77,39 @@ def _is_rank_zero() -> bool:
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all)."""
+    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all).
+
+    To be put around what is done before work starts: whatever goes wrong there comes from what was given.
+    """
     try:
         yield
-    except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
-        cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
-        notes = ("full_key:", "object_type=")
-        text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
-        text = text.removeprefix("ValueError raised while resolving interpolation: ")
-        key = where.partition(":")[2].strip()
-        raise SystemExit(f"error: {text}" + (f" [{key}]" if key else "")) from None
+        raise SystemExit(f"error: {told_of(error)}") from None
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuse a configuration with holes, or with a value that no rank could agree on.
+def told_of(error: Exception) -> str:
+    """What an error says, and where: the key of the part that could not be built, and what of it was given."""
+    where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
+    cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
+    notes = ("full_key:", "object_type=", "reference_type=")
+    text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
+    text = text.removeprefix("ValueError raised while resolving interpolation: ")
+    key = where.partition(":")[2].strip()
+    if "`" not in text:  # not in our words: by torch, Lightning or the system
+        text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
+        text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
+    return text + (f" [{key}]" if key else "")
 
-    Raises:
-        ValueError: A `???` without a value, a seed or a batch size that is not a whole number.
-    """
-    check_holes(cfg)
-    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
-        if not isinstance(cfg[name], int):
-            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
 
-
-def check_holes(cfg: DictConfig) -> None:
-    """Refuse a configuration with holes.
-
-    Raises:
-        ValueError: A `???` without a value.
-    """
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise ValueError(
-            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
-            f"{missing[0]}=..."
-        )
+def _given(key: str) -> str:
+    """What of a part was given on the command line: by its message alone nobody would know."""
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
+    within = [one for one, name in names.items() if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
+    given = within if key and within else list(names)
+    return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
 
 
 def checkpoint(resume: str | None, run_dir: str) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes import launch, tracking, utilisation
+from recipes import launch, tracking, train_keys, utilisation
 from recipes.classifier import Classifier
 from recipes.world import batch_line
 
@@ -31,7 +31,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Everything a run needs, checked as far as it can be before any process is started."""
-    launch.check(cfg)
+    train_keys.check(cfg)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)

@@ -21,6 +21,9 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
     >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1), num_ranks("auto", 2, "cpu")
     (8, 2, 3, 2)
+
+    Raises:
+        ValueError: `devices` is no number of devices.
     """
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -28,7 +31,13 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
         return len(devices) * num_nodes
     if devices in ("auto", -1, "-1"):
         devices = 1 if accelerator == "cpu" else torch.cuda.device_count() or 1
-    return int(devices) * num_nodes
+    try:
+        return int(devices) * num_nodes
+    except ValueError:
+        raise ValueError(
+            f"`trainer.devices` (={devices!r}) must be a number of devices, a list of them or auto: each is a process."
+            " Set trainer.devices=2."
+        ) from None
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
