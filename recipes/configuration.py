@@ -63,7 +63,18 @@ SEED = Rule(hint=int, words="a whole number from 0 to 4294967295", holds=lambda 
 
 
 NOT_NEGATIVE = Rule(hint=float, words="a number, at least 0", holds=lambda value: 0 <= value < math.inf)
-_ABOVE_ZERO = ("_bytes", "_size", "_side", "_kernel", "_stride", "_resize", "_channels", "_steps", "_classes", "_factor")
+_ABOVE_ZERO = (
+    "_bytes",
+    "_size",
+    "_side",
+    "_kernel",
+    "_stride",
+    "_resize",
+    "_channels",
+    "_steps",
+    "_classes",
+    "_factor",
+)
 _AT_LEAST_ZERO = ("_s", "_padding", "_pixels", "_epochs", "_cases", "_images")
 
 

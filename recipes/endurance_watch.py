@@ -24,18 +24,19 @@ QUANTITIES = {
     "num_groups": "process groups of torch.distributed",
     "num_objects": "Python objects that the garbage collector tracks, after a collection",
     "step_s": "time of a step from batch to batch, median since the sample before",
+    "cpu_s": "processor time of such a step, of all threads of the process, mean since the sample before",
 }
-"""Name of each sampled quantity, and what it is; names end in their unit, or begin with what is counted."""
+"""Name of each sampled quantity, and what it is."""
 
 
 def process_state() -> dict[str, float]:
-    """What this process holds now; everything of `QUANTITIES` but the time of a step.
+    """What this process holds now; everything of `QUANTITIES` but times.
 
     Raises:
         ValueError: There is no `/proc` to read, as on systems that are not Linux.
 
     >>> sorted(set(QUANTITIES) - set(process_state()))
-    ['step_s']
+    ['cpu_s', 'step_s']
     >>> held = os.open(os.devnull, os.O_RDONLY)
     >>> more = process_state()["num_fds"]
     >>> os.close(held)
@@ -97,8 +98,8 @@ class ProcessWatch(Callback):
                 "to the next. Set callbacks.endurance.every_n_steps=25."
             )
         self.directory, self.every_n_steps = Path(directory), every_n_steps
-        self._times_s: list[float] = []
-        self._began_s: float | None = None
+        self._times_s: list[tuple[float, float]] = []  # by the clock, of the processor
+        self._began_s: tuple[float, float] | None = None
         self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,16 +121,18 @@ class ProcessWatch(Callback):
         if trainer.global_step == self._last_step:  # accumulating gradients
             return
         self._last_step = trainer.global_step
-        now_s = time.perf_counter()
         if self._began_s is not None:
-            self._times_s.append(now_s - self._began_s)
+            began_s, began_cpu_s = self._began_s
+            self._times_s.append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))
         if trainer.global_step % self.every_n_steps == 0:
-            sample = {"step": trainer.global_step, **process_state()}
-            sample["step_s"] = statistics.median(self._times_s) if self._times_s else None
+            sample: dict[str, float | None] = {"step": trainer.global_step, **process_state()}
+            times_s, cpu_times_s = zip(*self._times_s, strict=True) if self._times_s else ((), ())
+            sample["step_s"] = statistics.median(times_s) if times_s else None
+            sample["cpu_s"] = statistics.mean(cpu_times_s) if cpu_times_s else None
             self._times_s = []
             with self._path(trainer).open("a") as file:
                 file.write(json.dumps(sample) + "\n")
-        self._began_s = time.perf_counter()
+        self._began_s = (time.perf_counter(), time.process_time())
 
     def _path(self, trainer: pl.Trainer) -> Path:
         return self.directory / f"rank-{trainer.global_rank}.jsonl"

@@ -107,7 +107,9 @@ def _given(key: str) -> str:
     """What of a part was given on the command line: by its message alone nobody would know."""
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
-    within = [one for one, name in names.items() if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
+    within = [
+        one for one, name in names.items() if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+    ]
     given = within if key and within else list(names)
     return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
 

@@ -22,12 +22,16 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
     | {"callbacks.time_to_accuracy", "callbacks.training"},
+    "callbacks.curves": set(),
     "callbacks.ema": set(),
     "callbacks.environment": set(),
     "callbacks.page": set(),
     "callbacks.progress": {"metrics", "callbacks.training"},
     "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}
-    | {f"callbacks.{name}" for name in ("environment", "page", "report_parts", "time_to_accuracy", "training")},
+    | {
+        f"callbacks.{name}"
+        for name in ("curves", "environment", "page", "report_parts", "time_to_accuracy", "training")
+    },
     "callbacks.report_parts": {"metrics", "communication", "comm.summary", "callbacks.page"},
     "callbacks.seed": set(),
     "callbacks.time_to_accuracy": {"metrics"},
