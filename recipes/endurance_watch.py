@@ -1,4 +1,4 @@
-"""What a process holds while it trains: memory, threads, open files, sockets, process groups, and the time of a step."""
+"""What a process holds while it trains: memory, threads, open files, sockets, groups; and how long steps take."""
 
 from __future__ import annotations
 

@@ -114,6 +114,21 @@ def _given(key: str) -> str:
     return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
 
 
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; None: CUDA's where there is one, else the CPU.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` (={name!r}) must be a device of this machine: {reason}. Set device=cpu.") from error
+    return device
+
+
 def checkpoint(resume: str | None, run_dir: str) -> str | None:
     """The checkpoint to resume from, if any.
 
@@ -143,7 +158,8 @@ def quieten() -> None:
 def job() -> Iterator[list[pl.Trainer | Fabric]]:
     """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
 
-    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for.
+    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
+    we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
     """
     quieten()
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
@@ -160,6 +176,11 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
         exit_code = 0
+    except (MisconfigurationException, ValueError) as error:
+        is_told = isinstance(error, MisconfigurationException) or str(error).startswith("`")
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters
+            raise
+        raise SystemExit(f"error: {told_of(error)}") from None
     finally:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline

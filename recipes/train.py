@@ -43,7 +43,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
-    model: nn.Module = instantiate(cfg.model)
+    model = train_keys.model_for(data, cfg)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     utilisation.fill_in(trainer, model, cfg)
     module = Classifier(
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> float:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunReport) and trainer.is_global_zero:
                 print(callback.table(trainer), flush=True)
-        return float(trainer.callback_metrics[m.TEST_ACC])
+        return float(trainer.callback_metrics.get(m.TEST_ACC, float("nan")))
 
 
 if __name__ == "__main__":

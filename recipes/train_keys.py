@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -13,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_hybrid.models import forward_flops_per_image
 from recipes import configuration
-from recipes.configuration import COUNT, RANKS, SEED
+from recipes.kinds import COUNT, NOTHING, POSITIVE, RANKS, SEED
 
 TRAIN_KEYS: dict[str, Any] = {
     "seed": SEED,
@@ -41,9 +43,11 @@ TRAIN_KEYS: dict[str, Any] = {
     "trainer": pl.Trainer,
     "trainer.devices": (RANKS, list[int], str),
     "trainer.num_nodes": RANKS,
+    "trainer.check_val_every_n_epoch": (COUNT, None),
+    "trainer.val_check_interval": (POSITIVE, str, dict, None),
     "trainer.accumulate_grad_batches": COUNT,
     "callbacks": dict[str, Callback | None],
-    "logger": Logger | None,
+    "logger": (Logger, None, NOTHING),
 }
 
 
@@ -54,3 +58,29 @@ def check(cfg: DictConfig) -> None:
         ValueError: As :func:`recipes.configuration.check`.
     """
     configuration.check(cfg, TRAIN_KEYS)
+
+
+def model_for(data: pl.LightningDataModule, cfg: DictConfig) -> nn.Module:
+    """The configured network, after a forward without memory or arithmetic: whether it takes what `data` gives.
+
+    Raises:
+        ValueError: It does not, or it has fewer logits than `data` has classes.
+    """
+    model: nn.Module = instantiate(cfg.model)
+    num_classes, shape = getattr(data, "num_classes", 0), getattr(data, "image_shape", None)
+    if cfg.model.num_classes < num_classes:
+        raise ValueError(
+            f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
+            f"{type(data).__name__} (={num_classes}): the others would have no logit. Set "
+            f"model.num_classes={num_classes}."
+        )
+    if shape is not None:
+        try:
+            forward_flops_per_image(model, shape)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"`model` (={type(model).__name__}) must take images of {' x '.join(map(str, shape))}, which "
+                f"{type(data).__name__} gives: {error}. Set model.in_channels={shape[0]}, and model.image_size="
+                f"{shape[1]} where it has one."
+            ) from error
+    return model
