@@ -14,6 +14,7 @@ started from outside carries the launcher's own id.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
 """Errors whose message says what is wrong without their name."""
+
+IN_OUR_WORDS = re.compile(r"`[^`]+` (\(=|must|is not known)")
 
 # What Lightning's launcher leaves in the environment of the process that starts the others.
 LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -97,7 +100,7 @@ def told_of(error: Exception) -> str:
     text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
     text = text.removeprefix("ValueError raised while resolving interpolation: ")
     key = where.partition(":")[2].strip()
-    if "`" not in text:  # not in our words: by torch, Lightning or the system
+    if IN_OUR_WORDS.match(text) is None:  # not in our words: by torch, Lightning or the system
         text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
     return text + (f" [{key}]" if key else "")

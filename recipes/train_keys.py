@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hybrid.models import forward_flops_per_image
 from recipes import configuration
-from recipes.kinds import COUNT, NOTHING, POSITIVE, RANKS, SEED
+from recipes.kinds import COUNT, NOT_NEGATIVE, NOTHING, POSITIVE, RANKS, SEED
 
 TRAIN_KEYS: dict[str, Any] = {
     "seed": SEED,
@@ -24,7 +24,7 @@ TRAIN_KEYS: dict[str, Any] = {
     "global_batch_size": COUNT,
     "batch_size_per_rank": int | None,
     "max_batch_size_per_rank": int | None,
-    "warmup_epochs": float | None,
+    "warmup_epochs": (NOT_NEGATIVE, None),
     "warmup_steps": int | None,
     "label_smoothing": float,
     "channels_last": bool,
@@ -37,8 +37,10 @@ TRAIN_KEYS: dict[str, Any] = {
     "model.num_classes": COUNT,
     "data": pl.LightningDataModule,
     "optim": Optimizer,
+    "optim._partial_": Literal[True],
     "optim.weight_decay": float,
     "schedule": LRScheduler,
+    "schedule._partial_": Literal[True],
     "strategy": Strategy,
     "trainer": pl.Trainer,
     "trainer.devices": (RANKS, list[int], str),

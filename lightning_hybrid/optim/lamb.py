@@ -80,7 +80,7 @@ class LAMB(LayerwiseOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": betas,
+            "betas": tuple(betas) if isinstance(betas, Sequence) and not isinstance(betas, str) else betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
