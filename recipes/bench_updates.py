@@ -109,8 +109,8 @@ class UpdateBench:
     def __post_init__(self) -> None:
         for key, names, known in (("gradients", self.gradients, GRADIENT_SETS), ("arms", self.arms, ARMS)):
             for name in names:
-                if name not in known:  # type: ignore[operator]
-                    choices = ", ".join(known)  # type: ignore[arg-type]
+                if name not in known:
+                    choices = ", ".join(known)
                     raise ValueError(f"`updates.{key}` (={name}) must be one of {choices}: no other is there.")
 
     def run(self, device: torch.device) -> Iterator[UpdateRow]:

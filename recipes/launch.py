@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes import surroundings
 from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
@@ -165,9 +166,11 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
     """
     quieten()
+    hydra = HydraConfig.get()
+    with short_errors():
+        surroundings.check(hydra.runtime.output_dir if _is_rank_zero() else None)
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     sys.argv = [argv[0], *command_of_this_job()]
-    hydra = HydraConfig.get()
     with read_write(
         cast(DictConfig, hydra)
     ):  # Lightning gives this, and not the directory of a sweep, to the ranks it starts

@@ -9,6 +9,7 @@ import torch
 
 from lightning_hybrid.data import batch_size_per_rank
 from lightning_hybrid.models import ghost_batch_size
+from recipes.surroundings import whole_number
 
 
 def slurm_started_us() -> bool:
@@ -51,9 +52,9 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
     }
     of_torchrun, of_slurm = names[what]
     if of_torchrun in os.environ:
-        return int(os.environ[of_torchrun])
+        return whole_number(of_torchrun)
     if slurm_started_us() and of_slurm in os.environ:
-        return int(os.environ[of_slurm])
+        return whole_number(of_slurm)
     return otherwise
 
 

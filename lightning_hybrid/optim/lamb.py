@@ -1,5 +1,6 @@
 """LAMB: AdamW in which each layer's step is proportional to the layer's own size."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch

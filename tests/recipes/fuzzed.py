@@ -25,10 +25,10 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 # What each recipe is composed with; `TMP` stands for a folder with an image set and a run in it.
 BASES: dict[str, list[str]] = {
     "train": ["callbacks=[default,ema,time_to_accuracy,endurance]", "callbacks.time_to_accuracy.target=0.9"],
-    "train ": ["data=imagenet", "data.root=TMP/images", "model=resnet50", "model.num_classes=2", "optim=lamb"]
-    + ["global_batch_size=2", "model.depth=18", "model.width=0.0625", "data.image_size=32", "logger=csv"],
-    "train  ": ["data=synthetic", "data.image_size=16", "model.in_channels=3", "optim=sgd", "strategy=ddp"]
-    + ["precision=32-true", "logger=none", "model.num_classes=1000"],
+    "train ": "data=imagenet data.root=TMP/images model=resnet50 model.num_classes=2 model.depth=18 model.width=0.0625 "
+    "global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
+    "train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd strategy=ddp "
+    "precision=32-true logger=none".split(),
     "simulate": ["num_steps=2", "scaling_ranks=[1]", "search.algorithms=[flat]", "search.bucket_bytes=[4194304]"],
     "simulate_profile": [],
     "search": [],
@@ -104,7 +104,9 @@ WORDS = ["", "zzz", "???", "ä ☃", "/dev/null/no", "${nope.nope}", "${", "null
 VALUES = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(WORDS),
-    st.sampled_from([None, True, False, [], [1], ["zzz"], {}, {"a": 1}, [[]], {"_target_": "os.system", "command": ":"}]),
+    st.sampled_from(
+        [None, True, False, [], [1], ["zzz"], {}, {"a": 1}, [[]], {"_target_": "os.system", "command": ":"}]
+    ),
     st.text(max_size=12),
 )
 ACTIONS = st.sampled_from(["set"] * 8 + ["misspell", "remove", "loop"])

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from recipes import configuration, kinds
 from tests.recipes import fuzzed
 
 NUM_CASES = 30  # of each recipe in every run; `pytest --fuzz-cases 1000 tests/recipes/test_fuzzed_configurations.py`
