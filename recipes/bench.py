@@ -17,9 +17,23 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybrid.comm import CommPlan, Topology
-from recipes import bench_report, launch
+from recipes import bench_report, configuration, kinds, launch
+from recipes.bench_allreduce import AllReduceBench
+from recipes.bench_steps import StepBench
+from recipes.kinds import RANKS
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "world.accelerator": str,
+    "world.devices": (RANKS, list[int], str),
+    "world.num_nodes": RANKS,
+    "link_bytes_per_s": (kinds.POSITIVE, None),
+    "about": str | None,
+    "allreduce": AllReduceBench | None,
+    "steps": StepBench | None,
+    "run_dir": str,
+}
 
 
 def measure(benches: list[Any], fabric: Fabric, topology: Topology) -> Iterator[bench_report.Row]:
@@ -35,6 +49,7 @@ def main(cfg: DictConfig) -> None:
         for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors():
+            configuration.check(cfg, KEYS)
             benches = [instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None]
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)

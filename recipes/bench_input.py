@@ -17,15 +17,18 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybrid.data import decode
-from recipes import bench_inputs, bench_report, launch
+from recipes import bench_inputs, bench_report, configuration, launch
 
 launch.register_resolvers()
+
+KEYS = {"about": str | None, "bench": bench_inputs.InputBench, "run_dir": str}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench_input")
 def main(cfg: DictConfig) -> None:
     """Measure; print the tables; write ``bench.json`` with every sample, and ``table.md``."""
     with launch.short_errors():
+        configuration.check(cfg, KEYS)
         bench = instantiate(cfg.bench)
         speeds = bench.speeds()
         waits = bench.waits(speeds)

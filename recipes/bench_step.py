@@ -13,18 +13,29 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, bench_updates, launch
+from recipes import bench_report, bench_updates, configuration, kinds, launch
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "device": str | None,
+    "num_threads": (kinds.COUNT, None),
+    "about": str | None,
+    "updates": bench_updates.UpdateBench,
+    "run_dir": str,
+}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench_step")
 def main(cfg: DictConfig) -> None:
     """Measure; print the table; write ``bench.json`` with every sample, and ``table.md``."""
-    device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        device = launch.device_of(cfg.device)
+        updates = instantiate(cfg.updates)
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    rows = list(instantiate(cfg.updates).run(device))
+    rows = list(updates.run(device))
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     told = {

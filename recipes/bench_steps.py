@@ -111,8 +111,11 @@ class StepBench:
         for name in self.gradients:
             if name not in GRADIENT_SETS:
                 raise ValueError(f"`gradients` (={name}) must be one of {', '.join(GRADIENT_SETS)}.")
-        for name in [*self.arms, *([] if self.overlap is None else [self.overlap])]:
-            self._arm(name).strategy()  # refuses what is no algorithm
+        for key, name in [*(("arms", arm) for arm in self.arms), ("overlap", self.overlap or STOCK)]:
+            try:
+                self._arm(name).strategy()
+            except ValueError as error:
+                raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
         if self.overlap in (STOCK, COMPRESSED):
             raise ValueError(f"`overlap` (={self.overlap}) must be an arm of ours: auto or an algorithm.")
         if self.num_warmup_steps < 2:

@@ -121,9 +121,11 @@ class UpdateBench:
     num_warmup: int = 5
 
     def __post_init__(self) -> None:
-        for name, known in [*((one, GRADIENT_SETS) for one in self.gradients), *((one, ARMS) for one in self.arms)]:
-            if name not in known:  # type: ignore[operator]
-                raise ValueError(f"`{name}` must be one of {', '.join(known)}.")  # type: ignore[arg-type]
+        for key, names, known in (("gradients", self.gradients, GRADIENT_SETS), ("arms", self.arms, ARMS)):
+            for name in names:
+                if name not in known:
+                    choices = ", ".join(known)
+                    raise ValueError(f"`updates.{key}` (={name}) must be one of {choices}: no other is there.")
 
     def run(self, device: torch.device) -> Iterator[UpdateRow]:
         """Rows of all networks."""

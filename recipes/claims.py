@@ -13,13 +13,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, claims_report, launch
+from recipes import bench_report, claims_report, configuration, kinds, launch
 from recipes.claims_study import Study
 from recipes.train_trial import TrainTrial, common_of
 from recipes.trial_pool import TrialPool
 from recipes.trials import Outcome, TrialLog, fingerprint_of
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "num_workers": kinds.COUNT_OR_ZERO,
+    "budget_s": (kinds.NOT_NEGATIVE, None),
+    "about": str | None,
+    "trial": list[str],
+    "tuning": dict,
+    "seeds": list[kinds.SEED],  # type: ignore[valid-type]
+    "study": dict,
+    "study.arms": dict[str, dict],
+    "study.precisions": dict[str, dict],
+    "run_dir": str,
+}
 
 
 def say(name: str, outcome: Outcome) -> None:
@@ -32,8 +45,9 @@ def say(name: str, outcome: Outcome) -> None:
 @hydra.main(version_base="1.3", config_path="../conf", config_name="claims")
 def main(cfg: DictConfig) -> None:
     """Run what is left of the study; write `results.jsonl` as it goes, then table, picture and versions."""
-    folder = Path(cfg.run_dir)
     with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        folder = Path(cfg.run_dir)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         study = Study.from_config(config)
         base = tuple(config["trial"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.coarse_to_fine import Axis, CoarseToFine, TrialRunner, overrides_of, point_of
+from recipes.configuration import check_arguments
 from recipes.trial_pool import TrialPool
 from recipes.trials import Mode, Outcome, TrialLog, best_of
 
@@ -115,11 +116,22 @@ class Study:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Study:
-        """From the keys `study`, `tuning` and `seeds` of a configuration as plain data."""
+        """From the keys `study`, `tuning` and `seeds` of a configuration as plain data.
+
+        Raises:
+            ValueError: As the class, or a key is missing, unknown or of the wrong kind.
+        """
 
         def frozen(value: Any) -> Any:
             return tuple(value) if isinstance(value, list) else value
 
+        check_arguments(
+            cls, config["study"] | {"tuning": None, "seeds": []}, "study", but=("arms", "precisions", "tuning")
+        )
+        check_arguments(Tuning, config["tuning"], "tuning")
+        for key, kind in (("arms", Arm), ("precisions", Precision)):
+            for name, node in config["study"][key].items():
+                check_arguments(kind, node, f"study.{key}.{name}")
         study = {key: frozen(value) for key, value in config["study"].items()}
         arms = {
             name: Arm(**{key: frozen(value) for key, value in arm.items()}) for name, arm in study.pop("arms").items()

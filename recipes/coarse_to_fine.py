@@ -16,6 +16,9 @@ from typing import Any, Literal
 from recipes.trial_pool import Limits, TrialPool
 from recipes.trials import Mode, Outcome, TrialLog, best_of
 
+MAX_VALUES = 1000
+"""Of an axis; ours: nobody trains as often."""
+
 Point = Mapping[str, float]
 """A value for each key that is searched."""
 
@@ -45,8 +48,11 @@ class Axis:
                 f"`axes.{self.key}.low` (={self.low}) must be below `high` (={self.high}): there is nothing to search. "
                 f"To fix the key, give it to the trials: trial=[...,{self.key}={self.low}]."
             )
-        if not isinstance(self.num, int) or self.num < 2:
-            raise ValueError(f"`axes.{self.key}.num` (={self.num}) must be a whole number of values, at least 2.")
+        if not isinstance(self.num, int) or not 2 <= self.num <= MAX_VALUES:
+            raise ValueError(
+                f"`axes.{self.key}.num` (={self.num}) must be a whole number of values from 2 to {MAX_VALUES}: each is "
+                f"a training run. Set axes.{self.key}.num=4."
+            )
         if self.scale == "log" and self.low <= 0:
             raise ValueError(
                 f"`axes.{self.key}.low` (={self.low}) must be above zero on a logarithmic scale. Raise it, or set "

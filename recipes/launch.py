@@ -14,6 +14,7 @@ started from outside carries the launcher's own id.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +31,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes import surroundings
 from recipes.world import accumulation, slurm_started_us, world_from_launcher
+
+KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
+"""Errors whose message says what is wrong without their name."""
+
+IN_OUR_WORDS = re.compile(r"`[^`]+` (\(=|must|is not known)")
 
 # What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others.
 LAUNCH_VARIABLES = (
@@ -76,44 +83,56 @@ def _is_rank_zero() -> bool:
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all)."""
+    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all).
+
+    To be put around what is done before work starts: whatever goes wrong there comes from what was given.
+    """
     try:
         yield
-    except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
-        cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
-        notes = ("full_key:", "object_type=")
-        text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
-        text = text.removeprefix("ValueError raised while resolving interpolation: ")
-        key = where.partition(":")[2].strip()
-        raise SystemExit(f"error: {text}" + (f" [{key}]" if key else "")) from None
+        raise SystemExit(f"error: {told_of(error)}") from None
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuse a configuration with holes, or with a value that no rank could agree on.
+def told_of(error: Exception) -> str:
+    """What an error says, and where: the key of the part that could not be built, and what of it was given."""
+    where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
+    cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
+    notes = ("full_key:", "object_type=", "reference_type=")
+    text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
+    text = text.removeprefix("ValueError raised while resolving interpolation: ")
+    key = where.partition(":")[2].strip()
+    if IN_OUR_WORDS.match(text) is None:  # not in our words: by torch, Lightning or the system
+        text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
+        text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
+    return text + (f" [{key}]" if key else "")
+
+
+def _given(key: str) -> str:
+    """What of a part was given on the command line: by its message alone nobody would know."""
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
+    within = [
+        one for one, name in names.items() if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+    ]
+    given = within if key and within else list(names)
+    return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; None: CUDA's where there is one, else the CPU.
 
     Raises:
-        ValueError: A `???` without a value, a seed or a batch size that is not a whole number.
+        ValueError: There is no such device.
     """
-    check_holes(cfg)
-    for name, why in (("seed", "every rank must have the same"), ("global_batch_size", "it counts images")):
-        if not isinstance(cfg[name], int):
-            raise ValueError(f"`{name}` (={cfg[name]}) must be a whole number: {why}. Give {name}=<number>.")
-
-
-def check_holes(cfg: DictConfig) -> None:
-    """Refuse a configuration with holes.
-
-    Raises:
-        ValueError: A `???` without a value.
-    """
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise ValueError(
-            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
-            f"{missing[0]}=..."
-        )
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` (={name!r}) must be a device of this machine: {reason}. Set device=cpu.") from error
+    return device
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -128,12 +147,15 @@ def quieten() -> None:
 def job() -> Iterator[list[pl.Trainer | Fabric]]:
     """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
 
-    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for.
+    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
+    we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
     """
     quieten()
+    hydra = HydraConfig.get()
+    with short_errors():
+        surroundings.check(hydra.runtime.output_dir if _is_rank_zero() else None)
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     sys.argv = [argv[0], *command_of_this_job()]
-    hydra = HydraConfig.get()
     with read_write(
         cast(DictConfig, hydra)
     ):  # Lightning gives this, and not the directory of a sweep, to the ranks it starts
@@ -145,6 +167,11 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
         exit_code = 0
+    except (MisconfigurationException, ValueError) as error:
+        is_told = isinstance(error, MisconfigurationException) or str(error).startswith("`")
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters
+            raise
+        raise SystemExit(f"error: {told_of(error)}") from None
     finally:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline

@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
 
@@ -13,9 +13,17 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, launch, memory_census
+from recipes import bench_report, configuration, kinds, launch, memory_census
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "about": str | None,
+    "precisions": list[Literal["32-true", "16-mixed", "16-true", "bf16-true"]],
+    "optimizers": list[kinds.one_of(memory_census.OPTIMIZERS)],  # type: ignore[misc]
+    "census": memory_census.Census,
+    "run_dir": str,
+}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="memory")
@@ -24,7 +32,10 @@ def main(cfg: DictConfig) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):  # lines about devices for every fit
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # advice about workers and small runs
-    census = instantiate(cfg.census)
+    with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        census = instantiate(cfg.census)
+        launch.device_of(cfg.census.device)
     rows = [census.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))

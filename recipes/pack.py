@@ -9,12 +9,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 
 import hydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from recipes import launch
-from recipes.packing import Packed, check_packed
+from recipes import configuration, kinds, launch
+from recipes.packing import Packed, Packing, check_packed
 
 launch.register_resolvers()
+
+KEYS = {
+    "root": str,
+    "out": str,
+    "short_side": (kinds.COUNT, None),
+    "check": bool,
+    "packing": Packing,
+    "run_dir": str,
+}
 
 
 def line(packed: Packed) -> str:
@@ -29,9 +38,7 @@ def line(packed: Packed) -> str:
 def main(cfg: DictConfig) -> None:
     """Pack, or with `check=true` read every byte of what was packed."""
     with launch.short_errors():
-        for key in ("root", "out"):
-            if OmegaConf.is_missing(cfg, key):
-                raise ValueError(f"`{key}` (=???) must have a value. Give it on the command line: {key}=...")
+        configuration.check(cfg, KEYS)
         packing = instantiate(cfg.packing)
         if cfg.check:
             check_packed(Path(packing.out), packing.splits)

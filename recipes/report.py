@@ -8,16 +8,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig
 
-from recipes import launch, report_runs
+from recipes import configuration, launch, report_runs
 
 launch.register_resolvers()
+
+KEYS = {"runs": list[str], "names": list[str] | None, "title": str, "run_dir": str}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="report")
 def main(cfg: DictConfig) -> None:
     """Read all runs, print the final metrics, write ``report.html``, ``report.png`` and ``report.json``."""
     with launch.short_errors():
-        launch.check_holes(cfg)
+        configuration.check(cfg, KEYS)
         runs = report_runs.read_all([Path(run) for run in cfg.runs], names=cfg.names)
     folder = Path(cfg.run_dir)
     report_runs.write(folder, runs, title=cfg.title)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -42,9 +43,13 @@ class Run:
         return page.flat(self.summary["config"] or {})
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
-        """A curve against seconds since training began, at the steps whose time is known."""
-        times_s = dict(self.curves.get(m.ELAPSED_S, ()))
-        return [(times_s[step], value) for step, value in self.curves.get(name, ()) if step in times_s]
+        """A curve against seconds since training began; between two steps whose time is known, on the line."""
+        known = self.curves.get(m.ELAPSED_S, ())
+        if not known:
+            return []
+        steps, times_s = zip(*known, strict=True)
+        points = [(step, value) for step, value in self.curves.get(name, ()) if steps[0] <= step <= steps[-1]]
+        return [(float(np.interp(step, steps, times_s)), value) for step, value in points]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -13,13 +13,27 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import launch, search_report
-from recipes.coarse_to_fine import TrialRunner, axes_from, grid, overrides_of
+from recipes import configuration, kinds, launch, search_report
+from recipes.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
+from recipes.search_optuna import OptunaSearch
 from recipes.train_trial import TrainTrial, common_of
 from recipes.trial_pool import TrialPool
-from recipes.trials import Outcome, TrialLog, best_of, check_mode, fingerprint_of
+from recipes.trials import Mode, Outcome, TrialLog, best_of, check_mode, fingerprint_of
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "objective": str,
+    "mode": Mode,
+    "trial": list[str],
+    "base": list[str],
+    "axes": dict,
+    "stopping": Stopping,
+    "backend": CoarseToFine | OptunaSearch,
+    "num_workers": kinds.COUNT_OR_ZERO,
+    "budget_s": (kinds.NOT_NEGATIVE, None),
+    "run_dir": str,
+}
 
 
 def say(outcome: Outcome) -> None:
@@ -31,8 +45,9 @@ def say(outcome: Outcome) -> None:
 @hydra.main(version_base="1.3", config_path="../conf", config_name="search")
 def main(cfg: DictConfig) -> float | None:
     """Run what is left of the search; write `trials.jsonl` as it goes, then table and picture; return the best."""
-    folder = Path(cfg.run_dir)
     with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        folder = Path(cfg.run_dir)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         mode, objective = check_mode(config["mode"]), config["objective"]
         axes, stopping, backend = axes_from(config["axes"]), instantiate(cfg.stopping), instantiate(cfg.backend)

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
 
@@ -24,9 +25,22 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.pieces import Work
-from recipes import bench_report, launch
+from recipes import bench_report, configuration, launch
+from recipes.kinds import COUNT, COUNT_OR_ZERO
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "batch_size_per_rank": COUNT,
+    "image_shape": list[COUNT],  # type: ignore[valid-type]
+    "num_classes": COUNT,
+    "device": str | None,
+    "dtype": Literal["float16", "bfloat16", "float32"],
+    "num_warmup": COUNT_OR_ZERO,
+    "num_steps": COUNT,
+    "model": nn.Module,
+    "run_dir": str,
+}
 
 
 def measure(
@@ -84,11 +98,13 @@ def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate_profile")
 def main(cfg: DictConfig) -> None:
     """Measure; write ``profile.json``."""
-    device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = instantiate(cfg.model).to(device).train()
-    images = torch.randn(cfg.batch_size_per_rank, *cfg.image_shape, device=device)
-    labels = torch.randint(cfg.num_classes, (cfg.batch_size_per_rank,), device=device)
-    dtype = getattr(torch, cfg.dtype)
+    with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        device = launch.device_of(cfg.device)
+        model = instantiate(cfg.model).to(device).train()
+        images = torch.randn(cfg.batch_size_per_rank, *cfg.image_shape, device=device)
+        labels = torch.randint(cfg.num_classes, (cfg.batch_size_per_rank,), device=device)
+        dtype = getattr(torch, cfg.dtype)
     work = measure(model, images, labels, dtype=dtype, num_steps=cfg.num_steps, num_warmup=cfg.num_warmup)
     folder = Path(cfg.run_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes import launch, resume, tracking, utilisation
+from recipes import launch, resume, tracking, train_keys, utilisation
 from recipes.classifier import Classifier
 from recipes.world import batch_line
 
@@ -31,7 +31,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Everything a run needs, checked as far as it can be before any process is started."""
-    launch.check(cfg)
+    train_keys.check(cfg)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
@@ -43,7 +43,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
-    model: nn.Module = instantiate(cfg.model)
+    model = train_keys.model_for(data, cfg)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     utilisation.fill_in(trainer, model, cfg)
     module = Classifier(
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> float:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunReport) and trainer.is_global_zero:
                 print(callback.table(trainer), flush=True)
-        return float(trainer.callback_metrics[m.TEST_ACC])
+        return float(trainer.callback_metrics.get(m.TEST_ACC, float("nan")))
 
 
 if __name__ == "__main__":

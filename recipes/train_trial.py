@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import launch, train
+from recipes import launch, train, train_keys
 from recipes.trial_pool import Limits
 from recipes.trials import Mode, Outcome, Status
 from recipes.world import num_ranks
@@ -46,7 +46,7 @@ def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
     """
     with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, f"run_dir='{run_dir}'"])
-    launch.check(cfg)
+    train_keys.check(cfg)
     world_size = num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
     if world_size != 1:
         raise ValueError(

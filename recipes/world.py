@@ -9,6 +9,7 @@ import torch
 
 from lightning_hybrid.data import batch_size_per_rank
 from lightning_hybrid.models import ghost_batch_size
+from recipes.surroundings import whole_number
 
 
 def slurm_started_us() -> bool:
@@ -21,6 +22,9 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
     >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1), num_ranks("auto", 2, "cpu")
     (8, 2, 3, 2)
+
+    Raises:
+        ValueError: `devices` is no number of devices.
     """
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -28,7 +32,13 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
         return len(devices) * num_nodes
     if devices in ("auto", -1, "-1"):
         devices = 1 if accelerator == "cpu" else torch.cuda.device_count() or 1
-    return int(devices) * num_nodes
+    try:
+        return int(devices) * num_nodes
+    except ValueError:
+        raise ValueError(
+            f"`trainer.devices` (={devices!r}) must be a number of devices, a list of them or auto: each is a process."
+            " Set trainer.devices=2."
+        ) from None
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
@@ -42,9 +52,9 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
     }
     of_torchrun, of_slurm = names[what]
     if of_torchrun in os.environ:
-        return int(os.environ[of_torchrun])
+        return whole_number(of_torchrun)
     if slurm_started_us() and of_slurm in os.environ:
-        return int(os.environ[of_slurm])
+        return whole_number(of_slurm)
     return otherwise
 
 

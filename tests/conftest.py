@@ -11,6 +11,11 @@ import torch
 from tests.rank_pool import RankPool, Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "cases of each fuzz test; by default few enough for every run of the tests"
+    parser.addoption("--fuzz-cases", type=int, default=None, help=help_text)
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     pool = RankPool(num_ranks=4)

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
     | {f"callbacks.{n}" for n in ("epoch_metrics", "numbers", "replicas", "stop", "time_to_accuracy", "training")},
+    "callbacks.curves": set(),
     "callbacks.ema": set(),
     "callbacks.environment": set(),
     "callbacks.epoch_metrics": set(),
@@ -33,7 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks.numbers": {"callbacks.evidence", "callbacks.training", "comm.topology", "comm.watch", "overflow"},
     "callbacks.replicas": {"comm.topology", "comm.watch", "fingerprint"},
     "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}
-    | {f"callbacks.{name}" for name in ("environment", "page", "report_parts", "time_to_accuracy", "training")},
+    | {
+        f"callbacks.{name}"
+        for name in ("curves", "environment", "page", "report_parts", "time_to_accuracy", "training")
+    },
     "callbacks.report_parts": {"metrics", "communication", "comm.summary", "callbacks.page"},
     "callbacks.seed": set(),
     "callbacks.stop": set(),

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from lightning_hybrid import communication
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import page
+from lightning_hybrid.callbacks.curves import append
 from lightning_hybrid.callbacks.environment import environment
 from lightning_hybrid.callbacks.report_parts import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
@@ -33,7 +34,8 @@ class RunReport(Callback):
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
         <run_dir>/run.html       all of it on a page of its own, picture included
 
-    Curves and sums travel in the checkpoint, so the report of a resumed run tells of all of it. Curves are what other
+    Curves and sums travel in the checkpoint, so the report of a resumed run tells of all of it; a curve of more than
+    2,000 points is thinned evenly, so that neither grows with the steps. Curves are what other
     callbacks (`TrainingMetrics`, to be listed before it) and the module log; communication is rank zero's, of every
     step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a few lines, to be printed
     when all is over.
@@ -123,12 +125,14 @@ class RunReport(Callback):
         self._write(trainer)
 
     def _record(self, trainer: pl.Trainer, groups: tuple[str, ...]) -> None:
+        if not trainer.is_global_zero:  # it alone writes, checkpoints too
+            return
         for name, value in trainer.callback_metrics.items():
             if m.metric_of(name) is not None and name.startswith(groups):
-                self.curves.setdefault(name, []).append((trainer.global_step, float(value)))
+                append(self.curves.setdefault(name, []), trainer.global_step, float(value))
         times = self.curves.setdefault(m.ELAPSED_S, [])
         if not times or times[-1][0] != trainer.global_step:
-            times.append((trainer.global_step, self.elapsed_s))
+            append(times, trainer.global_step, self.elapsed_s)
 
     def last(self, name: str) -> float | None:
         """The value of a metric seen last; None if there was none."""

@@ -40,6 +40,9 @@ LEAST_CHUNK_BYTES = 64 * KIB
 """No piece is made smaller than this: its messages would cost more than they hide."""
 
 
+MAX_BYTES = 2**50
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
     """What is decided for one bucket. Equal contents get equal plans.
@@ -330,6 +333,8 @@ plan 5e97'
 def _require_whole(name: str, value: object, *, least: int, cure: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{name}` (={value!r}) must be a whole number of bytes, {least} or more: {cure}.")
+    if value > MAX_BYTES:
+        raise ValueError(f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}.")
 
 
 def _bytes(count: int) -> str:

@@ -49,6 +49,9 @@ def load_split() -> dict[str, ImageSet]:
 class DigitsDataModule(InMemoryDataModule):
     """Handwritten digits, 16 x 16, for any number of ranks; arguments as in `InMemoryDataModule`."""
 
+    num_classes = NUM_CLASSES
+    image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
+
     def __init__(
         self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 128
     ) -> None:

@@ -114,6 +114,9 @@ def load_split() -> dict[str, ImageSet]:
 class GlyphsDataModule(InMemoryDataModule):
     """Generated characters, 32 x 32, for any number of ranks; arguments as in `InMemoryDataModule`."""
 
+    num_classes = NUM_CLASSES
+    image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
+
     def __init__(
         self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 512
     ) -> None:

@@ -87,6 +87,7 @@ class ImageNetDataModule(ImageDataModule):
         self.eval_view = EvalView(image_size=image_size, eval_resize=eval_resize)
         self.root = Path(root)
         self.num_classes = num_classes
+        self.image_shape = (3, image_size, image_size)
         self.max_corrupt_images = max_corrupt_images
         check_root(self.root)
 

@@ -22,8 +22,12 @@ class InMemoryDataModule(pl.LightningDataModule):
         eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
 
     Raises:
-        ValueError: `global_batch_size` does not divide by the ranks and accumulation rounds, or exceeds the set.
+        ValueError: `global_batch_size` does not divide by the ranks and accumulation rounds, or exceeds the set; a
+            shift leaves nothing of an image; a batch is empty.
     """
+
+    num_classes: int
+    image_shape: tuple[int, int, int]  # "channels height width"
 
     def __init__(
         self, *, num_train: int, global_batch_size: int, seed: int, shift_pixels: int, eval_batch_size_per_rank: int
@@ -33,6 +37,16 @@ class InMemoryDataModule(pl.LightningDataModule):
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "
                 f"(={num_train}): an epoch would have no step. Set global_batch_size={num_train} or less."
+            )
+        if not 0 <= shift_pixels < self.image_shape[1]:
+            raise ValueError(
+                f"`shift_pixels` (={shift_pixels}) must be from 0 to less than the {self.image_shape[1]} pixels of an "
+                "image: beyond that nothing is left of it. Set data.shift_pixels=1."
+            )
+        if eval_batch_size_per_rank < 1:
+            raise ValueError(
+                f"`eval_batch_size_per_rank` (={eval_batch_size_per_rank}) must be at least 1: it counts images. Set "
+                "data.eval_batch_size_per_rank=128."
             )
         self.global_batch_size = global_batch_size
         self.seed = seed

@@ -98,6 +98,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
         self.num_classes, self.image_size = num_classes, image_size
         self.num_train_images, self.num_val_images = num_train_images, num_val_images
         self.num_stored_images = num_stored_images
+        self.image_shape = (3, image_size, image_size)
 
     def setup(self, stage: str) -> None:
         """Draw the noise; every rank does, once."""

@@ -1,5 +1,6 @@
 """LAMB: AdamW in which each layer's step is proportional to the layer's own size."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class LAMB(LayerwiseOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": betas,
+            "betas": tuple(betas) if isinstance(betas, Sequence) and not isinstance(betas, str) else betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,

@@ -55,9 +55,9 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
 
 
 def test_curves_are_drawn_over_steps_and_over_time(two_runs):
-    """A step without a time is on the upper panel only."""
+    """A step without a time lies on the line between its neighbours."""
     runs = report_runs.read_all(two_runs)
-    assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (5.0, 0.25)]
+    assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (4.0, 0.5), (5.0, 0.25)]
     panels = report_runs.picture(runs).axes
     lines = {place: [list(line.get_xdata()) for line in panels[place].lines] for place in (0, 5)}
     assert lines == {0: [[10, 15, 20], [10, 15, 20]], 5: [[1.0, 2.0], [3.0, 5.0]]}

@@ -1,0 +1,171 @@
+"""What a job finds around it, looked at before anything starts: launcher's variables, rendezvous, where it writes.
+
+Each of these would otherwise show when processes already wait for one another: as a hang until a time-out, or as an
+error of a library that does not know who set what.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+PROBE_BYTES = 65536
+"""Written and removed again: a full disk takes the empty file. Ours."""
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
+
+
+def check(run_dir: str | Path | None, variables: Mapping[str, str] = os.environ) -> None:
+    """Refuse surroundings in which the job cannot run.
+
+    Args:
+        run_dir: Where this process writes; None: it does not.
+        variables: Of the environment.
+
+    Raises:
+        ValueError: It names the variable or the directory, and says what to set.
+    """
+    check_launcher(variables)
+    check_rendezvous(variables)
+    if run_dir is not None:
+        check_writable(Path(run_dir))
+
+
+def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
+    """The value of a variable that a launcher sets.
+
+    Raises:
+        ValueError: It is no whole number, or below zero.
+
+    >>> whole_number("RANK", {"RANK": "two"})
+    Traceback (most recent call last):
+        ...
+    ValueError: `RANK` (='two') must be a whole number, at least 0: a launcher sets this variable of the environment, \
+torchrun or srun. Start the job with one, or `unset RANK`.
+    """
+    value = variables[name]
+    if not (value.isascii() and value.strip().isdigit()):
+        raise ValueError(
+            f"`{name}` (={value!r}) must be a whole number, at least 0: a launcher sets this variable of the "
+            f"environment, torchrun or srun. Start the job with one, or `unset {name}`."
+        )
+    return int(value)
+
+
+def check_launcher(variables: Mapping[str, str]) -> None:
+    """Refuse ranks that do not fit into their world.
+
+    Raises:
+        ValueError: A variable of torchrun's is missing, or two contradict each other.
+
+    >>> check_launcher({"TORCHELASTIC_RUN_ID": "1", "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
+    ...     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+    Traceback (most recent call last):
+        ...
+    ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2): ranks count from 0. Start the job with torchrun, which \
+sets both, or unset both.
+    """
+    if "TORCHELASTIC_RUN_ID" in variables:
+        for name in _LAUNCHED:
+            if name not in variables:
+                raise ValueError(
+                    f"`{name}` must be set, as `TORCHELASTIC_RUN_ID` is: without it ranks cannot find one another. "
+                    "Start the job with torchrun, which sets both, or `unset TORCHELASTIC_RUN_ID`."
+                )
+    known = {name: whole_number(name, variables) for name in _COUNTS if name in variables}
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+        if rank in known and size in known and known[rank] >= known[size]:
+            raise ValueError(
+                f"`{rank}` (={known[rank]}) must be below `{size}` (={known[size]}): ranks count from 0. Start the job "
+                "with torchrun, which sets both, or unset both."
+            )
+    parts = [known.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")]
+    if None not in parts and parts[0] * parts[1] != parts[2]:  # type: ignore[operator]
+        raise ValueError(
+            f"`WORLD_SIZE` (={parts[2]}) must be `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` (={parts[0]} * {parts[1]}): "
+            "nodes have equally many ranks here. Start the job with torchrun, which sets all three."
+        )
+
+
+def check_rendezvous(variables: Mapping[str, str]) -> None:
+    """Refuse an address that cannot be reached from here, a port that is taken, an interface that is not there.
+
+    Raises:
+        ValueError: One of them.
+    """
+    address = variables.get("MASTER_ADDR", "127.0.0.1")
+    port = whole_number("MASTER_PORT", variables) if "MASTER_PORT" in variables else None
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(
+            f"`MASTER_PORT` (={port}) must be a port, from 1 to 65535. Set another, or `unset MASTER_PORT`."
+        )
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, port or 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # asks for a route, sends nothing
+    except OSError as error:
+        raise ValueError(
+            f"`MASTER_ADDR` (={address}) must be an address that this host can reach: {error.strerror}. Bring "
+            "the interface up (`ip link set lo up` where all ranks are on this host), or set MASTER_ADDR to rank "
+            "zero's host."
+        ) from error
+    if port is not None and _is_ours_to_open(variables):
+        _check_free(port)
+    there = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        names = variables.get(variable, "")
+        if variable == "NCCL_SOCKET_IFNAME" and (names[:1] in ("^", "=") or not names):
+            continue
+        for name in filter(None, names.split(",")):
+            is_there = any(each.startswith(name) for each in there) if variable.startswith("NCCL") else name in there
+            if not is_there:
+                raise ValueError(
+                    f"`{variable}` (={names}) must name interfaces of this host: {name} is none of {', '.join(there)}. "
+                    f"Set another, or `unset {variable}`."
+                )
+
+
+def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
+    """Whether this process will listen at `MASTER_PORT`: rank zero, where no agent of torchrun's does so already."""
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    return all(variables.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
+
+
+def _check_free(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store: what lingers is no listener
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            raise ValueError(
+                f"`MASTER_PORT` (={port}) must be a port that this process may open: {error.strerror}. Set another, or "
+                "`unset MASTER_PORT`: on one host a free one is found."
+            ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a directory that cannot be written to, or a disk that is full.
+
+    Raises:
+        ValueError: It cannot be made, or takes no file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"`hydra.run.dir` (={folder}) must be a directory that can be written to: {error.strerror}. Logs and "
+            "checkpoints go there: set hydra.run.dir=<directory>."
+        ) from error
