@@ -330,3 +330,31 @@ def test_loaders_keep_no_more_memory_than_their_largest_batch():
     assert (train._buffers.max_images, train._buffers.pin_memory) == (4, True)
     # 80 images are 27, 27 and 26: to give 26 batches on every rank, one of them has two images
     assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
+
+
+def test_a_loader_of_images_tells_of_another_accumulation():
+    told = {"num_images": 80, "global_batch_size": 8, "seed": 0}
+    found = []
+    loader, other = (
+        ImageTrainLoader(
+            Noted(),
+            EpochOrder(accumulate_grad_batches=rounds, **told),
+            staff=Staff(num_threads=1),
+            on_device=lambda batch: batch,
+            on_other_accumulation=found.append,
+        )
+        for rounds in (1, 4)
+    )
+    loader.load_state_dict(other.state_dict())
+    assert found == [4]
+
+
+def test_a_loader_of_images_shows_them_as_the_epoch_does():
+    rows = Noted()
+    order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
+    loader = ImageTrainLoader(rows, order, staff=Staff(num_threads=1), on_device=lambda batch: batch)
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    assert {epoch for _, epoch, _ in rows.loaded} == {3}
