@@ -129,6 +129,10 @@ class TrainView:
         row.copy_((view.flip(-1) if self.flip and draws[2] < 0.5 else view)[0])
 
 
+MAX_ASPECT = 64
+"""Of what evaluation resizes before it cuts the middle out; ours: far beyond any photograph."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalView:
     """The short side resized to `eval_resize`, then the centre of `image_size` (as in torchvision).
@@ -149,10 +153,18 @@ class EvalView:
 
     def show(self, pixels: Pixels, row: Tensor, *, image: int, epoch: int) -> None:
         """Fill `row`, uint8 `"3 image_size image_size"`, from `pixels`."""
+        pixels = _middle(pixels)
         height, width = short_side_resized(pixels.shape[0], pixels.shape[1], short_side=self.eval_resize)
         view = resized(pixels, height=height, width=width)
         top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
         row.copy_(view[0, :, top : top + self.image_size, left : left + self.image_size])
+
+
+def _middle(pixels: Pixels) -> Pixels:
+    """Of an image longer than `MAX_ASPECT` times its short side: the rest would take gigabytes once it is resized."""
+    most = MAX_ASPECT * min(pixels.shape[:2])
+    top, left = (max(0, (side - most) // 2) for side in pixels.shape[:2])
+    return pixels[top : top + most, left : left + most]
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
