@@ -180,7 +180,8 @@ def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *,
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.margins(y=0.3)
-    figure.axes[0].legend(fontsize=8)
+        if axes.lines:
+            axes.legend(fontsize=7)
     return figure
 
 
