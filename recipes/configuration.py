@@ -188,5 +188,5 @@ def _require(value: Any, hint: Any, key: str, *, why: str) -> None:
     shown = f"{{_target_: {value['_target_']}}}" if has_target else repr(value)
     shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
     near = difflib.get_close_matches(str(value), [str(each) for each in choices_of(hint)], n=1)
-    cure = near[0] if near else next(iter(map(str, choices_of(hint))), "...")
+    cure = near[0] if near else next(iter(map(str, choices_of(hint))), "<value>")
     raise WrongValueError(key, f"`{key}` (={shown}) must be {words_of(hint)}{told}. Set {key}={cure}.")

@@ -142,7 +142,9 @@ def read(folder: Path) -> dict[int, list[Sample]]:
 def trends_of(samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int) -> list[Trend]:
     """Of every quantity and rank, without the first `warmup_steps` steps."""
     counted = {rank: [s for s in rows if (s["step"] or 0) > warmup_steps] for rank, rows in samples.items()}
-    return [trend_of(rows, rank=rank, quantity=quantity) for quantity in QUANTITIES for rank, rows in counted.items()]
+    sampled = {quantity for rows in samples.values() for sample in rows for quantity in sample}
+    kept = [quantity for quantity in QUANTITIES if quantity in sampled]
+    return [trend_of(rows, rank=rank, quantity=quantity) for quantity in kept for rank, rows in counted.items()]
 
 
 def markdown(trends: Sequence[Trend]) -> str:
@@ -170,14 +172,16 @@ def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *,
         unit, scale = {"bytes": ("MiB", 2**-20), "s": ("ms", 1e3)}.get(quantity.rpartition("_")[2], ("", 1.0))
         for rank, rows in samples.items():
             points = [(s["step"], value * scale) for s in rows if (value := s.get(quantity)) is not None]
-            axes.plot(*zip(*points, strict=True), linewidth=0.8, label=f"rank {rank}")
+            if points:
+                axes.plot(*zip(*points, strict=True), linewidth=0.8, label=f"rank {rank}")
         verdicts = {trend.verdict for trend in trends if trend.quantity == quantity}
         axes.axvspan(0, warmup_steps, color="0.92")
         axes.set_title(f"{quantity}{f', {unit}' if unit else ''}: {' and '.join(sorted(verdicts))}", fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.margins(y=0.3)
-    figure.axes[0].legend(fontsize=8)
+        if axes.lines:
+            axes.legend(fontsize=7)
     return figure
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_hybrid.handover
 import lightning_hybrid.masters
 import lightning_hybrid.overflow
+from lightning_hybrid.callbacks import StopOnSignal
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.handover import skips_by_itself
 from lightning_hybrid.loss_scale import DynamicLossScale
@@ -286,13 +287,14 @@ class Counting(pl.Callback):
             self.mode.__exit__(None, None, None)
 
 
-def host_reads(optimizer, settings):
+def host_reads(optimizer, settings, every_n_steps=None):
     counting = Counting()
     # On a CPU a comparison that answers at once saves memory traffic; on CUDA it is not asked: count what runs there.
     original = lightning_hybrid.masters._same_bits
     lightning_hybrid.masters._same_bits = lambda *_: False
     try:
-        fit(optimizer, callbacks=[counting], log_every_n_steps=50, num_samples=128, max_epochs=1, **settings)
+        also = [] if every_n_steps is None else [StopOnSignal(every_n_steps=every_n_steps)]
+        fit(optimizer, callbacks=[counting, *also], log_every_n_steps=50, num_samples=128, max_epochs=1, **settings)
     finally:
         lightning_hybrid.masters._same_bits = original
     return dict(counting.mode.by_file)
@@ -311,6 +313,12 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
     assert one_rank.run(host_reads, "lars", {"scheduled": True}) == [{"lightning_hybrid/overflow.py": 14}]
     for reads in two_ranks.run(host_reads, "lars", {}):
         assert reads == {"loops/training_epoch_loop.py": 6 - 1}
+
+
+def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
+    """Before batches 0 to 7, of which 2 on are counted."""
+    assert two_ranks.run(host_reads, "lars", {}, 1) == [{"callbacks/stop.py": 6 - 1}] * 2
+    assert two_ranks.run(host_reads, "lars", {}, 4) == [{"callbacks/stop.py": 1}] * 2
 
 
 class NoSync(pl.Callback):

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 """Names of the all-reduce algorithms in ``allreduce.py``."""
@@ -319,15 +319,36 @@ plan 5e97'
 
     @classmethod
     def from_json(cls, text: str) -> CommPlan:
-        """The plan that ``to_json`` wrote. Raises ``ValueError`` for a key that is no argument."""
-        values = json.loads(text)
+        """The plan that ``to_json`` wrote.
+
+        Raises ``ValueError`` for a key that is no argument, or that stands there twice, and for no JSON: NaN too.
+        """
+        try:
+            values = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        except RecursionError:
+            raise ValueError(
+                "a plan must be a JSON object of numbers and words: this one is nested without end"
+            ) from None
         if not isinstance(values, dict):
-            raise ValueError(f"a plan (={text!r}) must be a JSON object whose keys are the arguments of CommPlan")
+            raise ValueError(f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"`{unknown[0]}` (={values[unknown[0]]!r}) is no key of a plan: keys are {known}")
         return cls(**values)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values for one key JSON would take the last without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"`{twice}` must stand in a plan once, and is there twice: take one of the values out")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} must not stand in a plan: it is no number, and no JSON")
 
 
 def _require_whole(name: str, value: object, *, least: int, cure: str) -> None:

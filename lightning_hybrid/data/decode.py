@@ -20,6 +20,10 @@ DECODERS = ("simplejpeg", "pillow")  # of one image
 BATCH_DECODER = "dali"  # of whole batches: see `lightning_hybrid.data.dali`
 
 
+MAX_PIXELS = 89_478_485
+"""Of an image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB)."""
+
+
 class CorruptImageError(ValueError):
     """The bytes are not an image, or not all of one."""
 
@@ -74,12 +78,14 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
     Grey becomes three equal channels, CMYK is converted, 16 bits keep their upper 8, transparency is dropped.
 
     Raises:
-        CorruptImageError: Not an image, or cut short.
+        CorruptImageError: Not an image, cut short, or of more than `MAX_PIXELS`.
     """
     if not data:
         raise CorruptImageError("the file is empty")
     if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
         try:
+            height, width, *_ = simplejpeg.decode_jpeg_header(data)
+            _check_size(height, width)
             pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
             return pixels
         except ValueError:
@@ -87,13 +93,24 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
     return _decode_with_pillow(data)
 
 
+def _check_size(height: int, width: int) -> None:
+    """A few bytes can claim to be an image of gigabytes: refuse by the header, before memory is taken for it."""
+    if height * width > MAX_PIXELS:
+        raise CorruptImageError(
+            f"{height} x {width} pixels are more than {MAX_PIXELS}, and take {height * width * 3} bytes"
+        )
+
+
 def _decode_with_pillow(data: bytes) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
+            _check_size(image.height, image.width)
             if image.mode.startswith("I"):  # convert() would clip 16 bits, not scale them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
                 return np.repeat(grey[:, :, None], 3, axis=2)
             return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    except CorruptImageError:
+        raise
     except Exception as error:  # Pillow's plugins raise nearly anything for bytes that are not what they claim
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
 

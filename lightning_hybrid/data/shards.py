@@ -11,7 +11,6 @@ pickle. Each image and each shard has a CRC-32.
 from __future__ import annotations
 
 import os
-import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -88,14 +87,16 @@ class ShardIndex:
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 told = {name: arrays[name] for name in arrays.files}
-        except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
+        except Exception as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
             raise ValueError(f"{path} (index of shards) is damaged ({error}): pack the images again.") from error
-        version = int(told.pop("format_version", -1))
+        version = told.pop("format_version", np.asarray(-1))
+        version = int(version) if version.shape == () and version.dtype.kind in "iu" else -1
         if version != FORMAT_VERSION or told.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
                 f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
                 "again with the recipes/pack.py beside this package."
             )
+        _check_arrays(path, told)
         told["classes"] = tuple(str(name) for name in told["classes"])
         told["about"] = str(told["about"])
         index = cls(**told)
@@ -105,6 +106,46 @@ class ShardIndex:
                 f"from 0 to {len(index.classes) - 1}, as there are {len(index.classes)} classes: pack the images again."
             )
         return index
+
+
+_INTEGERS = ("shards", "offsets", "num_bytes", "crc32s", "labels", "shard_num_bytes", "shard_crc32s")
+
+
+def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Refuse an index whose rows point outside of the shards: it would be read without end, or beyond it.
+
+    Raises:
+        ValueError: It names file and field.
+    """
+
+    def refuse(name: str, rule: str) -> None:
+        raise ValueError(f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again.")
+
+    for name in _INTEGERS:
+        if arrays[name].dtype.kind not in "iu" or arrays[name].ndim != 1:
+            refuse(name, f"(={arrays[name].dtype}, {arrays[name].ndim} dimensions) must be whole numbers in a row")
+    for name, kind in (("names", "S"), ("classes", "U")):
+        if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
+            refuse(name, f"(={arrays[name].dtype}) must be names in a row")
+    num_images, num_shards = len(arrays["labels"]), len(arrays["shard_num_bytes"])
+    for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
+        if len(arrays[name]) != num_images:
+            refuse(name, f"(={len(arrays[name])} rows) must have as many rows as there are labels (={num_images})")
+    if len(arrays["shard_crc32s"]) != num_shards:
+        refuse("shard_crc32s", f"(={len(arrays['shard_crc32s'])} rows) must have a row for each shard (={num_shards})")
+    shards, offsets, num_bytes = (arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes"))
+    if num_images and not (shards.min() >= 0 and shards.max() < num_shards):
+        refuse(
+            "shards",
+            f"(={shards.min()} to {shards.max()}) must be from 0 to {num_shards - 1}, as there are {num_shards}",
+        )
+    for name, values, least in (("offsets", offsets, 0), ("num_bytes", num_bytes, 1)):
+        if num_images and values.min() < least:
+            refuse(name, f"(={values.min()}) must be at least {least}")
+    room = arrays["shard_num_bytes"].astype(np.int64)[shards] - offsets
+    if num_images and (num_bytes > room).any():
+        row = int((num_bytes > room).argmax())
+        refuse("num_bytes", f"(={num_bytes[row]}) of image {row} must not reach beyond the end of its shard")
 
 
 class ShardedImages(ImageSource):

@@ -151,6 +151,10 @@ class TrainView:
         return Frame(box, self.image_size, self.image_size, top=0, left=0, flip=is_flipped)
 
 
+MAX_ASPECT = 64
+"""Of what evaluation resizes before it cuts the middle out; ours: far beyond any photograph."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalView:
     """The short side resized to `eval_resize`, then the centre of `image_size` (as in torchvision).
@@ -171,10 +175,16 @@ class EvalView:
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
         """Of an image of `height` x `width` pixels; the same in every epoch."""
-        whole = Box(0, 0, height, width)
-        height, width = short_side_resized(height, width, short_side=self.eval_resize)
+        whole = _middle(height, width)
+        height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
         top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
         return Frame(whole, height, width, top=top, left=left, flip=False)
+
+
+def _middle(height: int, width: int) -> Box:
+    """Of an image longer than `MAX_ASPECT` times its short side: the rest would take gigabytes once it is resized."""
+    most = MAX_ASPECT * min(height, width)
+    return Box(max(0, (height - most) // 2), max(0, (width - most) // 2), min(height, most), min(width, most))
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:

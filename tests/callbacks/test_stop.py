@@ -31,11 +31,12 @@ class Signals(pl.Callback):
             os.kill(os.getpid(), self.number)
 
 
-def stopped(folder, rank, where, name="SIGTERM"):
+def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
     """What ended each rank, after which step; the handler of the signal afterwards is the one of before."""
     before = signal.getsignal(signal.Signals[name])
     module, signals = toy.Toy(), Signals(rank, number=signal.Signals[name], **where)
-    trainer = toy.trainer(callbacks=[StopOnSignal(folder, signals=[name]), signals], max_epochs=3)
+    stop = StopOnSignal(folder, signals=[name], every_n_steps=every_n_steps)
+    trainer = toy.trainer(callbacks=[stop, signals], max_epochs=3, accumulate_grad_batches=accumulate)
     code = "went on"
     try:
         trainer.fit(module, toy.loader(), toy.loader())
@@ -84,6 +85,28 @@ def test_a_stopped_run_goes_on_to_the_bit(two_ranks, tmp_path):
     expected = two_ranks.run(whole)
     for weights, resumed in zip(expected, two_ranks.run(whole, str(tmp_path / "stopped.ckpt")), strict=True):
         assert toy.same_bits(weights, resumed)
+
+
+@pytest.mark.parametrize(("every_n_steps", "step", "last"), [(3, 4, 6), (3, 6, 9), (5, 4, 5), (100, 4, 12)])
+def test_all_ranks_are_asked_every_few_steps(two_ranks, tmp_path, every_n_steps, step, last):
+    """After steps 0, n, 2 n, ...; at the end of training in any case."""
+    results = two_ranks.run(stopped, str(tmp_path), 1, {"step": step}, "SIGTERM", every_n_steps)
+    assert [(code, at) for code, at, *_ in results] == [(143, last), (0, last)]
+
+
+@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
+def test_a_step_of_several_batches_is_made_to_its_end(request, tmp_path, world):
+    """Of 4 batches on two ranks, and 8 on one, 3 at a time: the last step of an epoch has fewer. In batch 1 of a step."""
+    ranks = request.getfixturevalue(world)
+    results = ranks.run(stopped, str(tmp_path), 0, {"step": 1}, "SIGTERM", 1, 3)
+    num_batches = {"one_rank": 6, "two_ranks": 4}[world]
+    assert [(at, num) for _, at, _, num in results] == [(2, num_batches)] * len(results)
+
+
+@pytest.mark.parametrize("every_n_steps", [0, -1, 1.5, True, "3"])
+def test_a_number_of_steps_that_is_none_is_refused(every_n_steps):
+    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number, 1 or more"):
+        StopOnSignal(every_n_steps=every_n_steps)
 
 
 def test_a_signal_that_is_none_is_refused():
