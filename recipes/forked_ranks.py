@@ -80,6 +80,7 @@ def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir
         cast(Any, rank_zero_only).rank = rank
         GlobalHydra.instance().clear()
         os.chdir(ROOT)
+        torch.set_num_threads(1)  # another number of them adds up in another order
         sys.argv = ["recipes/train.py", *overrides, f"hydra.run.dir='{run_dir}'"]
         runpy.run_path("recipes/train.py", run_name="__main__")
         code = 0
