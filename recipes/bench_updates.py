@@ -73,7 +73,7 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[
 def ours(
     rule: type[LARS] | type[LAMB], shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool
 ) -> Callable[[], object]:
-    """`LARS` or `LAMB`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one step."""
+    """`LARS` or `LAMB`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None

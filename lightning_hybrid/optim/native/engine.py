@@ -23,7 +23,7 @@ _GRAD, _WEIGHT = 1, 2  # what of a tensor is measured
 class Table(ctypes.Structure):
     """`Table` of blocks.h, field by field."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_int64) for name in ("num_tensors", "num_blocks", "block", "num_threads")),
         ("parallel", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("state_dtype", "grad_dtype", "weight_dtype", "copy_dtype")),
@@ -40,7 +40,11 @@ class NativeEngine:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], copies: Sequence[Tensor], grad_dtype: torch.dtype
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
     ) -> None:
         self._library = build.library()
         self._stretches = Stretches(params, *states, copies)
@@ -146,9 +150,9 @@ class NativeLars(NativeEngine):
 class NativeLamb(NativeEngine):
     """The step of LAMB; `states` are both moments and the counts of steps.
 
-        measure()   sum(g * g), where it is needed                       one read of g
-        move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
-                    the step                                             one read of w, m, v; one write of w, copy
+    measure()   sum(g * g), where it is needed                       one read of g
+    move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
+                the step                                             one read of w, m, v; one write of w, copy
     """
 
     def __init__(
@@ -176,7 +180,12 @@ class NativeLamb(NativeEngine):
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step; see `fused.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
-        skip, choices, numbers, rates = _address(found_inf), options.table.data_ptr(), self._numbers.data_ptr(), self._rates
+        skip, choices, numbers, rates = (
+            _address(found_inf),
+            options.table.data_ptr(),
+            self._numbers.data_ptr(),
+            self._rates,
+        )
         self._library.lamb_numbers(
             table, self._step_addresses.data_ptr(), choices, _address(inverse_scale), numbers, skip
         )
