@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.optim.native import build
 from lightning_hybrid.optim.option_table import Options
 from lightning_hybrid.optim.scaling import Scaling
-from lightning_hybrid.optim.stretches import Stretches
+from lightning_hybrid.optim.stretches import Stretches, addresses
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h
 # Elements. Large enough that taking one costs nothing, small enough that threads end together.
@@ -55,14 +55,12 @@ class NativeEngine:
         first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
         begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
         self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
-        weights, *states, copies = (
-            torch.tensor([tensor.data_ptr() for tensor in one]) for one in self._stretches.dense
-        )
-        self._arrays = {  # kept: the table only knows where they are
+        pointers = [torch.tensor(addresses(one)) for one in self._stretches.dense]
+        self._arrays: dict[str, Tensor] = {  # kept: the table only knows where they are
             "grads": torch.zeros(len(params), dtype=torch.int64),
-            "weights": weights,
-            **dict(zip(("firsts", "seconds"), states, strict=False)),
-            "copies": copies,
+            "weights": pointers[0],
+            **dict(zip(("firsts", "seconds"), pointers[1:-1], strict=False)),
+            "copies": pointers[-1],
             "numels": numels,
             "tensor_of": tensor_of,
             "begin_of": begin_of,
@@ -164,9 +162,14 @@ class NativeLamb(NativeEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype)
-        self._step_addresses = torch.tensor([step.data_ptr() for step in self._steps])
+        self._step_places = addresses(self._steps)
+        self._step_addresses = torch.tensor(self._step_places)
         self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
         self._rates = torch.zeros(len(params), dtype=torch.float64)
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return super().has_moved() or self._step_places != addresses(self._steps)
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
