@@ -41,7 +41,7 @@ def _kernels_for_cpu_tensors(monkeypatch):
     from lightning_hybrid.optim.kernel_engine import KernelLars
 
     def engine_of(self, kind, optimizer, grad_dtype):
-        states = optimizer.state_lists(kind.params, *(["momentum_buffer"] if kind.flags[0] else []))
+        states = optimizer.state_lists(kind.params, "momentum_buffer") if kind.flags[0] else []
         return KernelLars(kind.params, states, kind.copies, grad_dtype, is_joint=kind.flags[1], chunk=64)
 
     monkeypatch.setattr(fused.FusedLars, "engine_of", engine_of)
