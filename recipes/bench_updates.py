@@ -73,7 +73,7 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[
 def ours(
     rule: type[LARS] | type[LAMB], shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool
 ) -> Callable[[], object]:
-    """`LARS` or `LAMB`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one step."""
+    """`LARS` or `LAMB`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
@@ -81,14 +81,14 @@ def ours(
     many = [param for param in params if param.dim() > 1]
     few = {"params": [param for param in params if param.dim() <= 1], "trust_ratio": False, "weight_decay": 0.0}
     options = {name: value for name, value in OPTIONS.items() if rule is LARS or name != "momentum"}
-    optimizer = rule([{"params": many}, few], **options, fused=fused)
+    optimizer: Any = rule([{"params": many}, few], **options, fused=fused)
     optimizer.copies = dict(zip(params, halves, strict=True))
     scale = torch.tensor(LOSS_SCALE, device=device)
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
 
     def step() -> None:
-        optimizer.grad_scale, optimizer.found_inf = scale, None  # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = scale, None
         optimizer.step()
 
     return step

@@ -72,7 +72,9 @@ def check_common(group: dict[str, Any]) -> None:
     check_choice(
         "foreach", group["foreach"], (None, True, False), why="None is one tensor at a time on the CPU, else lists."
     )
-    check_choice("fused", group["fused"], (None, True, False), why="True is few passes over memory for the whole model.")
+    check_choice(
+        "fused", group["fused"], (None, True, False), why="True is few passes over memory for the whole model."
+    )
     if group["fused"] and group["foreach"]:
         raise ValueError(
             "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."

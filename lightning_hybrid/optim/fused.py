@@ -169,7 +169,7 @@ class FusedLars(FusedStep):
 
     def engine_of(self, kind: Kind, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
         """See the base."""
-        states = optimizer.state_lists(kind.params, *(["momentum_buffer"] if kind.flags[0] else []))
+        states = optimizer.state_lists(kind.params, "momentum_buffer") if kind.flags[0] else []
         tensors = (kind.params, states, kind.copies)
         if kind.params[0].device.type == "cpu":
             return NativeLars(*tensors, grad_dtype, is_joint=kind.flags[1])

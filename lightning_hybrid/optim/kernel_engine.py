@@ -23,19 +23,8 @@ _DTYPES = {
 _ALIGNMENT = 16  # bytes
 
 
-class KernelLars:
-    """The step of the tensors of one kind, on one device: dtypes alike, all with momentum and copies or all without.
-
-        measure()   `norms`, after one launch that clears the verdict
-        move()      `finalize`, `update`
-
-    Three kernels and one clearing, whatever the number of tensors; more only after a change: a gradient at another
-    address costs one copy of the table of addresses, a changed learning rate one of the options. The host waits for
-    nothing, and compares addresses only.
-
-    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
-    writes: an edit shows in `_version`, except one through `.data`. While a CUDA graph is captured it is read anew, for
-    the graph cannot ask; and gradients must then be where they were in the step before, else `RuntimeError`.
+class KernelEngine:
+    """What the kernels of one kind share, on one device: dtypes alike, all with state and copies or all without.
 
     A tensor that does not fill a stretch of memory, or whose gradient has another layout, is stepped in a dense
     stand-in, which costs copies of it. `chunk`: elements per program, a power of two.
@@ -48,87 +37,56 @@ class KernelLars:
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
         *,
-        is_joint: bool,
-        chunk: int = 4096,
+        num_numbers: int,
+        chunk: int,
     ) -> None:
-        buffers = states[0] if states else []
-        self._stretches = Stretches(params, buffers, copies)
+        self._stretches = Stretches(params, *states, copies)
         dense = self._stretches.dense
-        self._is_joint, self._are_masters = is_joint, bool(copies)
         device, weight = params[0].device, params[0].dtype
         state = torch.promote_types(weight, torch.float32)
-
-        self._num_chunks = [-(-param.numel() // chunk) for param in params]
-        tensor_of = [i for i, num in enumerate(self._num_chunks) for _ in range(num)]
-        index_of = [index for num in self._num_chunks for index in range(num)]
-        ends = torch.tensor([0, *self._num_chunks]).cumsum(0)
+        num_chunks = [-(-param.numel() // chunk) for param in params]
+        tensor_of = [i for i, num in enumerate(num_chunks) for _ in range(num)]
+        index_of = [index for num in num_chunks for index in range(num)]
         total = len(tensor_of)
         self._grid, self._counts = (total,), (len(params), total)
-        self._tensor_of, self._index_of, self._first_chunk, self._numels, self._pointers, self._grad_pointers = (
-            _table(values, dtype, device)
-            for values, dtype in (
-                (tensor_of, torch.int32),
-                (index_of, torch.int32),
-                (ends.tolist(), torch.int32),
-                ([param.numel() for param in params], torch.int64),
-                ([addresses(one) if one else [0] * len(params) for one in dense], torch.int64),
-                ([0] * len(params), torch.int64),
-            )
-        )
+        self._first_chunk = table_of(torch.tensor([0, *num_chunks]).cumsum(0).tolist(), torch.int32, device)
+        self._numels = table_of([param.numel() for param in params], torch.int64, device)
+        self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
+        pointers = [addresses(one) if one else [0] * len(params) for one in dense]
+        self._pointers = list(table_of(pointers, torch.int64, device))
+        self._grad_pointers = table_of([0] * len(params), torch.int64, device)
         self._sums = torch.zeros(2, total, dtype=state, device=device)
-        self._numbers = torch.zeros(len(params), kernels.NUM_LARS, dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
-        self._common = {
+        self._are_masters, self._copy = bool(copies), _DTYPES[copies[0].dtype if copies else torch.float16]
+        self._common: dict[str, Any] = {
             "WEIGHT": _DTYPES[weight],
-            "GRAD": _DTYPES[grad_dtype],
             "STATE": _DTYPES[state],
             "CHUNK": chunk,
             "IS_ALIGNED": _are_aligned(addresses(*dense)),
             "num_warps": 8,
             "enable_fp_fusion": True,  # triton means to change its default, and warns until one is chosen
         }
-        self._has_momentum, self._copy_dtype = bool(buffers), copies[0].dtype if copies else torch.float16
+        self._of_grads: dict[str, Any] = {"GRAD": _DTYPES[grad_dtype]}
         self._grad_addresses: list[int] = []
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer where it was when this was built."""
         return self._stretches.have_moved()
 
-    def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
-        """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""
-        self._load(grads)
+    def _measure(self, options: Options, scaling: Scaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
         found_inf = torch.zeros((), device=self._one.device)
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
-        weights = self._pointers[0]
         if self._grid[0]:
             kernels.norms[self._grid](
-                *(weights, self._grad_pointers, self._numels, self._tensor_of, self._index_of),
+                *(self._pointers[0], self._grad_pointers, *self._chunks),
                 *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),
-                IS_JOINT=self._is_joint,
-                HAS_WEIGHT_SUMS=self._knows_weights(),
+                IS_JOINT=is_joint,
+                HAS_WEIGHT_SUMS=has_weight_sums,
                 **self._common,
+                **self._of_grads,
             )
         return found_inf
-
-    def move(self, options: Options, scaling: Scaling) -> None:
-        """The step; see `fused.Engine`."""
-        found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
-        if self._grid[0]:
-            kernels.finalize[(self._counts[0],)](
-                *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
-                *self._counts,
-                IS_JOINT=self._is_joint,
-            )
-            weights, buffers, copies = self._pointers
-            kernels.update[self._grid](
-                *(weights, self._grad_pointers, buffers, copies, self._numels, self._tensor_of, self._index_of),
-                *(self._numbers, found_inf, self._sums),
-                COPY=_DTYPES[self._copy_dtype],
-                HAS_MOMENTUM=self._has_momentum,
-                HAS_COPY=self._are_masters,
-                **self._common,
-            )
-        self._stretches.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
         """Write down where the gradients are, if that changed since the last step."""
@@ -143,7 +101,63 @@ class KernelLars:
             )
         to_device_(self._grad_pointers, torch.tensor(places))
         self._grad_addresses = places
-        self._common["IS_GRAD_ALIGNED"] = _are_aligned(places)
+        self._of_grads["IS_GRAD_ALIGNED"] = _are_aligned(places)
+
+
+class KernelLars(KernelEngine):
+    """The step of LARS.
+
+        measure()   `norms`, after one launch that clears the verdict
+        move()      `finalize`, `update`
+
+    Three kernels and one clearing, whatever the number of tensors; more only after a change: a gradient at another
+    address costs one copy of the table of addresses, a changed learning rate one of the options. The host waits for
+    nothing, and compares addresses only.
+
+    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
+    writes: an edit shows in `_version`, except one through `.data`. While a CUDA graph is captured it is read anew, for
+    the graph cannot ask; and gradients must then be where they were in the step before, else `RuntimeError`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+        *,
+        is_joint: bool,
+        chunk: int = 4096,
+    ) -> None:
+        buffers = states[0] if states else []
+        super().__init__(params, [buffers], copies, grad_dtype, num_numbers=kernels.NUM_LARS, chunk=chunk)
+        self._is_joint, self._has_momentum = is_joint, bool(buffers)
+
+    def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
+        """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""
+        self._load(grads)
+        return self._measure(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
+
+    def move(self, options: Options, scaling: Scaling) -> None:
+        """The step; see `fused.Engine`."""
+        found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
+        if self._grid[0]:
+            kernels.finalize[(self._counts[0],)](
+                *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
+                *self._counts,
+                IS_JOINT=self._is_joint,
+            )
+            weights, buffers, copies = self._pointers
+            kernels.update[self._grid](
+                *(weights, self._grad_pointers, buffers, copies, *self._chunks),
+                *(self._numbers, found_inf, self._sums),
+                COPY=self._copy,
+                HAS_MOMENTUM=self._has_momentum,
+                HAS_COPY=self._are_masters,
+                **self._common,
+                **self._of_grads,
+            )
+        self._stretches.unload()
 
     def _knows_weights(self) -> bool:
         if not self._are_masters or self._stretches.pairs or _is_capturing():
@@ -151,7 +165,8 @@ class KernelLars:
         return not self._stretches.changed()
 
 
-def _table(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device, got there without a wait."""
     on_host = torch.tensor(values, dtype=dtype)
     table = torch.empty_like(on_host, device=device)
     to_device_(table, on_host)

@@ -106,6 +106,16 @@ def norms(
 
 
 @triton.jit
+def _sum_of(sums, begin, end):
+    """The sums of the chunks from `begin` to `end`, in float64."""
+    lanes = tl.arange(0, _SUMS_PER_STEP)
+    total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
+    for first in range(begin, end, _SUMS_PER_STEP):
+        total += tl.load(sums + first + lanes, mask=first + lanes < end, other=0.0).to(tl.float64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def finalize(
     sums,
     first_chunk,
@@ -119,17 +129,10 @@ def finalize(
 ):
     """Write numbers (tensors, 6): of the update, in float64, one program per tensor."""
     tensor = tl.program_id(0)
-    end = tl.load(first_chunk + tensor + 1)
-    lanes = tl.arange(0, _SUMS_PER_STEP)
-    weight_lanes = tl.zeros((_SUMS_PER_STEP,), tl.float64)
-    lanes_fp64 = tl.zeros((_SUMS_PER_STEP,), tl.float64)
-    for begin in range(tl.load(first_chunk + tensor), end, _SUMS_PER_STEP):
-        is_in = begin + lanes < end
-        weight_lanes += tl.load(sums + begin + lanes, mask=is_in, other=0.0).to(tl.float64)
-        lanes_fp64 += tl.load(sums + num_chunks + begin + lanes, mask=is_in, other=0.0).to(tl.float64)
+    begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
     scale = tl.load(inverse_scale).to(tl.float64)
-    weight_norm = tl.sqrt(tl.sum(weight_lanes, 0))
-    norm = tl.sqrt(tl.sum(lanes_fp64, 0)) * scale
+    weight_norm = tl.sqrt(_sum_of(sums, begin, end))
+    norm = tl.sqrt(_sum_of(sums + num_chunks, begin, end)) * scale
 
     decay = tl.load(options + _DECAY * num_tensors + tensor)
     eps = tl.load(options + _EPS * num_tensors + tensor)

@@ -15,8 +15,8 @@ class Options:
         table (len(names), tensors)    options["weight_decay"] is a row; "lr" is the first
 
     `names` are those of the rows, `line_of` gives a group's numbers in that order. The table keeps its address, so that
-    a captured graph reads what is in it at replay. `lr` is its first row, or made anew each step where a group's rate is
-    a tensor: that one is read on the device.
+    a captured graph reads what is in it at replay. `lr` is its first row, or made anew each step where the rate of a
+    group is a tensor: that one is read on the device.
     """
 
     def __init__(self, names: Sequence[str], line_of: Callable[[dict[str, Any]], list[float]]) -> None:

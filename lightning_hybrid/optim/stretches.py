@@ -23,7 +23,7 @@ class Stretches:
         self.lists = [list(one) for one in lists]
         self.dense = [list(one) for one in lists]
         self.grads: list[Tensor] = []
-        self._addresses = addresses(lists[0], lists[-1])
+        self._addresses = addresses(*lists)
         together = zip(*(one for one in self.lists if one), strict=True)
         scattered = [i for i, some in enumerate(together) if not is_one_stretch(some)]
         for one in self.dense:
@@ -35,8 +35,8 @@ class Stretches:
         self._versions: list[int] | None = None
 
     def have_moved(self) -> bool:
-        """Whether a parameter or a copy is no longer where it was when this was built, or not in that order."""
-        return self._addresses != addresses(self.lists[0], self.lists[-1]) or self._strides != strides(self.lists[0])
+        """Whether a tensor is no longer where it was when this was built, or a parameter not in that order."""
+        return self._addresses != addresses(*self.lists) or self._strides != strides(self.lists[0])
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
         """Take the gradients and fill the stand-ins. Returns the addresses of the gradients."""

@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported, so those tests run in 
 """
 
 import copy
+import functools
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.optim import LARS, WarmupPolynomialDecay, fused
+from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay, fused
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.optim.option_table import lars_options
 from lightning_hybrid.optim.scaling import Scaling
@@ -40,10 +41,21 @@ def _kernels_for_cpu_tensors(monkeypatch):
     from lightning_hybrid.optim.kernel_engine import KernelLars
 
     def engine_of(self, kind, optimizer, grad_dtype):
-        states = optimizer.state_lists(kind.params, *(["momentum_buffer"] if kind.flags[0] else []))
+        states = optimizer.state_lists(kind.params, "momentum_buffer") if kind.flags[0] else []
         return KernelLars(kind.params, states, kind.copies, grad_dtype, is_joint=kind.flags[1], chunk=64)
 
     monkeypatch.setattr(fused.FusedLars, "engine_of", engine_of)
+    monkeypatch.setattr(fused.FusedLamb, "engine_of", functools.partialmethod(lamb_engine, chunk=64))
+
+
+def lamb_engine(self, kind, optimizer, grad_dtype, chunk=4096):
+    from lightning_hybrid.optim.kernel_lamb import KernelLamb
+
+    states = optimizer.state_lists(kind.params, "exp_avg", "exp_avg_sq")
+    for param in kind.params:
+        optimizer.state[param].setdefault("step", torch.zeros((), device=param.device))
+    steps = [optimizer.state[param]["step"] for param in kind.params]
+    return KernelLamb(kind.params, [*states, steps], kind.copies, grad_dtype, chunk=chunk)
 
 
 def parameters(device, dtype=torch.float32, shapes=None):
@@ -241,6 +253,39 @@ def test_state_goes_from_path_to_path(device):
             loop.step()
         state = copy.deepcopy(optimizer.state_dict())
     assert_close(params, others, 2e-6)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias_correction": False, "trust_clip": 0.5}, {"max_grad_norm": 3.0, "betas": (0.0, 0.9), "maximize": True}],
+    ids=str,
+)
+def test_the_kernels_of_lamb_are_the_rule(device, options, dtype):
+    """Beside the loop; in the third step an overflow, which must change nothing, counts included."""
+    params = parameters(device, dtype)
+    others = twins(params)
+    rule = {"lr": 0.1, "weight_decay": 0.01, "excluded_lr_mult": 0.5, **options}
+    ours, theirs = (LAMB(groups_of(own), **rule, **path) for own, path in ((params, KERNELS), (others, LOOP)))
+    ours.copies = {param: param.detach().half() for param in params}
+    for step in range(5):
+        give_grads(params, others, step, 1024.0, dtype)
+        if step == 2:
+            params[0].grad.view(-1)[0] = torch.nan
+        before = copy.deepcopy([params, ours.state_dict()["state"]])
+        ours.grad_scale = torch.tensor(1024.0, device=device)
+        ours.step()
+        assert ours.last_found_inf.item() == (step == 2)
+        if step == 2:
+            assert all(torch.equal(old, new) for old, new in zip(before[0], params, strict=True))
+            for key, entry in before[1].items():
+                assert all(torch.equal(old, ours.state_dict()["state"][key][name]) for name, old in entry.items())
+        else:
+            theirs.step()
+        assert all(torch.equal(copy_, param.half()) for param, copy_ in ours.copies.items())
+    assert_close(params, others, 2e-6 if dtype is torch.float32 else 1e-12)
+    assert {entry["step"].item() for entry in ours.state.values()} == {4.0}
 
 
 @on_devices

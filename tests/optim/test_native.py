@@ -1,4 +1,4 @@
-"""The C++ of the fused steps: how it is built, kept and called, and how it rounds. What it computes: `test_fused.py`."""
+"""The C++ of the fused steps: how it is built, kept and called, how it rounds; `test_fused.py`: what it computes."""
 
 import ctypes
 import os

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h"))
-# No -ffast-math: inf and nan must be seen. The second line only says that roots set no errno and comparisons no trap.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=default", "-Wno-psabi")
-FLAGS += ("-fno-math-errno", "-fno-trapping-math")
+# No -ffast-math: inf and nan must be seen. The last two only say that roots set no errno and comparisons do not trap.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math")
 _NATIVE = "-march=native"
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[type, ...]] = {

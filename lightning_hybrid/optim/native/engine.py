@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.optim.native import build
 from lightning_hybrid.optim.option_table import Options
 from lightning_hybrid.optim.scaling import Scaling
-from lightning_hybrid.optim.stretches import Stretches
+from lightning_hybrid.optim.stretches import Stretches, addresses
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h
 # Elements. Large enough that taking one costs nothing, small enough that threads end together.
@@ -23,7 +23,7 @@ _GRAD, _WEIGHT = 1, 2  # what of a tensor is measured
 class Table(ctypes.Structure):
     """`Table` of blocks.h, field by field."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_int64) for name in ("num_tensors", "num_blocks", "block", "num_threads")),
         ("parallel", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("state_dtype", "grad_dtype", "weight_dtype", "copy_dtype")),
@@ -40,7 +40,11 @@ class NativeEngine:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], copies: Sequence[Tensor], grad_dtype: torch.dtype
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
     ) -> None:
         self._library = build.library()
         self._stretches = Stretches(params, *states, copies)
@@ -51,14 +55,12 @@ class NativeEngine:
         first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
         begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
         self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
-        weights, *states, copies = (
-            torch.tensor([tensor.data_ptr() for tensor in one]) for one in self._stretches.dense
-        )
-        self._arrays = {  # kept: the table only knows where they are
+        pointers = [torch.tensor(addresses(one)) for one in self._stretches.dense]
+        self._arrays: dict[str, Tensor] = {  # kept: the table only knows where they are
             "grads": torch.zeros(len(params), dtype=torch.int64),
-            "weights": weights,
-            **dict(zip(("firsts", "seconds"), states, strict=False)),
-            "copies": copies,
+            "weights": pointers[0],
+            **dict(zip(("firsts", "seconds"), pointers[1:-1], strict=False)),
+            "copies": pointers[-1],
             "numels": numels,
             "tensor_of": tensor_of,
             "begin_of": begin_of,
@@ -146,9 +148,9 @@ class NativeLars(NativeEngine):
 class NativeLamb(NativeEngine):
     """The step of LAMB; `states` are both moments and the counts of steps.
 
-        measure()   sum(g * g), where it is needed                       one read of g
-        move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
-                    the step                                             one read of w, m, v; one write of w, copy
+    measure()   sum(g * g), where it is needed                       one read of g
+    move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
+                the step                                             one read of w, m, v; one write of w, copy
     """
 
     def __init__(
@@ -160,9 +162,14 @@ class NativeLamb(NativeEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype)
-        self._step_addresses = torch.tensor([step.data_ptr() for step in self._steps])
+        self._step_places = addresses(self._steps)
+        self._step_addresses = torch.tensor(self._step_places)
         self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
         self._rates = torch.zeros(len(params), dtype=torch.float64)
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return super().has_moved() or self._step_places != addresses(self._steps)
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
@@ -176,7 +183,12 @@ class NativeLamb(NativeEngine):
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step; see `fused.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
-        skip, choices, numbers, rates = _address(found_inf), options.table.data_ptr(), self._numbers.data_ptr(), self._rates
+        skip, choices, numbers, rates = (
+            _address(found_inf),
+            options.table.data_ptr(),
+            self._numbers.data_ptr(),
+            self._rates,
+        )
         self._library.lamb_numbers(
             table, self._step_addresses.data_ptr(), choices, _address(inverse_scale), numbers, skip
         )

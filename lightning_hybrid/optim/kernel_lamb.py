@@ -1,0 +1,78 @@
+"""The launches of the fused LAMB on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.optim import kernels_lamb
+from lightning_hybrid.optim.kernel_engine import KernelEngine, table_of
+from lightning_hybrid.optim.option_table import Options
+from lightning_hybrid.optim.scaling import Scaling
+from lightning_hybrid.optim.stretches import addresses
+
+
+class KernelLamb(KernelEngine):
+    """The step of LAMB; `states` are both moments and the counts of steps.
+
+        measure()   `kernels.norms`, if a gradient is needed
+        move()      `count`, `moments`, `rates`, `update`
+
+    Has run in Triton's interpreter, and on no GPU yet.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+        *,
+        chunk: int = 4096,
+    ) -> None:
+        *moments, self._steps = states
+        super().__init__(params, moments, copies, grad_dtype, num_numbers=kernels_lamb.NUM_LAMB, chunk=chunk)
+        self._step_addresses = table_of(addresses(self._steps), torch.int64, params[0].device)
+        self._rates = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
+
+    def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
+        """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
+        self._load(grads)
+        if not any(needed):
+            return self._zero
+        return self._measure(options, scaling, is_joint=False, has_weight_sums=True)
+
+    def grad_squares(self) -> Tensor:
+        """The sum of the squares of all gradients, scaled as they are: float64, 0-dim."""
+        return self._sums[1].sum(dtype=torch.float64)
+
+    def move(self, options: Options, scaling: Scaling) -> None:
+        """The step; see `fused.Engine`."""
+        found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
+        inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
+        weights, firsts, seconds, copies = self._pointers
+        per_tensor, (num_tensors, num_chunks) = self._counts[:1], self._counts
+        kernels_lamb.count[per_tensor](
+            self._step_addresses, options.table, inverse_scale, found_inf, self._numbers, num_tensors
+        )
+        if self._grid[0]:
+            kernels_lamb.moments[self._grid](
+                *(weights, self._grad_pointers, firsts, seconds, *self._chunks),
+                *(self._numbers, found_inf, self._sums, num_chunks),
+                **self._common,
+                **self._of_grads,
+            )
+            kernels_lamb.rates[per_tensor](
+                self._sums, self._first_chunk, options.table, options["lr"], self._rates, num_tensors, num_chunks
+            )
+            kernels_lamb.update[self._grid](
+                *(weights, firsts, seconds, copies, *self._chunks),
+                *(self._numbers, self._rates, found_inf),
+                COPY=self._copy,
+                HAS_COPY=self._are_masters,
+                **self._common,
+            )
+        torch.autograd.graph.increment_version(self._steps)
+        self._stretches.unload()
