@@ -33,3 +33,21 @@ def test_a_mistake_ends_it_with_the_recipes_own_words(cluster_or_skip):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "`dtypes` (=int8) must be some of" in done.stderr
+
+
+@pytest.mark.long
+def test_tune_finds_the_links_that_were_built(cluster_or_skip, tmp_path):
+    """800 Mbit/s and 5 ms one way. Half a round trip is above what was built, by what hosts and emulator take, and far
+    below a whole one, or one with consent: 10 ms."""
+    options = ["--recipe", "tune", "--hosts", "2", "--ranks", "1", "--mbit", "800", "--delay-us", "5000"]
+    small = ["measure.limit_s=20", "measure.max_bytes=4194304", "model=alexnet_bn", "image_shape=[3,32,32]"]
+    command = [sys.executable, "-m", "tests.netlab.bench", *options, "--limit-s", "150"]
+    command += [f"hydra.run.dir={tmp_path}", "measure.algorithms=[parallel_flat]", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "summary.json").read_text())
+    across = told["calibration"]["links"]["across"]
+    assert 0.005 <= across["latency_s"] < 0.0075
+    assert 0.7e8 < across["bytes_per_s"] < 1.1e8
+    assert told["calibration"]["consent_s"]["across"] == pytest.approx(0.005, rel=0.5)
+    assert told["world"]["num_shared_cores"] >= 1

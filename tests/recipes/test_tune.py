@@ -98,6 +98,17 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     assert "links between nodes were not measured" in found.markdown()
 
 
+def test_times_of_an_earlier_run_are_fitted_again_to_the_same(tmp_path):
+    found = report(gloo_cluster(2, 2))
+    found.write(tmp_path, {})
+    samples, world = tuning.earlier(str(tmp_path / "summary.json"))
+    assert samples == found.samples
+    assert world == found.world
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be the summary.json"):
+        tuning.earlier(str(tmp_path / "other.json"))
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
