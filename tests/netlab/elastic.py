@@ -73,6 +73,7 @@ def command(folder: Path, max_steps: int) -> list[str]:
     options = [
         "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false trainer.log_every_n_steps=1",
         f"trainer.max_steps={max_steps} trainer.limit_val_batches=0 trainer.limit_test_batches=1 trainer.max_epochs=50",
+        "model.dropout=0",  # masks are drawn by rank: with them losses on one rank are others than on two
         f"global_batch_size={GLOBAL_BATCH} max_batch_size_per_rank={AT_ONCE} strategy.timeout.minutes=0.3",
         f"callbacks.last.every_n_train_steps={EVERY} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
         f"resume=auto hydra.run.dir={folder / 'run'}",
