@@ -36,7 +36,7 @@ from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
 from recipes.table import markdown_table
 
-BATCH, NUM_STEPS, EVERY = 8, 8, 4
+BATCH, NUM_STEPS, EVERY = 4, 6, 3
 DEFAULT_EVERY_N_STEPS = 100  # of CheckReplicas
 LOG_EVERY_N_STEPS = 50  # Lightning's default
 
