@@ -32,7 +32,8 @@ class Case:
     ``mended_after_s``: when the link is whole again; None: never. ``is_survived``: the run ends, with the very weights
     of an undisturbed one if ``has_same_weights``. Else every rank that can must end in an error that contains each of
     ``names``, in which RANK and HOST stand for the rank's number and its host's name. ``no_answer``: the rank itself
-    cannot say anything. ``own_names``: what it says, where that is its own error; None: ``names``.
+    cannot say anything. ``own_names``: what it says, where that is its own error; None: ``names``. ``everywhere``: the
+    fault is on every rank.
     """
 
     fault: str
@@ -44,6 +45,7 @@ class Case:
     names: tuple[str, ...] = ()
     own_names: tuple[str, ...] | None = None
     no_answer: bool = False
+    everywhere: bool = False
     host_link: tuple[tuple[str, float], ...] | None = None
     mended_after_s: float | None = None
     pause_s: float = 0.0
@@ -150,6 +152,7 @@ def run_case(case: Case, world: OneHost, weights: int | None = None) -> tuple[Ou
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
     spec |= {"precision": case.precision, "num_steps": case.num_steps}
+    spec["rank"] = None if case.everywhere else case.rank
     limit_s = START_S + case.timeout_s + ALLOWED_S
     told = world.run(train, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
     alike = {None if one is None else one["weights"] for one in told.ranks}
@@ -183,12 +186,13 @@ def judge(case: Case, told: Told, *, host: str, no_answer: Sequence[int] = (), w
             problems += [f"rank {rank} does not say {name!r}: {error}" for name in asked if name not in error]
         if seconds is not None and seconds > case.timeout_s + ALLOWED_S:
             problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
+    where = f"host {host}" if case.host_link else f"rank {case.rank} of {len(told.ranks)}"
     seen = next(iter(errors.values()), "all ranks end with the same weights")
     return Outcome(
         promise=case.promise,
         fault=case.fault,
         phase=case.phase,
-        where=f"rank {case.rank} of {len(told.ranks)}" if case.host_link is None else f"host {host}",
+        where="every rank" if case.everywhere else where,
         detected_by="; ".join(problems)[:LINE] if problems else shorten(seen),
         seconds=seconds,
         lost=case.lost,

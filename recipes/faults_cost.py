@@ -1,7 +1,8 @@
 """What the checks cost of a training step of ResNet-50: `python recipes/faults_cost.py`.
 
-One rank trains on noise with the recipe's optimizer and precision; the clock stands around every hook of the checks,
-and around a comparison's part on the device. On a CPU, which queues nothing, that is what they cost.
+One rank trains on noise with LARS in fp16; the clock stands around every hook of the watch, and around what a rank
+computes for a comparison. On a CPU, which queues nothing, that is what they cost. It counts the processor's seconds of
+this process, so that other work on the machine does not count. The 16 bytes that a comparison sends are not in it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
 from recipes.table import markdown_table
 
-BATCH, NUM_STEPS, EVERY = 8, 8, 4
+BATCH, NUM_STEPS, EVERY = 4, 6, 3
 DEFAULT_EVERY_N_STEPS = 100  # of CheckReplicas
 LOG_EVERY_N_STEPS = 50  # Lightning's default
 
@@ -66,16 +67,16 @@ class Times(Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         """The step begins."""
-        self._began_s = time.perf_counter()
+        self._began_s = time.process_time()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """It has ended; now what a comparison computes."""
-        self.steps_s.append(time.perf_counter() - self._began_s)
-        began_s = time.perf_counter()
+        self.steps_s.append(time.process_time() - self._began_s)
+        began_s = time.process_time()
         fingerprint = Fingerprint(torch.device("cpu"))
         tensors = dict(tensors_of_replica(trainer))
         fingerprint.combine([fingerprint.of(tensor) for tensor in tensors.values()])
-        self.checks_s.append(time.perf_counter() - began_s)
+        self.checks_s.append(time.process_time() - began_s)
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -98,9 +99,9 @@ class TimedWatch(WatchNumbers):
 
 
 def _seconds_of(function: Callable[..., Any], *args: Any) -> float:
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     function(*args)
-    return time.perf_counter() - began_s
+    return time.process_time() - began_s
 
 
 def main() -> None:
@@ -111,7 +112,9 @@ def main() -> None:
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     times, watch = Times(), TimedWatch()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -119,7 +122,7 @@ def main() -> None:
         precision="16-true",
         max_steps=NUM_STEPS,
         log_every_n_steps=EVERY,
-        callbacks=[watch, times],
+        callbacks=[times, watch],
         **quiet,
     )
     images = torch.randn(BATCH * NUM_STEPS, 3, 224, 224)

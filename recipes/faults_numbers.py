@@ -36,6 +36,15 @@ def cases(num_ranks: int) -> list[Case]:
             lost="all since the last checkpoint",
         ),
         Case(
+            fault="a layer overflows",
+            kind="layer_overflows",
+            rank=last,
+            everywhere=True,
+            num_steps=100,
+            names=("EndlessOverflowError: ", "The first layer to put out inf or nan was net.4 (Linear)"),
+            lost="40 steps, skipped",
+        ),
+        Case(
             fault="a layer overflows on one rank",
             kind="layer_overflows",
             rank=last,

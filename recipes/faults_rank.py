@@ -156,7 +156,7 @@ class Inject(Callback):
         module.spoil = lambda loss: loss * float("nan")
 
     def layer_overflows(self, trainer: pl.Trainer) -> None:
-        """Weights too large for half precision, on every rank."""
+        """Weights so large that what the layer puts out is beyond half precision."""
         with torch.no_grad():
             middle_of(trainer).fill_(6e4)
 

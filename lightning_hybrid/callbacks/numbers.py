@@ -96,7 +96,7 @@ class WatchNumbers(Callback):
         self._batch = (batch, batch_idx)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         will_be_logged = every > 0 and (trainer.global_step + 1) % every == 0
-        if (pl_module.device.type == "cpu" or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
+        if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._on_others:
                 self._on_others = self._ask_others(trainer)
@@ -277,6 +277,11 @@ class WatchNumbers(Callback):
 
     def _scales(self) -> str:
         return ", ".join(f"{value:g} at step {step}" for step, value in self._history[-NUM_KEPT:])
+
+
+def _reads_are_free(device: torch.device) -> bool:
+    """Whether the host waits for nothing where it reads a value."""
+    return device.type == "cpu"
 
 
 def _here(trainer: pl.Trainer) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.callbacks import WatchNumbers
+from lightning_hybrid.callbacks import CheckReplicas, WatchNumbers
 from lightning_hybrid.callbacks import numbers as numbers_module
 from lightning_hybrid.callbacks.evidence import LayerProbes, describe_batch
 from lightning_hybrid.loss_scale import DynamicLossScale
 from tests import toy
+from tests.test_handover import HostReads
 
 HOST = numbers_module.host_identity()[0]
 
@@ -145,6 +147,17 @@ def test_gradients_that_are_all_zero_are_told_apart():
     assert warning.startswith("All gradients are zero, at 2 logged steps in a row up to step 20: nothing is learned")
 
 
+class Pauses(toy.Toy):
+    """Without gradient at every second logged step."""
+
+    def training_step(self, batch, batch_idx):
+        return (0.0 if self.trainer.global_step % 4 == 3 else 1.0) * self.loss(batch)
+
+
+def test_gradients_that_are_zero_now_and_then_are_nothing_to_speak_of():
+    assert fit(Pauses(), num_epochs=2, every=2, patience=2) == ("", [])
+
+
 def test_a_scale_that_stays_at_its_floor_is_a_warning(monkeypatch):
     monkeypatch.setattr(numbers_module, "STEPS_AT_FLOOR", 10)
     scale = DynamicLossScale(init_scale=4.0, min_scale=2.0, growth_interval=1000)
@@ -199,6 +212,45 @@ def with_and_without():
 def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_watch(two_ranks):
     for watched, unwatched in two_ranks.run(with_and_without):
         assert toy.same_bits(watched, unwatched)
+
+
+class CountsReads(pl.Callback):
+    """Of the host, by file: from the second step to the ninth, the last before one that is logged."""
+
+    def __init__(self):
+        self.mode = HostReads()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 1:
+            self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 9:
+            self.mode.__exit__(None, None, None)
+
+
+def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
+    """As on CUDA, where the host would wait; on a CPU the watch reads at each step."""
+    counted = []
+    for free in (False, True):
+        monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)
+        counts = CountsReads()
+        trainer = toy.trainer(
+            max_epochs=1,
+            precision="16-true",
+            log_every_n_steps=10,
+            callbacks=[counts, CheckReplicas(every_n_steps=10), WatchNumbers()],
+        )
+        trainer.fit(Quiet(), toy.loader(num_samples=128))
+        counted.append(dict(counts.mode.by_file))
+    of_the_watch = {name for name in counted[1] if name.startswith("callbacks/")}
+    assert of_the_watch == {"callbacks/numbers.py"}
+    assert counted[0] == {name: num for name, num in counted[1].items() if name not in of_the_watch}
+
+
+class Quiet(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
 
 
 def test_probes_leave_no_hook_behind_and_see_layers_in_the_order_in_which_they_run():

@@ -30,6 +30,7 @@ from tests.netlab.cluster import Cluster, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH, AT_ONCE, EVERY = 128, 64, 3
+TIMEOUT_MIN = 0.5  # of collectives: a host whose link is cut says nothing, so the others wait for it so long
 DEAD_AFTER_S = 3 * 2  # torchrun counts a node as gone after three signs of life that it missed, here one every 2 s
 
 
@@ -69,11 +70,12 @@ def steps_in(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return dict(attempts)
 
 
-def command(folder: Path, max_steps: int) -> list[str]:
+def command(folder: Path, max_steps: int, timeout_min: float = 5.0) -> list[str]:
     options = [
         "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false trainer.log_every_n_steps=1",
         f"trainer.max_steps={max_steps} trainer.limit_val_batches=0 trainer.limit_test_batches=1 trainer.max_epochs=50",
-        f"global_batch_size={GLOBAL_BATCH} max_batch_size_per_rank={AT_ONCE} strategy.timeout.minutes=0.3",
+        "model.dropout=0",  # masks are drawn by rank: with them losses on one rank are others than on two
+        f"global_batch_size={GLOBAL_BATCH} max_batch_size_per_rank={AT_ONCE} strategy.timeout.minutes={timeout_min}",
         f"callbacks.last.every_n_train_steps={EVERY} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
         f"resume=auto hydra.run.dir={folder / 'run'}",
         "+callbacks.records={_target_:tests.netlab.elastic.Records,directory:" + str(folder / "steps") + "}",
@@ -96,7 +98,7 @@ def torchrun(cluster: Cluster, host: int, folder: Path, max_steps: int) -> subpr
         inside = f"setpriv --pdeathsig KILL nsenter --net={cluster.namespace(host)} --".split()
         agent = [sys.executable, "-m", "torch.distributed.run", *launch.split(), "--rdzv-conf", rendezvous]
         return subprocess.Popen(
-            [*inside, *agent, *command(folder, max_steps)],
+            [*inside, *agent, *command(folder, max_steps, TIMEOUT_MIN)],
             env=os.environ | environment,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
