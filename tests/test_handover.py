@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_hybrid.handover
 import lightning_hybrid.masters
 import lightning_hybrid.overflow
-from lightning_hybrid.callbacks import StopOnSignal
-from lightning_hybrid.callbacks import TrainingMetrics
+from lightning_hybrid.callbacks import StopOnSignal, TrainingMetrics
 from lightning_hybrid.handover import skips_by_itself
 from lightning_hybrid.loss_scale import DynamicLossScale
 from lightning_hybrid.optim import LAMB, LARS

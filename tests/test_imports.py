@@ -15,7 +15,16 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"checkpoint_io", "loss_scale", "precision", "strategy"},
     "checkpoint_io": {"background", "checkpoint_copy", "checkpoint_file"},
     "options": {"comm"},
-    "strategy": {"checkpoint_io", "precision", "loss_scale", "options", "comm", "comm.watch", "data.prefetch", "tuning"},
+    "strategy": {
+        "checkpoint_io",
+        "precision",
+        "loss_scale",
+        "options",
+        "comm",
+        "comm.watch",
+        "data.prefetch",
+        "tuning",
+    },
     "tuning": {"comm", "comm.tune", "comm.tune_cache", "comm.tuning"},
     "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard", "unscaled"}
     | {"outside_writes"},
