@@ -21,7 +21,7 @@ from lightning_hybrid.comm import Topology, host_identity
 from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.probes import Case, Measurement, Samples, validate
 from lightning_hybrid.comm.software import World
-from recipes import launch
+from recipes import configuration, kinds
 from recipes.simulate_models import layers_of, measured_work
 from recipes.simulate_models import work_of as work_of_layers
 from recipes.world import num_ranks
@@ -35,7 +35,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
     """
-    launch.check_holes(cfg)
+    configuration.check(cfg, KEYS)
     if cfg.samples is None and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1:
         raise ValueError(
             f"`world.devices` (={cfg.world.devices}) must make two ranks or more with `world.num_nodes` "

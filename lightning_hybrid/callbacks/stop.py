@@ -29,9 +29,9 @@ class StopOnSignal(Callback):
         signal to any rank -> all ranks learn of it before the next batch -> <dirpath>/stopped.ckpt -> exit
 
     The checkpoint is of a moment between two steps, in which everything of the last has been logged, so a run that is
-    resumed from it goes on to the bit. The signal is obeyed after at most `every_n_steps` steps and, where that is under
-    way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait` says
-    other. A step of many batches is made to its end: the gradients of some of them would be lost.
+    resumed from it goes on to the bit. The signal is obeyed after at most `every_n_steps` steps and, where that is
+    under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait`
+    says other. A step of many batches is made to its end: the gradients of some of them would be lost.
 
     Lightning's own way is not used: its signal handler calls a collective in the middle of whatever the rank does, and
     a rank above zero that hears of the signal leaves alone. What it asks all ranks before every batch is asked in its
@@ -121,7 +121,7 @@ class StopOnSignal(Callback):
         self._tell_lightning(trainer)
 
     def _tell_lightning(self, trainer: pl.Trainer) -> None:
-        """On a rank alone nobody asks before a batch; Lightning looks at this after one, whether it ends a step or not."""
+        """On a rank alone nobody asks before a batch; Lightning looks at this after each."""
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 

@@ -352,13 +352,10 @@ class CommEngine:
 
     def _submit_to_stream(self, flight: Flight, stream: torch.cuda.Stream, *, is_last: bool) -> Future[Tensor]:
         """Put every stage on the side stream; the host waits for nothing, and the future carries a CUDA event."""
+        bucket, flat = flight.bucket, flight.flat
         self.trace.count_untimed(
-            num_bytes=flight.bucket.num_bytes,
-            is_last=is_last,
-            bucket=flight.bucket,
-            traffic=self.traffic(flight.bucket),
+            num_bytes=bucket.num_bytes, is_last=is_last, bucket=bucket, traffic=self.traffic(bucket)
         )
-        flat = flight.flat
         stage_name = "finish"
         stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients have been written
         with torch.cuda.stream(stream):
