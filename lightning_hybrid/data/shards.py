@@ -123,18 +123,14 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     """
     for name in _INTEGERS:
         if arrays[name].dtype.kind not in "iu" or arrays[name].ndim != 1:
-            _refuse(
-                path, name, f"(={arrays[name].dtype}, {arrays[name].ndim} dimensions) must be whole numbers in a row"
-            )
+            _refuse(path, name, f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers")
     for name, kind in (("names", "S"), ("classes", "U")):
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
             _refuse(path, name, f"(={arrays[name].dtype}) must be names in a row")
     num_images, num_shards = len(arrays["labels"]), len(arrays["shard_num_bytes"])
     for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
         if len(arrays[name]) != num_images:
-            _refuse(
-                path, name, f"(={len(arrays[name])} rows) must have as many rows as there are labels (={num_images})"
-            )
+            _refuse(path, name, f"(={len(arrays[name])} rows) must have a row for each of {num_images} labels")
     if len(arrays["shard_crc32s"]) != num_shards:
         _refuse(
             path,
