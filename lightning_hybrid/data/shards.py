@@ -111,41 +111,55 @@ class ShardIndex:
 _INTEGERS = ("shards", "offsets", "num_bytes", "crc32s", "labels", "shard_num_bytes", "shard_crc32s")
 
 
+def _refuse(path: Path, name: str, rule: str) -> None:
+    raise ValueError(f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again.")
+
+
 def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     """Refuse an index whose rows point outside of the shards: it would be read without end, or beyond it.
 
     Raises:
         ValueError: It names file and field.
     """
-
-    def refuse(name: str, rule: str) -> None:
-        raise ValueError(f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again.")
-
     for name in _INTEGERS:
         if arrays[name].dtype.kind not in "iu" or arrays[name].ndim != 1:
-            refuse(name, f"(={arrays[name].dtype}, {arrays[name].ndim} dimensions) must be whole numbers in a row")
+            _refuse(path, name, f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers")
     for name, kind in (("names", "S"), ("classes", "U")):
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
-            refuse(name, f"(={arrays[name].dtype}) must be names in a row")
+            _refuse(path, name, f"(={arrays[name].dtype}) must be names in a row")
     num_images, num_shards = len(arrays["labels"]), len(arrays["shard_num_bytes"])
     for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
         if len(arrays[name]) != num_images:
-            refuse(name, f"(={len(arrays[name])} rows) must have as many rows as there are labels (={num_images})")
+            _refuse(path, name, f"(={len(arrays[name])} rows) must have a row for each of {num_images} labels")
     if len(arrays["shard_crc32s"]) != num_shards:
-        refuse("shard_crc32s", f"(={len(arrays['shard_crc32s'])} rows) must have a row for each shard (={num_shards})")
+        _refuse(
+            path,
+            "shard_crc32s",
+            f"(={len(arrays['shard_crc32s'])} rows) must have a row for each shard (={num_shards})",
+        )
+
+
+def _check_bounds(path: Path, index: ShardIndex) -> None:
+    """Refuse rows that point outside of the shards.
+
+    Raises:
+        ValueError: It names file and field.
+    """
+    arrays, num_images, num_shards = vars(index), len(index.labels), len(index.shard_num_bytes)
     shards, offsets, num_bytes = (arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes"))
     if num_images and not (shards.min() >= 0 and shards.max() < num_shards):
-        refuse(
+        _refuse(
+            path,
             "shards",
             f"(={shards.min()} to {shards.max()}) must be from 0 to {num_shards - 1}, as there are {num_shards}",
         )
     for name, values, least in (("offsets", offsets, 0), ("num_bytes", num_bytes, 1)):
         if num_images and values.min() < least:
-            refuse(name, f"(={values.min()}) must be at least {least}")
+            _refuse(path, name, f"(={values.min()}) must be at least {least}")
     room = arrays["shard_num_bytes"].astype(np.int64)[shards] - offsets
     if num_images and (num_bytes > room).any():
         row = int((num_bytes > room).argmax())
-        refuse("num_bytes", f"(={num_bytes[row]}) of image {row} must not reach beyond the end of its shard")
+        _refuse(path, "num_bytes", f"(={num_bytes[row]}) of image {row} must not reach beyond the end of its shard")
 
 
 class ShardedImages(ImageSource):
@@ -166,6 +180,7 @@ class ShardedImages(ImageSource):
                 "Run recipes/pack.py again as before: it goes on where it was."
             )
         self.index = ShardIndex.load(folder / INDEX_NAME)
+        _check_bounds(folder / INDEX_NAME, self.index)
         self.classes, self.labels = self.index.classes, self.index.labels
         for shard, num_bytes in enumerate(self.index.shard_num_bytes):
             path = folder / shard_name(shard)
