@@ -119,7 +119,7 @@ def choose_plan(
     >>> from lightning_hybrid.comm.cost_gloo import Gloo
     >>> far = Link(latency_s=2e-3, bytes_per_s=1.25e8)
     >>> gloo = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4)
-    >>> cluster = Cluster(num_nodes=4, ranks_per_node=2, inside=replace(far, latency_s=0.0), across=far, transport=gloo)
+    >>> cluster = Cluster(num_nodes=2, ranks_per_node=4, inside=replace(far, latency_s=0.0), across=far, transport=gloo)
     >>> choose_plan([2 * MIB], cluster, on_cuda=False).algorithm_for(4 * MIB, cluster)    # by its bytes: two_level
     'hierarchical'
     """
