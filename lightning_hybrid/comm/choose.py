@@ -118,8 +118,9 @@ def choose_plan(
     >>> from lightning_hybrid.comm.cost import Link
     >>> from lightning_hybrid.comm.cost_gloo import Gloo
     >>> far = Link(latency_s=2e-3, bytes_per_s=1.25e8)
-    >>> gloo = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4)
-    >>> cluster = Cluster(num_nodes=4, ranks_per_node=2, inside=replace(far, latency_s=0.0), across=far, transport=gloo)
+    >>> gloo = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_shared_cores=2)
+    >>> near = Link(latency_s=0.0, bytes_per_s=5e8)
+    >>> cluster = Cluster(num_nodes=4, ranks_per_node=4, inside=near, across=far, transport=gloo)
     >>> choose_plan([2 * MIB], cluster, on_cuda=False).algorithm_for(4 * MIB, cluster)    # by its bytes: two_level
     'hierarchical'
     """

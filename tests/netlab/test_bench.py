@@ -40,7 +40,7 @@ def test_tune_finds_the_links_that_were_built(cluster_or_skip, tmp_path):
     """800 Mbit/s and 5 ms one way. Half a round trip is above what was built, by what hosts and emulator take, and far
     below a whole one, or one with consent: 10 ms."""
     options = ["--recipe", "tune", "--hosts", "2", "--ranks", "1", "--mbit", "800", "--delay-us", "5000"]
-    small = ["measure.limit_s=20", "measure.max_bytes=4194304", "model=alexnet_bn", "image_shape=[3,32,32]"]
+    small = ["measure.limit_s=20", "measure.max_bytes=4194304", "model=alexnet_bn", "image_shape=[1,16,16]"]
     command = [sys.executable, "-m", "tests.netlab.bench", *options, "--limit-s", "150"]
     command += [f"hydra.run.dir={tmp_path}", "measure.algorithms=[parallel_flat]", *small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)

@@ -163,8 +163,8 @@ def test_ranks_that_do_not_find_each_other_are_told_where_to_look():
 
 
 def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is_given():
-    bare = tuning.work_of(configured("model=alexnet_bn", "image_shape=[3,32,32]"))
-    paced = tuning.work_of(configured("model=alexnet_bn", "image_shape=[3,32,32]", "images_per_s=64"))
+    bare = tuning.work_of(configured("model=alexnet_bn", "image_shape=[1,16,16]"))
+    paced = tuning.work_of(configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64"))
     assert [numel for numel, _ in bare.gradients] == [numel for numel, _ in paced.gradients]
     assert bare.alone_s == 0.0
     assert paced.alone_s == pytest.approx(1.0)
@@ -179,7 +179,7 @@ def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is
 @pytest.mark.long
 def test_one_command_measures_this_host(tmp_path):
     ask = ["world.devices=2", "measure.limit_s=4", "measure.max_bytes=262144", "model=alexnet_bn"]
-    ask += ["image_shape=[3,32,32]", f"hydra.run.dir={tmp_path}/out"]
+    ask += ["image_shape=[1,16,16]", f"hydra.run.dir={tmp_path}/out"]
     command = [sys.executable, str(ROOT / "recipes" / "tune.py"), *ask]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
