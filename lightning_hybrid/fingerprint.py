@@ -25,7 +25,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Fingerprint:
-    """Computes fingerprints on one device; holds the weights, 128 KiB per level.
+    """Computes fingerprints where tensors are, and combines them on one device; holds the weights, 128 KiB per level.
 
     Equal weights everywhere: results may be compared between processes and machines of the same byte order.
 
@@ -40,11 +40,11 @@ class Fingerprint:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._weights: list[Tensor] = []
+        self._weights: dict[tuple[int, torch.device], Tensor] = {}
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
-        """The fingerprint of a dense tensor's bytes: 0-dim int64, on its device. Nothing waits for that device.
+        """The fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device. Nothing waits for it.
 
         Elements count in the order of memory, so two tensors must have the same strides to be comparable. Shape and
         dtype are no part of it: the caller compares names, which say what a tensor is. Every nan is what its bits are.
@@ -52,7 +52,7 @@ class Fingerprint:
         sums = _integers(tensor)
         level = 0
         while level == 0 or sums.numel() > 1:
-            sums = self._rows(sums if level == 0 else sums.view(torch.int32), self._weights_of(level))
+            sums = self._rows(sums if level == 0 else sums.view(torch.int32), self._weights_of(level, tensor.device))
             level += 1
         return sums[0]
 
@@ -69,12 +69,12 @@ class Fingerprint:
             sums.append((rest * weights[: rest.numel()]).sum().view(1))
         return torch.cat(sums) if len(sums) > 1 else sums[0]
 
-    def _weights_of(self, level: int) -> Tensor:
-        while len(self._weights) <= level:
-            drawn = np.random.default_rng([1202, 4961, len(self._weights)]).integers(0, 2**64, _ROW, dtype=np.uint64)
+    def _weights_of(self, level: int, device: torch.device) -> Tensor:
+        if (level, device) not in self._weights:
+            drawn = np.random.default_rng([1202, 4961, level]).integers(0, 2**64, _ROW, dtype=np.uint64)
             odd = (drawn | np.uint64(1)).view(np.int64)
-            self._weights.append(torch.from_numpy(odd).to(self.device))
-        return self._weights[level]
+            self._weights[level, device] = torch.from_numpy(odd).to(device)
+        return self._weights[level, device]
 
 
 def _integers(tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def write(folder: Path, outcomes: Sequence[Outcome], *, config: dict[str, Any], 
     told = {
         "title": title,
         "config": config,
-        "environment": environment(),
+        "environment": environment(Path(__file__).parent),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
     (folder / "faults.json").write_text(json.dumps(told, indent=1) + "\n")
