@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from omegaconf import DictConfig
+from torch import nn
 
-from lightning_hybrid.comm import Topology, host_identity
+from lightning_hybrid.comm import CommPlan, Topology, host_identity
 from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.probes import Case, Measurement, Samples, validate
 from lightning_hybrid.comm.software import World
@@ -27,6 +28,25 @@ from recipes.simulate_models import work_of as work_of_layers
 from recipes.world import num_ranks
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+KEYS: dict[str, Any] = {
+    "world.accelerator": str,
+    "world.devices": (kinds.RANKS, list[int], str),
+    "world.num_nodes": kinds.RANKS,
+    "name": str,
+    "about": str | None,
+    "measure": Measurement,
+    "samples": str | None,
+    "inside": Literal["nvlink", "pci"],
+    "image_shape": list[kinds.COUNT],  # type: ignore[valid-type]
+    "batch_size_per_rank": kinds.COUNT,
+    "images_per_s": (kinds.POSITIVE, None),
+    "profile": str | None,
+    "plan": CommPlan,
+    "num_shown": kinds.COUNT,
+    "run_dir": str,
+    "model": nn.Module,
+}
 
 
 def check(cfg: DictConfig) -> None:

@@ -40,6 +40,7 @@ BASES: dict[str, list[str]] = {
     "memory": [],
     "report": ["runs=[TMP/run]"],
     "endurance": [],
+    "tune": [],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
