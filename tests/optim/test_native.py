@@ -239,3 +239,27 @@ def test_the_compiler_is_the_one_that_cxx_names(monkeypatch):
     monkeypatch.setenv("CXX", "env c++")
     assert build.find_compiler() == ("env", "c++")
     assert os.environ["CXX"] == "env c++"
+
+
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_memory_that_moved_between_steps_is_found_again(rule):
+    """Of a parameter, of a copy, of state, and state that is another tensor: a step at the old place would be lost."""
+    ends = []
+    for moves in (False, True):
+        params, copies = masters((20, 70), (5,), (300,), (9,))
+        optimizer = rule(params, lr=0.1, fused=True)
+        optimizer.copies = copies
+        for step in range(4):
+            set_scaled_grads(params, step, 1.0)
+            optimizer.step()
+            if moves and step < 3:
+                state = optimizer.state[params[2]]
+                name = "momentum_buffer" if rule is LARS else "exp_avg_sq"
+                for tensor in ((params[0],), (copies[params[1]],), (state[name],))[step]:
+                    tensor.data = tensor.data.clone()
+                if step == 2:
+                    optimizer.state[params[3]][name] = optimizer.state[params[3]][name].clone()
+        for param, copy in copies.items():
+            assert torch.equal(copy, param.half())
+        ends.append(params)
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
