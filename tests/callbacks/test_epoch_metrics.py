@@ -11,6 +11,10 @@ from torchmetrics import MeanMetric
 from lightning_hybrid.callbacks import KeepEpochMetrics
 from tests import toy
 
+AS_MEANT = pytest.mark.filterwarnings(
+    "ignore:It is recommended to use", "ignore:Checkpoint directory .* exists and is not empty"
+)  # a rank's own value is what is wanted, and a directory for all runs
+
 
 class Place:
     """Batches of one rank, other than the other's, with a place to go on from."""
@@ -64,7 +68,7 @@ def averages(folder, resume=None, with_callback=True):
     return module.seen
 
 
-@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log\\('own'")  # a rank's own value is what is meant
+@AS_MEANT
 def test_the_averages_of_an_interrupted_epoch_are_those_of_all_of_it(two_ranks, tmp_path):
     """Sums of float32 in the same order: equal to the bit. Without the callback they are of the last two batches."""
     expected = two_ranks.run(averages, str(tmp_path))
@@ -80,7 +84,7 @@ def states_of(folder):
     return toy.error_of(averages, folder, f"{folder}/step=4.ckpt")
 
 
-@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log\\('own'")
+@AS_MEANT
 def test_sums_of_another_number_of_ranks_belong_to_nobody(one_rank, two_ranks, tmp_path):
     two_ranks.run(averages, str(tmp_path))
     assert torch.load(tmp_path / "step=4.ckpt", weights_only=True)["epoch_metrics"][1]["logged"]
