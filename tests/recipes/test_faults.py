@@ -105,8 +105,8 @@ def test_a_rank_that_never_ends_is_ended_and_told():
 
 @pytest.mark.long
 def test_the_matrix_in_short(tmp_path):
-    """A rank that dies, one out of memory, one whose weights drift, nan in a batch: whole program, two ranks."""
-    only = "only=[out of memory,one bit of a weight flips,nan in one batch's loss]"
+    """One rank out of memory, one whose weights drift, nan in a batch: whole program, two ranks."""
+    only = 'only=[out of memory,one bit of a weight flips,"nan in one batch\'s loss"]'
     command = [sys.executable, "recipes/faults.py", only, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
