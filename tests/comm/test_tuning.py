@@ -84,8 +84,8 @@ class Session:
 
 
 def best_where_all_are_fast(plan):
-    """Fastest are 512 KiB of `two_level`; `hierarchical` is faster still, but on one rank, which all wait for."""
-    if plan.algorithm == "hierarchical":
+    """Fastest are 512 KiB of `two_level`; `parallel_flat` is faster still, but on one rank, which all wait for."""
+    if plan.algorithm == "parallel_flat":
         return 3.0 if dist.get_rank() == 3 else 0.1
     if plan.algorithm == "two_level":
         return 0.7 if plan.chunk_bytes == 2**19 else 0.9
