@@ -33,6 +33,9 @@ def world_of(cluster, **more):
     return World(num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node, **(known | more))
 
 
+FLOW_BYTES = 1 << 26  # the largest message of the real probes
+
+
 def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0, backend="gloo_ring", sums_s=None):
     """``sums_s``: measured instead of what the model says, by algorithm and bytes."""
     generator = np.random.default_rng(seed)
@@ -52,7 +55,7 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
         add("exchange", place, 4, link.seconds(4) + link.latency_s)
     if "across" in places:
         for flows, gain in (("1", 1.0), (str(cluster.ranks_per_node), flow_gain)):
-            add("flows", flows, 1 << 22, 2 * far.latency_s + (1 << 22) / far.bytes_per_s / gain)
+            add("flows", flows, FLOW_BYTES, 2 * far.latency_s + FLOW_BYTES / far.bytes_per_s / gain)
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
     for name in (backend, *ALGORITHMS):
         for size in SUM_BYTES[:-1]:  # the last takes as long to fit as all others

@@ -90,7 +90,7 @@ def test_any_bytes_are_an_image_or_corrupt(decoder, pytestconfig):
         assert pixels.shape[2] == 3
         row = torch.empty(3, 8, 8, dtype=torch.uint8)
         for view in (EvalView(image_size=8, eval_resize=9), TrainView(image_size=8, seed=0)):
-            view.show(pixels, row, image=0, epoch=0)
+            views.show(pixels, row, view.frame(*pixels.shape[:2], image=0, epoch=0))
 
     is_read_or_corrupt()
 
@@ -144,7 +144,7 @@ def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
     monkeypatch.setattr(views, "resized", counted)
     row = torch.empty(3, 224, 224, dtype=torch.uint8)
     line = np.full((1, 60_000, 3), 7, dtype=np.uint8)
-    EvalView(image_size=224, eval_resize=256).show(line, row, image=0, epoch=0)
+    views.show(line, row, EvalView(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0))
     assert (row == 7).all()
     assert len(sizes) == 1
 
