@@ -5,53 +5,81 @@ import re
 import pytest
 import torch
 
-from lightning_hybrid.optim import LARS, fused
+from lightning_hybrid.optim import LARS, fused_devices
 from tests.optim.test_kernels import assert_close, groups_of, parameters, triton, twins
 from tests.optim.test_lars import set_grads
 
+TENSORS = ("weights", "grads", "buffers", "firsts", "seconds", "copies", "numels", "steps")
+TYPES = {
+    **dict.fromkeys(TENSORS, "*i64"),
+    **dict.fromkeys(("tensor_of", "index_of", "first_chunk"), "*i32"),
+    **dict.fromkeys(("options", "lrs", "numbers", "rates"), "*fp64"),
+    **dict.fromkeys(("inverse_scale", "found_inf", "sums"), "*fp32"),
+    **dict.fromkeys(("num_tensors", "num_chunks"), "i32"),
+}
+FLAGS = ("IS_JOINT", "IS_ALIGNED", "IS_GRAD_ALIGNED", "HAS_MOMENTUM", "HAS_COPY")
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(capability, tmp_path, monkeypatch):
-    """Without a GPU: to PTX, and that to machine code."""
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """PTX of a kernel for masters with fp16 copies, every buffer aligned; that it becomes machine code is asserted."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_hybrid.optim import kernels
-
     tl = triton.language
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = {"tensor_of": "*i32", "index_of": "*i32", "first_chunk": "*i32", "options": "*fp64", "lrs": "*fp64"}
-    types |= {"numbers": "*fp64", "inverse_scale": "*fp32", "found_inf": "*fp32", "sums": "*fp32"}
-    types |= {"num_tensors": "i32", "num_chunks": "i32"}
-    types |= dict.fromkeys(("weights", "grads", "buffers", "copies", "numels"), "*i64")
     static = {"WEIGHT": tl.float32, "STATE": tl.float32, "GRAD": tl.float16, "COPY": tl.float16, "CHUNK": 4096}
-    flags = ["IS_JOINT", "HAS_WEIGHT_SUMS", "IS_ALIGNED", "IS_GRAD_ALIGNED", "HAS_MOMENTUM", "HAS_COPY"]
-    static |= {**dict.fromkeys(flags, True), "HAS_WEIGHT_SUMS": False}
-    # Of 16 elements of each thread: w and v of 4 bytes, g and the copy of 2.
-    wide = {kernels.norms: (4 + 2, 0), kernels.finalize: (0, 0), kernels.update: (4 + 4 + 2, 4 + 4 + 2)}
-    for kernel, (loads, stores) in wide.items():
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        constants = {name: static[name] for name, kind in signature.items() if kind == "constexpr"}
+    static |= {**dict.fromkeys(FLAGS, True), "HAS_WEIGHT_SUMS": False}
+
+    def compiled(kernel, capability, **other):
+        signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+        constants = {name: (static | other)[name] for name, kind in signature.items() if kind == "constexpr"}
         source = ASTSource(kernel, signature, constants)
         options = {"num_warps": 8, "enable_fp_fusion": True}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
         assert len(made["cubin"]) > 0
-        assert len(re.findall(r"ld\.global\.v4\.b32", made["ptx"])) == loads
-        assert len(re.findall(r"st\.global\.v4\.b32", made["ptx"])) == stores
-        if stores:  # to nearest: the interpreter cannot show it
-            source = ASTSource(kernel, signature, {**constants, "COPY": tl.bfloat16})
-            ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-            assert re.search(r"cvt\.rn\.bf16", ptx)
+        return made["ptx"]
+
+    return compiled
+
+
+# Of 16 elements of each thread: w, v and m of 4 bytes, g and the copy of 2.
+WIDE = {
+    "kernels.norms": (4 + 2, 0),
+    "kernels.finalize": (0, 0),
+    "kernels.update": (4 + 4 + 2, 4 + 4 + 2),
+    "kernels_lamb.count": (0, 0),
+    "kernels_lamb.moments": (4 + 4 + 4 + 2, 4 + 4),
+    "kernels_lamb.rates": (0, 0),
+    "kernels_lamb.update": (4 + 4 + 4, 4 + 2),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", WIDE)
+def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability, compiled):
+    """Without a GPU: to PTX, and that to machine code."""
+    from lightning_hybrid.optim import kernels, kernels_lamb
+
+    tl = triton.language
+    module, _, function = name.partition(".")
+    kernel = getattr({"kernels": kernels, "kernels_lamb": kernels_lamb}[module], function)
+    ptx = compiled(kernel, capability)
+    loads, stores = WIDE[name]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == loads
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stores
+    if function == "update":  # to nearest: the interpreter cannot show it
+        assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, COPY=tl.bfloat16))
 
 
 def test_without_triton_fused_on_cuda_warns_once_and_uses_lists(monkeypatch):
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
-    fused.has_kernels.cache_clear()
+    monkeypatch.setattr(fused_devices.importlib.util, "find_spec", lambda name: None)
+    fused_devices.has_kernels.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"`fused` \(=True\) on CUDA needs triton"):
-        assert not fused.has_kernels("cuda")
-    assert not fused.has_kernels("cuda")
-    assert fused.has_kernels("cpu")
-    fused.has_kernels.cache_clear()
+        assert not fused_devices.has_kernels("cuda")
+    assert not fused_devices.has_kernels("cuda")
+    assert fused_devices.has_kernels("cpu")
+    fused_devices.has_kernels.cache_clear()
 
 
 @pytest.mark.gpu
