@@ -278,9 +278,14 @@ def check_packed(out: Path, splits: Sequence[str]) -> None:
     """Read every byte of a packed set.
 
     Raises:
-        ValueError: A shard is not what was packed.
+        ValueError: Packing was not finished, or a shard is not what was packed.
     """
     for split in splits:
+        if not (out / split / INDEX_NAME).is_file():
+            raise ValueError(
+                f"`out` (={out}) must be packed to its end before it can be checked: there is no {split}/{INDEX_NAME}. "
+                "Run it without check=true: it goes on where it was."
+            )
         if damaged := damaged_shards(out / split):
             raise ValueError(
                 f"`out` (={out}) must hold what was packed: {split}/{damaged[0]} does not ({len(damaged)} shards of "

@@ -271,13 +271,13 @@ MISTAKES = {
     "data=synthetic global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal.*=65408 or",
     "data=synthetic batch_size_per_rank=100": r"`global_batch_size` \(=65536\) must be a multiple.*65500 or 65600",
     "data=synthetic max_batch_size_per_rank=0": r"`max_batch_size_per_rank` \(=0\) must be a whole number of images",
-    "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(=off_please\) must be true or false",
+    "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(='off_please'\) must be true or false",
     "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
     "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3.0\) must be a power of two",
-    "data=synthetic strategy.algorithm=ring": r"`algorithm` \(='ring'\)",
+    "data=synthetic strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
     "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "data=synthetic label_smoothing=10": r"`label_smoothing` \(=10\) must be from 0 to less than 1",
-    "data=synthetic schedule.decay_from=peak": r"`decay_from` \(='peak'\) must be one of",
+    "data=synthetic schedule.decay_from=peak": r"`schedule.decay_from` \(='peak'\) must be warmup_end or start",
 }
 
 

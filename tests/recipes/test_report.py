@@ -60,7 +60,7 @@ def test_curves_are_drawn_over_steps_and_over_time(two_runs):
     assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (4.0, 0.5), (5.0, 0.25)]
     panels = report_runs.picture(runs).axes
     lines = {place: [list(line.get_xdata()) for line in panels[place].lines] for place in (0, 5)}
-    assert lines == {0: [[10, 15, 20], [10, 15, 20]], 5: [[1.0, 2.0], [3.0, 5.0]]}
+    assert lines == {0: [[10, 15, 20], [10, 15, 20]], 5: [[1.0, 1.5, 2.0], [3.0, 4.0, 5.0]]}
 
 
 def test_the_terminal_shows_a_row_for_each_run(two_runs):
