@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import shutil
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -225,7 +225,7 @@ def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool =
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
-        found = _objects_in(path) if weights_only and isinstance(error, pickle.UnpicklingError) else []
+        found = _objects_in(path) if weights_only and isinstance(error, UnpicklingError) else []
         if not found:
             raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
         raise RefusedCheckpointError(

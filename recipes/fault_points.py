@@ -45,7 +45,7 @@ class DieAt(Callback):
         """Now."""
         if self.mark.exists():
             return
-        self.mark.write_text(str(time.time()))
+        self.mark.write_text(str(time.monotonic()))
         if self.number == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit_bytes, resource.RLIM_INFINITY))
         elif self.rank is None:

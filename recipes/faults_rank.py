@@ -95,7 +95,7 @@ class Inject(Callback):
         if phase != self.spec["phase"] or not self._is_now(trainer):
             return
         self._is_done = True
-        _write(self.folder / "injected.json", {"time_s": time.time()})
+        _write(self.folder / "injected.json", {"time_s": time.monotonic()})
         getattr(self, self.spec["kind"])(trainer)
 
     # ---- faults ------------------------------------------------------------------------------------------------------
@@ -194,13 +194,13 @@ def train(spec: dict[str, Any]) -> None:
     )
     module, loader = Network(), DataLoader(Images(256), batch_size=8)
     if spec["kind"] == "starts_with_another_plan":
-        _write(folder / "injected.json", {"time_s": time.time()})
+        _write(folder / "injected.json", {"time_s": time.monotonic()})
     told: dict[str, Any] = {"error": None}
     try:
         trainer.fit(module, loader)
     except BaseException as error:
         told["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    told |= {"time_s": time.time(), "num_steps": trainer.global_step}
+    told |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
     fingerprint = Fingerprint(torch.device("cpu"))
     told["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
     _write(folder / f"rank{rank}.json", told)

@@ -34,7 +34,7 @@ class Ended:
     """How two ranks ended: exit codes (negative: by a signal), when the first was gone, and when the last."""
 
     codes: tuple[int, ...]
-    last_s: float
+    last_s: float  # of the monotonic clock, which all processes of a machine share
     was_helped: bool
     told: str
 
@@ -59,14 +59,14 @@ def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_
         if pid:
             left.discard(pid)
             codes[pid] = os.waitstatus_to_exitcode(status)
-            first_s = first_s or time.time()
-        elif first_s is not None and time.time() - first_s > limit_s and not was_helped:
+            first_s = first_s or time.monotonic()
+        elif first_s is not None and time.monotonic() - first_s > limit_s and not was_helped:
             was_helped = True
             os.killpg(group, signal.SIGKILL)
         else:
             time.sleep(0.02)
     told = "\n".join((run_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks))
-    return Ended(codes=tuple(codes.values()), last_s=time.time(), was_helped=was_helped, told=told)
+    return Ended(codes=tuple(codes.values()), last_s=time.monotonic(), was_helped=was_helped, told=told)
 
 
 def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from recipes import launch
 from tests.rank_pool import RankPool, Ranks
 
 
@@ -44,11 +45,16 @@ def four_ranks(rank_pool: RankPool) -> Ranks:
 
 
 @pytest.fixture(autouse=True)
-def no_seed_is_left() -> Iterator[None]:
-    """`pl.seed_everything` writes into the environment, which programs that later tests start would inherit."""
+def nothing_is_left_in_the_environment() -> Iterator[None]:
+    """Lightning writes seed, port and world into it, which programs that later tests start would inherit."""
+    names = launch.LAUNCH_VARIABLES
+    before = {name: os.environ.get(name) for name in names}
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

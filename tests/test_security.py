@@ -27,8 +27,30 @@ def is_true(call: ast.Call, name: str) -> bool:
     return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
 
 
+def passes_on(call: ast.Call, name: str) -> bool:
+    """Whether the caller decides: an argument of the same name, whose default is looked at below."""
+    return any(k.arg == name and isinstance(k.value, ast.Name) and k.value.id == name for k in call.keywords)
+
+
 def is_false(call: ast.Call, name: str) -> bool:
     return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is False for k in call.keywords)
+
+
+def unsafe_defaults(function: ast.FunctionDef) -> list[ast.expr]:
+    """Defaults of an argument `weights_only` that are not True or None (Lightning's, which leaves it to torch)."""
+    given = function.args
+    places = given.posonlyargs + given.args
+    pairs = [
+        *zip(places[::-1], given.defaults[::-1], strict=False),
+        *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+    ]
+    return [
+        default
+        for argument, default in pairs
+        if argument.arg == "weights_only"
+        and default is not None
+        and not (isinstance(default, ast.Constant) and default.value in (True, None))
+    ]
 
 
 def faults_of(source: str) -> list[str]:
@@ -41,14 +63,18 @@ def faults_of(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
+            if name == "pickle.UnpicklingError":  # what `torch.load` raises
+                continue
             if name.split(".")[0] in UNSAFE_MODULES or name in ("os.system", "time.time", "yaml.load"):
                 found.append(f"{node.lineno}: {name}")
+        if isinstance(node, ast.FunctionDef):
+            found += [f"{node.lineno}: {node.name}, weights_only" for _ in unsafe_defaults(node)]
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
         wrong = (
             name in ("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "time.time")
-            or (name == "torch.load" and not is_true(node, "weights_only"))
+            or (name == "torch.load" and not (is_true(node, "weights_only") or passes_on(node, "weights_only")))
             or (name in ("np.load", "numpy.load") and not is_false(node, "allow_pickle"))
             or any(keyword.arg == "shell" for keyword in node.keywords)
             or name.endswith(("datetime.now", "datetime.utcnow"))
@@ -70,6 +96,9 @@ def test_no_file_can_bring_code_and_no_clock_is_compared_between_hosts(path):
         "from pickle import loads",
         "torch.load(path)",
         "torch.load(path, weights_only=False)",
+        "def load(path, weights_only=False): torch.load(path, weights_only=weights_only)",
+        "def load(path, *, weights_only=0): torch.load(path, weights_only=weights_only)",
+        "torch.load(path, weights_only=other)",
         "np.load(path)",
         "np.load(path, allow_pickle=True)",
         "yaml.load(text)",
