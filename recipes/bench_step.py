@@ -1,4 +1,4 @@
-"""Time optimizer updates on this machine: `python recipes/bench_step.py`; on a GPU with `device=cuda`."""
+"""Time optimizer updates and whole training steps on this machine: `python recipes/bench_step.py`."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, bench_updates, configuration, kinds, launch
+from recipes import bench_report, bench_training, bench_updates, configuration, kinds, launch
 
 launch.register_resolvers()
 
@@ -21,7 +21,8 @@ KEYS: dict[str, Any] = {
     "device": str | None,
     "num_threads": (kinds.COUNT, None),
     "about": str | None,
-    "updates": bench_updates.UpdateBench,
+    "updates": bench_updates.UpdateBench | None,
+    "training": bench_training.TrainingBench | None,
     "run_dir": str,
 }
 
@@ -32,21 +33,30 @@ def main(cfg: DictConfig) -> None:
     with launch.short_errors():
         configuration.check(cfg, KEYS)
         device = launch.device_of(cfg.device)
-        updates = instantiate(cfg.updates)
+        updates, training = instantiate(cfg.updates), instantiate(cfg.training)
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    rows = list(updates.run(device))
+    rows = [] if updates is None else list(updates.run(device))
+    tables = [] if updates is None else [bench_updates.markdown(rows)]
+    if rows:
+        rate = bench_updates.copy_rate(device)
+        tables.append(bench_updates.floor_markdown(rows, rate))
+        print("\n\n".join(tables), flush=True)
+    steps = [] if training is None else list(training.run(device))
+    tables += [bench_training.markdown(steps)] if steps else []
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     told = {
         "config": config,
         "environment": {**bench_report.environment(), "device": str(device), "num_threads": torch.get_num_threads()},
+        "copy_bytes_per_s": rate if rows else None,
         "rows": [asdict(row) | {"median_s": row.median_s} for row in rows],
+        "training": [asdict(row) for row in steps],
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
-    (folder / "table.md").write_text(bench_updates.markdown(rows) + "\n")
-    print(f"{bench_updates.markdown(rows)}\n\nwritten to {folder.resolve()}", flush=True)
+    (folder / "table.md").write_text("\n\n".join(tables) + "\n")
+    print(f"\n{tables[-1] if steps else ''}\n\nwritten to {folder.resolve()}", flush=True)
 
 
 if __name__ == "__main__":

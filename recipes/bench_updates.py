@@ -172,6 +172,41 @@ def markdown(rows: Sequence[UpdateRow]) -> str:
     return "\n".join(text)
 
 
+FLOOR_BYTES = {"sgd_fused_fp32": 20, "lars_fused": 22, "adamw_fused_fp32": 28, "lamb_fused": 42}
+"""Bytes per parameter that the passes of an arm read and write. SGD reads g, w, v and writes w, v. LARS reads half
+gradients twice, once for norms, and w, v; it writes w, v and the half copy. LAMB reads w, m, v once more."""
+
+
+def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:
+    """Bytes per second, read and written, of copying a tensor."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.zeros_like(source)
+    times_s = []
+    for _ in range(num_samples):
+        _wait(device)
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        times_s.append(time.perf_counter() - begin_s)
+    return 2 * num_bytes / statistics.median(times_s)
+
+
+def floor_markdown(rows: Sequence[UpdateRow], bytes_per_s: float) -> str:
+    """How many times as long an arm takes as its bytes at the rate of a copy.
+
+    >>> row = UpdateRow(case="x", arm="lars_fused", num_params=10**6, num_tensors=1, times_s=(0.004, 0.0044, 0.005))
+    >>> print(floor_markdown([row], 1e10).splitlines()[-1])
+    | x | lars_fused | 22 | 2.20 | 2.00 |
+    """
+    lines = [("case", "arm", "bytes per parameter", f"ms at {bytes_per_s / 1e9:.1f} GB/s", "x that"), ("---",) * 5]
+    for row in rows:
+        if row.arm in FLOOR_BYTES:
+            floor_s = FLOOR_BYTES[row.arm] * row.num_params / bytes_per_s
+            ratio = f"{row.median_s / floor_s:.2f}"
+            lines.append((row.case, row.arm, str(FLOOR_BYTES[row.arm]), f"{1e3 * floor_s:.2f}", ratio))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def _weights(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
     generator = torch.Generator(device).manual_seed(0)
     return [nn.Parameter(0.05 * torch.randn(shape, generator=generator, device=device)) for shape in shapes]

@@ -233,6 +233,7 @@ def train_through_changes():
     return plans, session.told, messages
 
 
+@pytest.mark.long
 def test_a_change_of_communication_is_tuned_for_twice_and_then_warned_of(four_ranks):
     results = four_ranks.run(train_through_changes, timeout_s=120.0)
     assert MOST_RETUNES == 2

@@ -92,6 +92,7 @@ def echo_for(num_s):
     return max(pauses_s), len(pauses_s)
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_lets_nothing_through_until_it_is_mended(slow):
     def cut():
         time.sleep(3.0)  # the ranks have started

@@ -95,6 +95,7 @@ def sleep_on_rank_one(spec):
 
 
 @pytest.mark.slow  # two processes that import torch
+@pytest.mark.long
 def test_a_rank_that_never_ends_is_ended_and_told():
     told = OneHost(num_ranks=2).run(sleep_on_rank_one, {"a": 1}, limit_s=20.0)
     assert told.still_ran == [1]

@@ -70,6 +70,7 @@ def assert_same(a, b, where="") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_bit(tmp_path):
     """Killed in the second epoch, resumed from the middle of the first; dropout, shifts and fp16 scaling all on.
 
