@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
@@ -104,7 +105,7 @@ class TrainingBench:
         torch.manual_seed(0)
         net: nn.Module = ResNet(depth=self.depth, num_classes=NUM_CLASSES)
         if self.channels_last:
-            net = net.to(memory_format=torch.channels_last)
+            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if on_gpu if self.compile is None else self.compile:
             net.compile()
         return _Module(net, ARMS[arm][2])
@@ -137,8 +138,21 @@ class TrainingBench:
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            trainer.fit(module, [batch] * clock.end)
+            trainer.fit(module, _Same(batch, clock.end))
         return clock.seconds / self.num_steps
+
+
+class _Same:
+    """A loader of one batch, many times: nothing is loaded."""
+
+    def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:
+        self._batch, self._num_batches = batch, num_batches
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.repeat(self._batch, self._num_batches)
 
 
 class _Module(pl.LightningModule):
