@@ -108,7 +108,12 @@ def noticed_by(ended: Ended) -> str:
     """Who noticed, in a few of the survivors' own words."""
     if 143 in ended.codes:
         return "the run: exit code 143"
-    for words in (r"rank \d+ does not answer", r"comm: rank \d+ [^.:]*"):
+    for words in (
+        r"rank \d+ does not answer",
+        r"store [^.:]*does not answer",
+        r"comm: rank \d+ [^.:]*",
+        r"\w+Error: .{60}",
+    ):
         if found := re.search(words, ended.told):
             return found.group()
     return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.told)[:80] or "-"

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": {"loss_scale"},
     "scheduler_guard": {"overflow"},
     "callbacks.__init__": {f"callbacks.{n}" for n in ("ema", "progress", "report", "seed")}
-    | {f"callbacks.{n}" for n in ("epoch_metrics", "numbers", "replicas", "stop", "time_to_accuracy", "training")},
+    | {f"callbacks.{n}" for n in ("epoch_metrics", "numbers", "replicas", "stop", "time_to_accuracy", "training")}
+    | {"callbacks.step_checkpoint"},
     "callbacks.curves": set(),
     "callbacks.ema": set(),
     "callbacks.environment": set(),
@@ -49,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "callbacks.report_parts": {"metrics", "communication", "comm.summary", "callbacks.page"},
     "callbacks.seed": set(),
+    "callbacks.step_checkpoint": set(),
     "callbacks.stop": set(),
     "callbacks.time_to_accuracy": {"metrics"},
     "callbacks.training": {"metrics", "communication", "comm.summary", "comm.trace", "optim"},

@@ -7,6 +7,7 @@ from lightning_hybrid.callbacks.progress import progress_bar
 from lightning_hybrid.callbacks.replicas import CheckReplicas, ReplicaDriftError
 from lightning_hybrid.callbacks.report import RunReport
 from lightning_hybrid.callbacks.seed import SeedEachStep
+from lightning_hybrid.callbacks.step_checkpoint import StepCheckpoint
 from lightning_hybrid.callbacks.stop import StopOnSignal
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training import TrainingMetrics
@@ -19,6 +20,7 @@ __all__ = [
     "ReplicaDriftError",
     "RunReport",
     "SeedEachStep",
+    "StepCheckpoint",
     "StopOnSignal",
     "TimeToAccuracy",
     "TrainingMetrics",
