@@ -12,12 +12,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.choose import choose_plan
+from lightning_hybrid.comm.cluster import Cluster
 
 STRATEGY_NAME = "hybrid_allreduce"
 _DTYPES = {
@@ -75,8 +79,10 @@ def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int
     return int(cap_mb * 2**20)
 
 
-def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
+def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
     """The plan given, or read from the file of that path, or made from the two options that need none.
+
+    Of a cluster, the library's own, until `plan_on` can choose.
 
     Raises:
         ValueError: a plan and one of the options were given, or a value cannot work.
@@ -89,6 +95,8 @@ def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int 
             f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
             "`bucket_bytes` out, or the plan."
         )
+    if isinstance(plan, Cluster):
+        return CommPlan()
     if isinstance(plan, CommPlan):
         return plan
     try:
@@ -98,6 +106,28 @@ def plan_from(plan: CommPlan | str | None, *, algorithm: Any, bucket_bytes: int 
             f"`plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
             "`CommPlan(...).to_json()`, or leave `strategy.plan` out."
         ) from error
+
+
+def plan_on(
+    cluster: Cluster, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
+) -> CommPlan:
+    """The plan whose step with this module's gradients is the shortest on a cluster as described; nothing hides them.
+
+    The same on ranks that were given the same description. The job may have another number of nodes.
+
+    Raises:
+        ValueError: nodes of the job have other numbers of ranks than those of the description.
+    """
+    if topology.ranks_per_node != cluster.ranks_per_node:
+        raise ValueError(
+            f"`plan` (=a cluster with {cluster.ranks_per_node} ranks per node) must be of nodes as this job's, which "
+            f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or leave "
+            "`strategy.plan` out."
+        )
+    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+    dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
+    numels = [parameter.numel() for parameter in gradients]
+    return choose_plan(numels, cluster.of(topology.num_nodes), itemsize=dtype.itemsize, on_cuda=on_cuda)
 
 
 def bucket_caps_for_ddp(
@@ -165,6 +195,21 @@ def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float
             "link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where it is not known."
         )
     return float(setting)
+
+
+def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
+    """Check that ``Trainer(precision=...)`` agrees with the precision in the strategy object.
+
+    Raises:
+        MisconfigurationException: it says something else.
+    """
+    asked = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
+    if asked not in ("32-true", plugin.precision):
+        raise MisconfigurationException(
+            f"`precision` (={asked!r}) must agree with the strategy's own precision plugin "
+            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
+            f"place: leave `precision=` out, or leave `precision_plugin=` out."
+        )
 
 
 def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:

@@ -33,13 +33,13 @@ from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint_io import SavesDurably
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.comm.watch import is_of_a_collective
 from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.loss_scale import LossScale
@@ -49,9 +49,11 @@ from lightning_hybrid.options import (
     in_our_words,
     one_bucket_size,
     plan_from,
+    plan_on,
     rate_from,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
+    refuse_two_precisions,
     refuse_unknown_options,
     refuse_what_is_not_averaged,
     register_variants,
@@ -77,7 +79,8 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
         plan: all of how buckets are made and carried: a :class:`~lightning_hybrid.comm.CommPlan` or the path of its
-            JSON. Instead of ``algorithm`` and ``bucket_bytes``.
+            JSON; or a :class:`~lightning_hybrid.comm.cluster.Cluster`, on whose model the plan with the shortest step
+            is chosen when training starts. Instead of ``algorithm`` and ``bucket_bytes``.
         comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
         comm_dtype_across_nodes: as ``comm_dtype``, but between nodes only: sums inside a node keep more digits.
         tune: whether other algorithms, chunks and groups are tried in the first steps, and one that takes less time
@@ -108,7 +111,7 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
         algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto",
         ranks_per_node: int | None = None,
         bucket_bytes: int | None = None,
-        plan: CommPlan | str | None = None,
+        plan: CommPlan | Cluster | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
         tune: Literal["auto", "on", "off"] | bool = "auto",
@@ -129,6 +132,7 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
         refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceStrategy).parameters)
         bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
+        self._cluster = plan if isinstance(plan, Cluster) else None
         self._ranks_per_node = ranks_per_node
         self._comm_dtype = dtype_from(comm_dtype)
         self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
@@ -137,7 +141,7 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
         self._loss_scale = loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
-        is_own_choice = plan is None and algorithm == "auto"
+        is_own_choice = (plan is None or self._cluster is not None) and algorithm == "auto"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: TrainerTuning | None = None
         self._engine: CommEngine | None = None
@@ -183,14 +187,8 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Refuse two different precisions: one in the strategy object, one in ``Trainer(precision=...)``."""
-        asked = getattr(model.trainer._accelerator_connector, "_precision_flag", "32-true")
-        plugin = self.precision_plugin
-        if isinstance(plugin, MasterWeightPrecision) and asked not in ("32-true", plugin.precision):
-            raise MisconfigurationException(
-                f"`precision` (={asked!r}) must agree with the strategy's own precision plugin "
-                f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
-                f"place: leave `precision=` out, or leave `precision_plugin=` out."
-            )
+        if isinstance(self.precision_plugin, MasterWeightPrecision):
+            refuse_two_precisions(model.trainer, self.precision_plugin)
         super().connect(model)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -218,6 +216,9 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
             if parameter.requires_grad or name in ignored
         }
         self._topology = Topology.discover() if self._ranks_per_node is None else self._topology_as_told()
+        if self._cluster is not None:
+            dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
+            self._plan = plan_on(self._cluster, self.model, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
         own = self._ddp_kwargs
         caps = bucket_caps_for_ddp(self.model, self._plan, own, num_nodes=self._topology.num_nodes)
         self._ddp_kwargs = {**own, **caps}

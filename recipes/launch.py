@@ -186,5 +186,7 @@ def command_of_this_job() -> list[str]:
     command = [f"--config-name={hydra.job.config_name}"]
     command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]
     ours = ("hydra.mode=", "hydra.run.", "hydra.sweep.", "hydra/sweeper", "hydra.sweeper", "hydra/launcher")
-    command += [override for override in hydra.overrides.hydra if not override.lstrip("+").startswith(ours)]
-    return [*command, *hydra.overrides.task, "hydra.mode=RUN"]
+    # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
+    given = {kind: cast(list[str], OmegaConf.to_container(hydra.overrides[kind])) for kind in ("hydra", "task")}
+    command += [override for override in given["hydra"] if not override.lstrip("+").startswith(ours)]
+    return [*command, *given["task"], "hydra.mode=RUN"]

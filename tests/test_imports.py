@@ -14,13 +14,14 @@ PACKAGE = ROOT / "lightning_hybrid"
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"checkpoint_io", "loss_scale", "precision", "strategy"},
     "checkpoint_io": {"background", "checkpoint_copy", "checkpoint_file"},
-    "options": {"comm"},
+    "options": {"comm", "comm.choose", "comm.cluster"},
     "strategy": {
         "checkpoint_io",
         "precision",
         "loss_scale",
         "options",
         "comm",
+        "comm.cluster",
         "comm.watch",
         "data.prefetch",
         "tuning",

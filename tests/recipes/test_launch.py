@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from lightning_hybrid import HybridAllReduceStrategy
 from recipes import launch
@@ -111,3 +113,15 @@ def test_the_directory_is_named_by_whoever_started_the_ranks(monkeypatch, variab
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     assert launch.launch_id("2026/12") == name
+
+
+def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatch, tmp_path):
+    given = "strategy.plan=${cluster.links}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=["+cluster=netlab", "+num_nodes=1", given], return_hydra_config=True)
+    OmegaConf.set_readonly(cfg.hydra, False)
+    cfg.hydra.runtime.output_dir = str(tmp_path)
+    monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
+    cfg.hydra.job.config_name = "train"
+    cfg.hydra.runtime.config_sources = []
+    assert launch.command_of_this_job()[-4:] == ["+cluster=netlab", "+num_nodes=1", given, "hydra.mode=RUN"]
