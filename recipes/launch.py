@@ -187,6 +187,6 @@ def command_of_this_job() -> list[str]:
     command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]
     ours = ("hydra.mode=", "hydra.run.", "hydra.sweep.", "hydra/sweeper", "hydra.sweeper", "hydra/launcher")
     # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
-    given = {kind: cast(list[str], OmegaConf.to_container(hydra.overrides[kind])) for kind in ("hydra", "task")}
+    given = {kind: cast(list[str], OmegaConf.to_container(getattr(hydra.overrides, kind))) for kind in ("hydra", "task")}
     command += [override for override in given["hydra"] if not override.lstrip("+").startswith(ours)]
     return [*command, *given["task"], "hydra.mode=RUN"]
