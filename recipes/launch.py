@@ -187,6 +187,8 @@ def command_of_this_job() -> list[str]:
     command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]
     ours = ("hydra.mode=", "hydra.run.", "hydra.sweep.", "hydra/sweeper", "hydra.sweeper", "hydra/launcher")
     # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
-    given = {kind: cast(list[str], OmegaConf.to_container(getattr(hydra.overrides, kind))) for kind in ("hydra", "task")}
-    command += [override for override in given["hydra"] if not override.lstrip("+").startswith(ours)]
-    return [*command, *given["task"], "hydra.mode=RUN"]
+    of_hydra, of_task = (
+        cast(list[str], OmegaConf.to_container(given)) for given in (hydra.overrides.hydra, hydra.overrides.task)
+    )
+    command += [override for override in of_hydra if not override.lstrip("+").startswith(ours)]
+    return [*command, *of_task, "hydra.mode=RUN"]
