@@ -72,8 +72,11 @@ def test_links_have_the_rate_and_the_delay(slow):
     assert back <= 0.05 * PAYLOAD_BYTES
 
 
-def echo_for(num_s):
-    """Rank 0 -> rank 1, a byte there and back all the time: the longest pause and how often, in ``num_s`` seconds."""
+def echo_for(num_s, mark):
+    """Rank 0 -> rank 1, a byte there and back all the time: the longest pause and how often, in ``num_s`` seconds.
+
+    ``mark``: a file that says that it has begun.
+    """
     if os.environ["RANK"] == "1":
         with socket.create_server(("10.77.0.2", 4000)) as server:
             connection, _ = server.accept()
@@ -85,6 +88,8 @@ def echo_for(num_s):
     pauses_s, began_s = [], time.monotonic()
     with socket.create_connection(("10.77.0.2", 4000), timeout=20) as connection:
         while time.monotonic() < began_s + num_s:
+            if len(pauses_s) == 10:
+                Path(mark).touch()
             sent_s = time.monotonic()
             connection.sendall(b"?")
             connection.recv(1)
@@ -93,16 +98,20 @@ def echo_for(num_s):
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_lets_nothing_through_until_it_is_mended(slow):
+def test_a_link_that_is_cut_lets_nothing_through_until_it_is_mended(slow, tmp_path):
+    mark = tmp_path / "begun"
+
     def cut():
-        time.sleep(3.0)  # the ranks have started
+        limit_s = time.monotonic() + 30.0
+        while not mark.exists() and time.monotonic() < limit_s:
+            time.sleep(0.1)
         slow.spoil_link(1, loss=1.0)
         time.sleep(2.0)
         slow.spoil_link(1)
 
     spoiler = threading.Thread(target=cut)
     spoiler.start()
-    (pause_s, num_echoes), _ = slow.call(echo_for, 12.0)
+    (pause_s, num_echoes), _ = slow.call(echo_for, 9.0, str(mark))
     spoiler.join()
     assert 1.5 <= pause_s <= 6.0  # TCP asks again after 0.2, 0.4, 0.8, 1.6 s, so not the moment that it is mended
     assert num_echoes >= 20  # before and after
