@@ -13,18 +13,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
-from recipes import bench_checkpoints, bench_report, launch
+from recipes import bench_checkpoints, bench_report, configuration, kinds, launch
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {"about": str | None, "num_repeats": kinds.COUNT, "model": nn.Module, "run_dir": str}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench_checkpoint")
 def main(cfg: DictConfig) -> None:
     """Save the state of the network and its optimizer in turns; print the table, write it and every sample."""
+    with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        checkpoint = bench_checkpoints.state_of(instantiate(cfg.model))
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
-    checkpoint = bench_checkpoints.state_of(instantiate(cfg.model))
     samples = bench_checkpoints.samples(checkpoint, folder / "checkpoints", num_repeats=cfg.num_repeats)
     table = bench_checkpoints.markdown(samples, bench_checkpoints.num_bytes_of(checkpoint))
     told = {"config": config, "environment": bench_report.environment(), "samples": samples}

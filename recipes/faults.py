@@ -13,20 +13,42 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import fault_table, faults_comm, faults_numbers, launch
+from recipes import configuration, fault_table, faults_comm, faults_numbers, launch
+from recipes.faults_world import OneHost
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {"about": str | None, "only": list[str] | None, "world": OneHost, "run_dir": str}
+
+
+def chosen_of(cases: list[faults_comm.Case], only: list[str] | None) -> list[faults_comm.Case]:
+    """Those whose fault is in `only`, and the run that nothing happens to.
+
+    Raises:
+        ValueError: There is no such fault.
+    """
+    known = dict.fromkeys(case.fault for case in cases)
+    for fault in only or ():
+        if fault not in known:
+            raise ValueError(
+                f"`only` (={fault}) must be faults of {', '.join(known)}. Leave `only` out for all of them."
+            )
+    return [case for case in cases if only is None or case.fault in ("none", *only)]
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="faults")
 def main(cfg: DictConfig) -> None:
     """One short run for each case; print each as it ends, write the table. Ends with status 1 where one broke."""
     launch.quieten()
-    with instantiate(cfg.world) as world:
+    with launch.short_errors():
+        configuration.check(cfg, KEYS)
+        made = instantiate(cfg.world)
+    with made as world:
         chosen = faults_comm.cases(world.num_ranks) + faults_numbers.cases(world.num_ranks)
         if world.has_links:
             chosen += faults_comm.cases_of_links(world.num_ranks)
-        chosen = [case for case in chosen if cfg.only is None or case.fault in ("none", *cfg.only)]
+        with launch.short_errors():
+            chosen = chosen_of(chosen, cfg.only)
         outcomes, weights = list[fault_table.Outcome](), None
         for case in chosen:
             outcome, found = faults_comm.run_case(case, world, weights)

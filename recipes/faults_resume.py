@@ -13,14 +13,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import fault_table, launch, resume_trials
+from recipes import configuration, fault_table, kinds, launch, resume_trials
 
 launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "about": str | None,
+    "num_trials": kinds.COUNT_OR_ZERO,
+    "seed": kinds.SEED,
+    "own": list[str],
+    "run_dir": str,
+}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="faults_resume")
 def main(cfg: DictConfig) -> None:
     """One run and one resumed run for each trial; print each as it ends, write the table. Status 1 where one broke."""
+    with launch.short_errors():
+        configuration.check(cfg, KEYS)
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     outcomes = list[fault_table.Outcome]()

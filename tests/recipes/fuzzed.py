@@ -41,6 +41,9 @@ BASES: dict[str, list[str]] = {
     "report": ["runs=[TMP/run]"],
     "endurance": [],
     "tune": [],
+    "faults": ["only=[rank dies]"],
+    "faults_resume": [],
+    "bench_checkpoint": ["model.depth=18", "model.width=0.0625"],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
@@ -53,6 +56,9 @@ WORK = [
     ("recipes.memory_census", "Census", "take"),
     ("recipes.simulate_profile", None, "measure"),
     ("recipes.endurance", None, "train"),
+    ("recipes.faults_comm", None, "run_case"),
+    ("recipes.resume_trials", None, "outcomes"),
+    ("recipes.bench_checkpoints", None, "samples"),
     ("recipes.packing", "Packing", "run"),
 ]
 
