@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.comm import CommPlan
+from lightning_hybrid import HybridAllReduceStrategy, options
+from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.choose import choose_plan
 from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.comm.cost import Link
@@ -48,6 +49,21 @@ def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(fou
 
 def _plan_in_force(comm_dtype):
     return plan_in_force(2, 2, comm_dtype=comm_dtype)
+
+
+@pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])
+def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypatch, comm_dtype, itemsize):
+    """As they get ready, without what is frozen; by the dtype of the largest, or that on the wire."""
+    asked = []
+    monkeypatch.setattr(options, "choose_plan", lambda *args, **settings: asked.append((args, settings)) or CommPlan())
+    module = nn.Sequential(nn.Linear(3, 5).half(), nn.LayerNorm(5), nn.Linear(5, 2).half())
+    module[2].bias.requires_grad_(False)
+    topology = Topology.from_ranks_per_node(rank=0, world_size=6, ranks_per_node=2)
+    options.plan_on(cluster(2), module, topology, comm_dtype=comm_dtype, on_cuda=False)
+    (((numels, described), settings),) = asked
+    assert list(numels) == [10, 5, 5, 5, 15]
+    assert described == cluster(2).of(3)
+    assert settings == {"itemsize": itemsize, "on_cuda": False}
 
 
 def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
