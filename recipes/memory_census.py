@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -24,9 +25,13 @@ OPTIMIZERS: dict[str, Any] = {
     "lars_fused": lambda params: LARS(params, lr=1e-3, fused=True),  # on a CPU
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "lamb": lambda params: LAMB(params, lr=1e-3),
+    "lamb_fused": lambda params: LAMB(params, lr=1e-3, fused=True),
 }
 OWNERS = ("weights", "masters", "gradients", "optimizer", "communication and rest", "total")
 NUM_STEPS = 4  # DDP builds its buckets anew after the first
+M_MMAP_THRESHOLD = -3  # of mallopt(3): from this size on a block has a mapping of its own, gone when it is freed
+LARGE = 64 * 1024  # bytes
+MAPS = Path("/proc/self/maps")
 
 
 class Layers(pl.LightningModule):
@@ -66,6 +71,7 @@ class Count(pl.Callback):
         if trainer.strategy.root_device.type == "cuda":
             self._before = torch.cuda.memory_allocated()
         else:
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
             self._profile = torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
             )
@@ -81,7 +87,7 @@ class Count(pl.Callback):
             total = torch.cuda.memory_allocated() - self._before
         else:
             self._profile.__exit__(None, None, None)
-            total = sum(event.self_cpu_memory_usage for event in self._profile.events())
+            total = sum(_alive(_allocations(self._profile)).values())
         masters = getattr(trainer.precision_plugin, "masters", None)
         twins = [] if masters is None else list(masters.twins.values())
         parameters = list(pl_module.parameters())
@@ -106,6 +112,42 @@ class Count(pl.Callback):
             self.path.write_text(json.dumps({owner: held / numel for owner, held in owned.items()}))
 
 
+def _allocations(profile: Any) -> list[tuple[int, int]]:
+    """`(address, bytes)` of each allocation that torch's profiler saw and `(address, -bytes)` of each free, in time."""
+    events, found = list(profile.profiler.kineto_results.experimental_event_tree()), []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.typed[0].name == "Allocation":
+            told = event.extra_fields
+            found.append((event.start_time_ns, told.ptr, told.alloc_size))
+    return [(address, size) for _, address, size in sorted(found)]
+
+
+def _alive(allocations: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Bytes by address of what is still allocated.
+
+    The profiler sees only what its own thread frees. DDP's first buffers are at times let go last by a thread of the
+    process group; so what a later allocation covers, and what is large and no longer mapped, has been freed as well.
+    """
+    held: dict[int, int] = {}
+    for address, size in allocations:
+        if size < 0:
+            held.pop(address, None)
+            continue
+        covered = [other for other, its in held.items() if other < address + size and address < other + its]
+        for other in covered:
+            del held[other]
+        held[address] = size
+    maps = [line.split(maxsplit=1)[0].split("-") for line in MAPS.read_text().splitlines()]
+    mapped = [(int(first, 16), int(end, 16)) for first, end in maps]
+    return {
+        address: size
+        for address, size in held.items()
+        if size < LARGE or any(first <= address < end for first, end in mapped)
+    }
+
+
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Bytes of the memory under ``tensors`` that is not in ``seen``, to which it is added: views share theirs."""
     held = 0
@@ -121,19 +163,25 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 class Census:
     """What to measure on: ``num_ranks`` processes with ``depth`` layers of ``width`` squared weights.
 
-    The least of ``num_repeats`` fits counts: at times torch's profiler on the CPU misses that memory was freed.
+    Raises:
+        ValueError: ``device`` is "cpu", and the system is not Linux, which lists what is mapped.
     """
 
     device: str = "cpu"
     num_ranks: int = 2
     width: int = 512
     depth: int = 8
-    num_repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if self.device == "cpu" and not MAPS.exists():
+            raise ValueError(
+                f"census.device (={self.device!r}) must be 'cuda' on a system without {MAPS}, where it is seen what a "
+                "process has freed. Count on Linux, or on a GPU."
+            )
 
     def take(self, precision: str, optimizer: str) -> dict[str, Any]:
-        """Bytes per parameter of rank zero, by owner; each fit in fresh processes."""
-        fits = [self._fit(precision, optimizer) for _ in range(self.num_repeats)]
-        held = {owner: min(fit[owner] for fit in fits) for owner in OWNERS}
+        """Bytes per parameter of rank zero, by owner; in fresh processes."""
+        held = self._fit(precision, optimizer)
         strategy = "hybrid_allreduce" if _is_ours(precision) else "ddp"
         return {"precision": precision, "strategy": strategy, "optimizer": optimizer, "bytes_per_parameter": held}
 
