@@ -118,10 +118,10 @@ def markdown(study: Study, log: TrialLog) -> str:
 
     def rate(cell: Cell) -> str:
         lr = study.lr(cell, log) if cell in found else None
-        tuned = lr is not None and study.arms[cell.arm].lr_of is None
-        return (
-            "" if lr is None else f"{lr:.3g}" + (" (end of the grid)" if tuned and study.axis(cell).is_edge(lr) else "")
-        )
+        if lr is None:
+            return ""
+        is_tuned = study.arms[cell.arm].lr_of is None
+        return f"{lr:.3g}" + (" (end of what was tried)" if is_tuned and study.is_end(cell, lr, log) else "")
 
     header = ["arm", "precision", *_batch_names(study)]
     accuracy_rows = [row(arm, precision, lambda cell: str(found.get(cell, ""))) for arm, precision in _lines(study)]

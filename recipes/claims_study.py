@@ -189,9 +189,17 @@ class Study:
 
     def tuned(self, cell: Cell, log: TrialLog) -> Outcome | None:
         """The best tuning trial of a cell that the log knows."""
+        return best_of(self._tried(cell, log), mode=self.tuning.mode)
+
+    def is_end(self, cell: Cell, lr: float, log: TrialLog) -> bool:
+        """Whether no rate beyond ``lr``, on one side, was tried for a cell: the best may lie there."""
+        rates = [point_of(outcome.overrides, [LR])[LR] for outcome in self._tried(cell, log)]
+        return lr <= min(rates) or lr >= max(rates)
+
+    def _tried(self, cell: Cell, log: TrialLog) -> list[Outcome]:
+        """The tuning trials of a cell that the log knows."""
         fixed = {*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0"}
-        mine = [o for o in log.outcomes.values() if len(o.overrides) == len(fixed) + 1 and fixed <= set(o.overrides)]
-        return best_of(mine, mode=self.tuning.mode)
+        return [o for o in log.outcomes.values() if len(o.overrides) == len(fixed) + 1 and fixed <= set(o.overrides)]
 
     def lr(self, cell: Cell, log: TrialLog) -> float | None:
         """The rate of a cell: tuned, or scaled from one that was; None if no trial of the tuning was done."""

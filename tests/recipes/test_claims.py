@@ -66,11 +66,11 @@ def test_the_tables_say_what_the_trials_said(tmp_path):
     ]
 
 
-def test_a_rate_at_the_end_of_its_grid_is_marked(tmp_path):
-    """The best rates are 0.1 and 0.2; the first grid begins at 0.2, the second looks half a step below."""
+def test_a_rate_beyond_which_none_was_tried_is_marked(tmp_path):
+    """The best rates are 0.1 and 0.2; the first grid begins at 0.2, the second looks half a step below, at 0.141."""
     study = study_of(arms={"SGD": SGD | {"low": 0.2, "high": 3.2}})
     log, _, _ = run(study, tmp_path)
-    assert "| 0.141 (end of the grid) | 0.2 (end of the grid) |" in markdown(study, log)
+    assert "| 0.141 (end of what was tried) | 0.2  " in markdown(study, log)
 
 
 def test_the_linear_rule_scales_the_tuned_rate_of_the_smallest_batch(tmp_path):
