@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
 MAX_POINTS = 2000
 """Of a curve: four to a pixel of a panel of the picture of a run."""
 
@@ -38,3 +45,26 @@ def thinned(curve: Curve, *, num_points: int) -> Curve:
     num_stretches = num_points - len(kept)
     ends = {(step - first) * num_stretches // (last - first + 1): index for index, (step, _) in enumerate(curve)}
     return [curve[index] for index in sorted({*kept, *ends.values()})]
+
+
+def packed(curve: Curve) -> Tensor:
+    """The points as one float64 tensor, `"points 2"`, for a checkpoint; steps are exact up to 2^53.
+
+    Of twenty curves a checkpoint would hold 40,000 tuples: to copy them, to pickle them and to clear them away again
+    stopped training for 0.2 s at each, on one core.
+
+    >>> packed([(0, 0.5), (7, -1.0)])
+    tensor([[ 0.0000,  0.5000],
+            [ 7.0000, -1.0000]], dtype=torch.float64)
+    """
+    return torch.from_numpy(np.fromiter(chain.from_iterable(curve), np.float64, 2 * len(curve)).reshape(-1, 2))
+
+
+def unpacked(points: Tensor | Iterable[tuple[int, float]]) -> Curve:
+    """The curve of `packed(curve)`; also of pairs, as checkpoints held them before.
+
+    >>> unpacked(packed([(0, 0.5), (7, -1.0)])) == unpacked([[0, 0.5], [7, -1.0]]) == [(0, 0.5), (7, -1.0)]
+    True
+    """
+    pairs = points.tolist() if isinstance(points, Tensor) else points
+    return [(int(step), float(value)) for step, value in pairs]

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from lightning_hybrid import communication
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import page
-from lightning_hybrid.callbacks.curves import append
+from lightning_hybrid.callbacks.curves import append, packed, unpacked
 from lightning_hybrid.callbacks.environment import environment
 from lightning_hybrid.callbacks.report_parts import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
@@ -66,14 +66,14 @@ class RunReport(Callback):
         comm = self.communication()
         return {
             "elapsed_s": self.elapsed_s,
-            "curves": {name: list(points) for name, points in self.curves.items()},
+            "curves": {name: packed(points) for name, points in self.curves.items()},
             "communication": None if comm is None else comm.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue those of the interrupted run; a checkpoint from before one of them was kept has none."""
         self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
-        self.curves = {name: [tuple(p) for p in points] for name, points in state_dict["curves"].items()}
+        self.curves = {name: unpacked(points) for name, points in state_dict["curves"].items()}
         comm = state_dict.get("communication")
         self._comm_before = None if comm is None else CommSummary.from_state_dict(comm)
         self._trace = None
