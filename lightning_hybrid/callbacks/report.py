@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from lightning_hybrid import communication
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import page
-from lightning_hybrid.callbacks.curves import append, packed, unpacked
+from lightning_hybrid.callbacks.curves import Curve
 from lightning_hybrid.callbacks.environment import environment
 from lightning_hybrid.callbacks.report_parts import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
@@ -54,7 +54,7 @@ class RunReport(Callback):
         self.config: dict[str, Any] | None = None
         self.overrides: list[str] | None = None
         self.code_dir: Path | None = None
-        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.curves: dict[str, Curve] = {}
         self._before_s = 0.0  # of fits that are over
         self._began_s: float | None = None  # the one that runs
         self._last_step = 0
@@ -66,14 +66,14 @@ class RunReport(Callback):
         comm = self.communication()
         return {
             "elapsed_s": self.elapsed_s,
-            "curves": {name: packed(points) for name, points in self.curves.items()},
+            "curves": {name: curve.tensor() for name, curve in self.curves.items()},
             "communication": None if comm is None else comm.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue those of the interrupted run; a checkpoint from before one of them was kept has none."""
         self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
-        self.curves = {name: unpacked(points) for name, points in state_dict["curves"].items()}
+        self.curves = {name: Curve(points) for name, points in state_dict["curves"].items()}
         comm = state_dict.get("communication")
         self._comm_before = None if comm is None else CommSummary.from_state_dict(comm)
         self._trace = None
@@ -129,10 +129,15 @@ class RunReport(Callback):
             return
         for name, value in trainer.callback_metrics.items():
             if m.metric_of(name) is not None and name.startswith(groups):
-                append(self.curves.setdefault(name, []), trainer.global_step, float(value))
-        times = self.curves.setdefault(m.ELAPSED_S, [])
+                self._curve(name).append(trainer.global_step, float(value))
+        times = self._curve(m.ELAPSED_S)
         if not times or times[-1][0] != trainer.global_step:
-            append(times, trainer.global_step, self.elapsed_s)
+            times.append(trainer.global_step, self.elapsed_s)
+
+    def _curve(self, name: str) -> Curve:
+        if name not in self.curves:
+            self.curves[name] = Curve()
+        return self.curves[name]
 
     def last(self, name: str) -> float | None:
         """The value of a metric seen last; None if there was none."""
@@ -225,7 +230,7 @@ class RunReport(Callback):
         png = page.png_of(self.figure(trainer))
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
-            "curves.json": json.dumps(self.curves).encode() + b"\n",
+            "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
             "run.png": png,
             "run.html": html_of(summary, png, self._lines(trainer)).encode(),
         }

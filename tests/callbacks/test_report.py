@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.callbacks.curves import Curve
 from lightning_hybrid.checkpoint_copy import as_plain
 from tests import toy
 from tests.callbacks.support import WINDOWS, counting, fit
@@ -169,7 +170,7 @@ def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
     num_bytes = set()
     for num_points in (2, 2000):
         report, again = RunReport(), RunReport()
-        report.curves = {m.TRAIN_LOSS: [(step, step / 3) for step in range(num_points)], m.TRAIN_LR: [(1, 0.1)]}
+        report.curves = {m.TRAIN_LOSS: Curve((step, step / 3) for step in range(num_points))}
         state = report.state_dict()
         num_bytes.add(len(pickle.dumps(as_plain(state, of_tensor=lambda tensor: None))))
         again.load_state_dict(state)
