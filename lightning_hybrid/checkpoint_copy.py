@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
@@ -86,10 +87,9 @@ class HostCopies:
 
         bytes of a block = bytes of its tensors, each rounded up to 64;  where a block is too small, an eighth more
 
-    So neither shapes that change nor tensors that come and go make a new allocation: pieces of the heap taken and given
-    back by two threads are what grew with the number of checkpoints, and fresh pages cost a CPU more than the copy.
-    From CUDA the copies are enqueued, behind the step that is under way: `wait` before reading them. torch rounds
-    page-locked memory up to a power of two.
+    So neither shapes that change nor tensors that come and go take memory anew, for one thread to take and another to
+    give back; and fresh pages cost a CPU more than the copy. From CUDA the copies are enqueued, behind the step that
+    is under way: `wait` before reading them. torch rounds page-locked memory up to a power of two.
 
     >>> host = HostCopies()
     >>> weights = torch.ones(2, 3)
@@ -135,19 +135,14 @@ class HostCopies:
         """All on the CPU, or all on CUDA."""
         if not tensors:
             return {}
-        forms = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
-        sizes = {key: form.untyped_storage().nbytes() for key, form in forms.items()}
-        block = self._block_of(sum(map(_rounded, sizes.values())), next(iter(tensors.values())).is_cuda).numpy()
-        copies, offset = {}, 0
-        for key, tensor in tensors.items():
-            # a storage of its own: `torch.save` writes the whole storage of a tensor
-            flat = torch.frombuffer(block, dtype=tensor.dtype, count=sizes[key] // tensor.itemsize, offset=offset)
-            copies[key] = flat.as_strided(tensor.shape, forms[key].stride())
-            copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            offset += _rounded(sizes[key])
-        return copies
+        ends = list(itertools.accumulate(_room_for(tensor) for tensor in tensors.values()))
+        block = self._block_of(ends[-1], is_locked=next(iter(tensors.values())).is_cuda)
+        return {
+            key: _copy_at(block, begin, tensor)
+            for (key, tensor), begin in zip(tensors.items(), [0, *ends[:-1]], strict=True)
+        }
 
-    def _block_of(self, num_bytes: int, is_locked: bool) -> Tensor:
+    def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
         kept = self._blocks.pop(is_locked, None)  # given back before a larger one is taken
         if kept is None or kept.numel() < num_bytes:
             size = num_bytes if kept is None else num_bytes + num_bytes // 8
@@ -166,8 +161,19 @@ def _key_of(tensor: Tensor) -> _Key:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+def _room_for(tensor: Tensor) -> int:
+    """Bytes of a copy, rounded up."""
+    return -(-tensor.numel() * tensor.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
+    """A copy in `block`, `begin` bytes behind its start, with the strides of `torch.empty_like`.
+
+    Its storage is that part of the block alone: `torch.save` writes the whole storage of a tensor.
+    """
+    target = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+    target = target.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+    return target.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def _event_on(device: torch.device) -> torch.cuda.Event:
