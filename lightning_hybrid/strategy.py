@@ -61,10 +61,11 @@ from lightning_hybrid.options import (
     user_moves_batches,
 )
 from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.rendezvous import MeetsWhereTold
 from lightning_hybrid.tuning import TrainerTuning
 
 
-class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
+class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, DDPStrategy):
     """Data-parallel training as ``DDPStrategy``, with a hybrid all-reduce and half precision on fp32 masters.
 
     ``precision="16-true"`` and ``"bf16-true"`` are carried out by
@@ -92,7 +93,8 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
             report, which then say what part of it is achieved.
         loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
             :class:`~lightning_hybrid.loss_scale.LossScale`.
-        timeout: for every collective of training; a peer that died becomes an error after this time.
+        timeout: for every collective of training, and for the ranks to meet; a peer that died, or never came, becomes
+            an error after this time.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in ``DDPStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
             as in ``DDPStrategy``.
