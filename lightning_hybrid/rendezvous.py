@@ -35,7 +35,8 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     Collective: every rank of the world must call it.
 
     Args:
-        address, port: `MASTER_ADDR` and `MASTER_PORT`.
+        address: `MASTER_ADDR`.
+        port: `MASTER_PORT`.
         rank: Of this process.
         world_size: Ranks that are to come.
         timeout: How long to wait for all of them; also of the store's later words.
@@ -50,8 +51,8 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
-                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {_first_line(error)}. Is another process "
-                "rank 0 as well, or another job at this port? Set another port on every rank, or end that process."
+                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {_first_line(error)}. Is another "
+                "process rank 0 too, or another job at this port? Set another port on every rank, or end that process."
             ) from error
         raise RendezvousError(_no_keeper(where, rank, timeout)) from error
     calls = dist.PrefixStore("roll call", store)

@@ -368,7 +368,7 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, DDPStrategy):
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:
-                    engine.trace.write(Path(self._trace_dir) / f"rank{self.global_rank}.json", rank=self.global_rank)
+                    engine.trace.write_if_possible(Path(self._trace_dir), rank=self.global_rank)
         finally:
             self._averaged_parameters = None
             super().teardown()

@@ -6,12 +6,13 @@ import json
 import os
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from matplotlib.figure import Figure
 
 from lightning_hybrid import communication
@@ -221,7 +222,6 @@ class RunReport(Callback):
         if _is_dry(trainer):
             return
         folder, summary = self._folder(trainer), self.summary(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
         png = page.png_of(self.figure(trainer))
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
@@ -231,8 +231,14 @@ class RunReport(Callback):
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed
             part = folder / f".{name}.part"
-            part.write_bytes(content)
-            os.replace(part, folder / name)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(content)
+                os.replace(part, folder / name)
+            except OSError as error:  # a run that trained is not lost for its picture
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+                rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
 
     def figure(self, trainer: pl.Trainer) -> Figure:
         """Six panels, and the table under them."""
