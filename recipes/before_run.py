@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from recipes import launch, streams, surroundings
 
@@ -35,5 +35,11 @@ class BeforeRun(Callback):
     def _look(self, config: DictConfig, mode: str) -> None:
         streams.last()
         with launch.short_errors():  # Hydra would only warn of another error than SystemExit
+            own = {name: value for name, value in _plain(config).items() if name != "hydra"}
+            surroundings.check_secrets(own)
             folder = config.hydra[mode].dir
             surroundings.check(folder if launch.is_rank_zero() else None)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))

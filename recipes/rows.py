@@ -63,6 +63,7 @@ class CSVRows(CSVLogger):
         super().__init__(**kwargs)
         self._num_rows_kept = num_rows_kept
         self.num_rows = 0
+        self._is_without_hparams = False
 
     @property
     @rank_zero_experiment
@@ -110,10 +111,10 @@ class CSVRows(CSVLogger):
         try:
             super().save()
         except OSError as error:  # of the hyper-parameters, which come first
-            if not self.experiment.is_failing:
+            if not self._is_without_hparams:
                 rank_zero_warn(f"hparams.yaml in {self.log_dir} was not written ({error.strerror}): the run goes on.")
+            self._is_without_hparams = True
             self.experiment.save()
-            self.experiment.is_failing = True
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

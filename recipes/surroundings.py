@@ -15,19 +15,23 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PROBE_BYTES = 65536
 """Written and removed again: a full disk takes the empty file. Ours."""
 
 MIN_DESCRIPTORS = 256
-"""Files and sockets that a process may have open, at least. Ours: one of two ranks has about 60, and each further rank
-takes a handful more on all of them."""
+"""Files and sockets that a process may have open, at least. Ours: of two ranks of the default recipe one has 66, the
+other 54, and each further rank takes some more on all of them."""
 
 MANY_DESCRIPTORS = 1 << 16  # where there is no limit
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECRETS = ("api_key", "apikey", "password", "secret", "access_token")
+"""Ends of names of keys that hold what nobody else may know."""
+
 _OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
 
@@ -272,3 +276,34 @@ def check_writable(folder: Path) -> None:
             f"`hydra.run.dir` (={folder}) must be a directory that can be written to: {error.strerror}. Logs and "
             "checkpoints go there: set hydra.run.dir=<directory>."
         ) from error
+
+
+def check_secrets(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with a key or password in it: Hydra, loggers and checkpoints write all of it down.
+
+    Args:
+        config: Plain mappings and lists.
+
+    Raises:
+        ValueError: Names the configuration's key, and not what it holds.
+
+    >>> check_secrets({"logger": {"settings": {"api_key": "mine"}}})
+    Traceback (most recent call last):
+        ...
+    ValueError: `logger.settings.api_key` must not be in the configuration, which is written to the run directory, to \
+checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
+change it if it was there before.
+    >>> check_secrets({"logger": {"settings": {"api_key": None}}})
+    """
+    nodes: list[tuple[str, Any]] = [("", config)]
+    for key, value in nodes:  # grows
+        if isinstance(value, Mapping):
+            nodes += [(f"{key}.{name}" if key else str(name), child) for name, child in value.items()]
+        elif isinstance(value, list):
+            nodes += [(f"{key}[{index}]", child) for index, child in enumerate(value)]
+        elif value is not None and key.lower().endswith(SECRETS):
+            raise ValueError(
+                f"`{key}` must not be in the configuration, which is written to the run directory, to checkpoints and "
+                "to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and "
+                "change it if it was there before."
+            )
