@@ -124,7 +124,7 @@ NETWORK = [
     Case(
         fault="rank 0 is started twice",
         phase="rendezvous",
-        names=("`MASTER_PORT` (=",),
+        names=("`MASTER_PORT` (=", "rank 1 did not come"),
         overrides=(*CSV, SOON),
         ranks=(_rank(0, 2), _rank(0, 2)),
     ),

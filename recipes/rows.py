@@ -63,7 +63,6 @@ class CSVRows(CSVLogger):
         super().__init__(**kwargs)
         self._num_rows_kept = num_rows_kept
         self.num_rows = 0
-        self._is_without_hparams = False
 
     @property
     @rank_zero_experiment
@@ -104,17 +103,6 @@ class CSVRows(CSVLogger):
         if path.is_file():
             with suppress(OSError), path.open("rb") as file:  # the checkpoint itself says what its disk does not do
                 os.fsync(file.fileno())
-
-    @rank_zero_only
-    def save(self) -> None:
-        """Hyper-parameters and rows; what a full disk does not take is said, and tried again."""
-        try:
-            super().save()
-        except OSError as error:  # of the hyper-parameters, which come first
-            if not self._is_without_hparams:
-                rank_zero_warn(f"hparams.yaml in {self.log_dir} was not written ({error.strerror}): the run goes on.")
-            self._is_without_hparams = True
-            self.experiment.save()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

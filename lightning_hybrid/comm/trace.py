@@ -178,9 +178,9 @@ class CommTrace:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
-    def write_if_possible(self, folder: Path, *, rank: int) -> None:
+    def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
         """Write ``rank<r>.json`` into the folder; with a warning where it takes none, as a run is not lost for that."""
-        path = folder / f"rank{rank}.json"
+        path = Path(folder) / f"rank{rank}.json"
         try:
             self.write(path, rank=rank)
         except OSError as error:

@@ -60,16 +60,6 @@ def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):
             logger.finalize("success")
 
 
-def test_hyper_parameters_that_the_disk_does_not_take_stop_no_row(tmp_path):
-    logger = CSVRows(save_dir=tmp_path, name="", version="csv")
-    logger.log_hyperparams({"text": "x" * 1000})
-    with no_file_beyond(100):
-        with pytest.warns(UserWarning, match=r"hparams.yaml in .*/csv was not written \(File too"):
-            log(logger, 0, loss=1.0)
-        log(logger, 1, loss=2.0)
-    assert [row["step"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["0", "1"]
-
-
 def fit_with_a_report(folder):
     trainer = toy.trainer(max_epochs=1, limit_train_batches=1, callbacks=[RunReport(folder)])
     with warnings.catch_warnings(record=True) as said:
