@@ -34,6 +34,7 @@ from torch.distributed import DistError
 
 from lightning_hybrid.checkpoint_file import CheckpointWriteError
 from lightning_hybrid.rendezvous import RendezvousError
+from recipes import tracking
 from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
@@ -187,8 +188,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
-        if (wandb := sys.modules.get("wandb")) is not None:
-            wandb.finish(exit_code=exit_code)
+        tracking.finish(exit_code)
 
 
 def command_of_this_job() -> list[str]:

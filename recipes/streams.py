@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any, TextIO, cast
@@ -50,7 +51,11 @@ class LastingStream:
 
 
 def last() -> None:
-    """Let this process outlive its standard output and error. Once is enough."""
+    """Let this process outlive its standard output and error. Once is enough.
+
+    Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
+    """
+    logging.raiseExceptions = False
     for name, words, other in (("stdout", "standard output", "stderr"), ("stderr", "standard error", None)):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, LastingStream):
@@ -60,6 +65,7 @@ def last() -> None:
 
 def restore() -> None:
     """Undo `last`."""
+    logging.raiseExceptions = True
     for name in ("stdout", "stderr"):
         if isinstance(stream := getattr(sys, name), LastingStream):
             setattr(sys, name, stream._stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from pathlib import Path
@@ -95,3 +96,20 @@ def test_a_closed_stream_stays_closed(monkeypatch):
     streams.last()
     print("nothing")
     assert sys.stdout is None
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_log_file_that_takes_nothing_prints_no_traceback(monkeypatch):
+    handler, said = logging.StreamHandler(Full()), io.StringIO()
+    record = logging.LogRecord("a", logging.INFO, "b", 1, "words", None, None)
+    monkeypatch.setattr(sys, "stderr", said)
+    streams.last()
+    handler.emit(record)
+    assert said.getvalue() == ""
+    streams.restore()
+    handler.emit(record)  # a control: it would
+    assert "No space left on device" in said.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import pytest
 
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.comm import CommTrace
+from recipes import tracking
 from recipes.rows import CSVRows, read_rows
 from tests import toy
 
@@ -58,6 +60,16 @@ def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):
         logger.log_metrics({"loss": 2.0}, step=1)
         with pytest.warns(UserWarning, match=r"2 rows of metrics are not in .*/csv: no space for them"):
             logger.finalize("success")
+
+
+def test_a_tracker_on_a_full_disk_hides_no_other_error(monkeypatch):
+    class Wandb:
+        def finish(self, exit_code):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    with pytest.warns(UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"):
+        tracking.finish(1)
 
 
 def fit_with_a_report(folder):
