@@ -99,6 +99,12 @@ NETWORK = [
         names=("`GLOO_SOCKET_IFNAME` (=eth99)",),
         variables={"GLOO_SOCKET_IFNAME": "eth99"},
     ),
+    Case(
+        fault="GLOO_SOCKET_IFNAME names no interface",
+        program="tune",
+        names=("`GLOO_SOCKET_IFNAME` (=eth99)",),
+        variables={"GLOO_SOCKET_IFNAME": "eth99"},
+    ),
     Case(fault="no interface is up", names=("ip link set lo up",), wrapper=("unshare", "--net"), needs=("--net",)),
     Case(
         fault="rank 2 of 3 never starts",
@@ -132,6 +138,11 @@ NETWORK = [
 
 TRACKER = [
     Case(fault="WANDB_MODE=ofline", names=("`WANDB_MODE` (='ofline')",), variables={"WANDB_MODE": "ofline"}),
+    Case(
+        fault="W&B: key in the configuration",
+        names=("`logger.settings.api_key` must not be in the configuration",),
+        overrides=("+logger.settings.api_key=" + "0123456789" * 4,),
+    ),
     Case(
         fault="W&B: key too short",
         names=("`logger.offline` (=False) needs a W&B server", "WANDB_API_KEY invalid"),
@@ -178,6 +189,12 @@ PLACES = [
         program="simulate",
         names=("`hydra.run.dir`", "Read-only file system"),
         **_disk("8m", 'mount -o remount,ro "$RUN_DIR" && exec "$@"'),
+    ),
+    Case(
+        fault="run directory on a full disk",
+        program="search",
+        names=("`hydra.run.dir`", "No space left"),
+        **_disk("8k"),
     ),
     Case(
         fault="disk fills up, on_error=raise",
