@@ -152,7 +152,8 @@ def run(case: Case, folder: Path) -> Ended:
             processes.append(process)
         codes = [_wait(process, begun_s + case.limit_s) for process in processes]
         told = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
-    return Ended(codes, "\n".join(map(str, told)), time.monotonic() - begun_s)
+    text = "\n".join(map(str, told)).replace(str(run_dir), "<run directory>").replace(f"{ROOT}/", "")
+    return Ended(codes, text, time.monotonic() - begun_s)
 
 
 def _wait(process: subprocess.Popen[bytes], end_s: float) -> int | None:

@@ -85,8 +85,7 @@ def test_ports_directories_and_unset_variables_reach_the_program(tmp_path, monke
     assert 0 < int(environment["PORT"]) < 65536
     assert environment["RANK"] == "0"
     assert not {"HOME", "WANDB_API_KEY"} & environment.keys()
-    run_dir = f"{tmp_path}/case/run"
-    assert arguments == [f"a={run_dir}", f"hydra.run.dir='{run_dir}'"]
+    assert arguments == ["a=<run directory>", "hydra.run.dir='<run directory>'"]  # as in a record
 
 
 def test_a_program_that_does_not_end_is_ended(tmp_path, monkeypatch):

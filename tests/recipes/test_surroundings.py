@@ -50,6 +50,7 @@ def test_a_job_as_torchrun_starts_it_is_let_through(tmp_path):
     [
         ({"RANK": "4"}, r"`RANK` \(=4\) must be below `WORLD_SIZE` \(=4\)"),
         ({"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number, at least 0"),
+        ({"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number, at least 0"),
         ({"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
         ({"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
         ({"WORLD_SIZE": "5"}, r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE` \(=2 \* 2\)"),
