@@ -155,6 +155,30 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         surroundings.check(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})  # torchrun's agent has
 
 
+@pytest.mark.parametrize("names", ["^docker,eth99", "=eth99", "l", ""])
+def test_nccls_own_way_of_naming_interfaces_is_let_through(names):
+    """A list begins with ^ (all but these) or = (these very names); otherwise it holds beginnings of names."""
+    surroundings.check(None, {"NCCL_SOCKET_IFNAME": names})
+    with pytest.raises(ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"):
+        surroundings.check(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
+
+
+def test_a_port_that_only_lingers_is_free():
+    """For a minute after a job, its closed connections keep the port; torch's store takes it all the same."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            accepted.close()  # the first to close lingers
+            client.recv(1)
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):  # a control
+        plain.bind(("", port))
+    surroundings.check(None, {"MASTER_PORT": str(port)})
+
+
 def test_a_run_directory_that_takes_no_files_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a"):
@@ -171,3 +195,17 @@ def test_a_full_disk_is_found_before_training():
 def test_a_host_without_any_interface_is_found_before_training():
     told = in_namespaces(script="surroundings.check(None, {})", flags="-n")
     assert "`MASTER_ADDR` (=127.0.0.1) must be an address that this host can reach: Network is unreachable" in told
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"a": [1, {"API_KEY": "x"}]}, r"a\[1\]\.API_KEY"),
+        ({"a": {"b": {"password": 1}}}, r"a\.b\.password"),
+        ({"client_secret": "x"}, "client_secret"),
+    ],
+    ids=str,
+)
+def test_a_secret_is_found_wherever_it_is(config, key):
+    with pytest.raises(ValueError, match=rf"`{key}` must not be in the configuration"):
+        surroundings.check_secrets(config)
