@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...]]  # of tensors that are one
+
+_ALIGNED_BYTES = 64  # where torch's own allocations begin
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CLASSES_OF_HPARAMS = ("hparams_type", "datamodule_hparams_type")  # `CHECKPOINT_HYPER_PARAMS_TYPE`, of both
 
@@ -77,52 +81,99 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 class HostCopies:
-    """Memory of the host for copies of a checkpoint's tensors, kept from one checkpoint to the next.
+    """Memory of the host for a copy of a checkpoint's tensors, kept from one checkpoint to the next.
 
-    The n-th tensor of a checkpoint goes where the n-th of the one before was, if shapes and dtypes are the same: fresh
-    pages cost a CPU more than the copy. From CUDA the copies are enqueued, behind the step that is under way, into
-    page-locked memory: `wait` before reading them.
+    All tensors lie in one block, one behind the other, and in a second one those of CUDA, which must be page-locked:
+
+        bytes of a block = bytes of its tensors, each rounded up to 64;  where a block is too small, an eighth more
+
+    So neither shapes that change nor tensors that come and go take memory anew, for one thread to take and another to
+    give back; and fresh pages cost a CPU more than the copy. From CUDA the copies are enqueued, behind the step that
+    is under way: `wait` before reading them. torch rounds page-locked memory up to a power of two.
+
+    >>> host = HostCopies()
+    >>> weights = torch.ones(2, 3)
+    >>> copy = host.take({"weights": weights, "tied": weights, "step": 1})
+    >>> weights.zero_().sum(), copy["weights"].sum(), copy["tied"] is copy["weights"], host.num_bytes
+    (tensor(0.), tensor(6.), True, 64)
     """
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self._blocks: dict[bool, Tensor] = {}  # by whether it is page-locked
         self._events: list[torch.cuda.Event] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that is held."""
+        return sum(block.numel() for block in self._blocks.values())
 
     def take(self, checkpoint: Any) -> Any:
         """A copy of `checkpoint` that later steps do not change; valid until the next call."""
-        copies: list[Tensor] = []
-        seen: dict[tuple[Any, ...], Tensor] = {}
-        devices: set[torch.device] = set()
+        found: dict[_Key, Tensor] = {}
 
-        def copied(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided:
-                return tensor.detach().clone()
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if key not in seen or tensor.numel() == 0:  # tied weights stay one tensor
-                target = self._memory_for(len(copies), tensor)
-                target.copy_(tensor.detach(), non_blocking=True)
-                copies.append(target)
-                seen[key] = target
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-            return seen[key]
+        def noted(tensor: Tensor) -> Tensor:
+            if _has_place(tensor):
+                found.setdefault(_key_of(tensor), tensor)  # tied weights stay one tensor
+            return tensor
 
-        plain = as_plain(checkpoint, of_tensor=copied, of_other=copy.deepcopy)
-        self._kept = copies
-        self._events = [_event_on(device) for device in devices]
-        return plain
+        plain = as_plain(checkpoint, of_tensor=noted, of_other=copy.deepcopy)
+        copies: dict[_Key, Tensor] = {}
+        for is_locked in (False, True):
+            copies |= self._copied({key: tensor for key, tensor in found.items() if tensor.is_cuda is is_locked})
+        self._events = [_event_on(device) for device in {each.device for each in found.values() if each.is_cuda}]
+        return as_plain(
+            plain,
+            of_tensor=lambda tensor: copies[_key_of(tensor)] if _has_place(tensor) else tensor.detach().clone(),
+        )
 
     def wait(self) -> None:
         """Until what was enqueued is there."""
         for event in self._events:
             event.synchronize()
 
-    def _memory_for(self, index: int, tensor: Tensor) -> Tensor:
-        if index < len(self._kept):
-            kept = self._kept[index]
-            if (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype) and kept.stride() == tensor.stride():
-                return kept
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+    def _copied(self, tensors: dict[_Key, Tensor]) -> dict[_Key, Tensor]:
+        """All on the CPU, or all on CUDA."""
+        if not tensors:
+            return {}
+        ends = list(itertools.accumulate(_room_for(tensor) for tensor in tensors.values()))
+        block = self._block_of(ends[-1], is_locked=next(iter(tensors.values())).is_cuda)
+        return {
+            key: _copy_at(block, begin, tensor)
+            for (key, tensor), begin in zip(tensors.items(), [0, *ends[:-1]], strict=True)
+        }
+
+    def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
+        kept = self._blocks.pop(is_locked, None)  # given back before a larger one is taken
+        if kept is None or kept.numel() < num_bytes:
+            size = num_bytes if kept is None else num_bytes + num_bytes // 8
+            kept = None
+            kept = torch.empty(size, dtype=torch.uint8, pin_memory=is_locked)
+        self._blocks[is_locked] = kept
+        return kept
+
+
+def _has_place(tensor: Tensor) -> bool:
+    """Whether it is bytes in memory; sparse and quantized tensors are more, those of no elements less."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
+
+
+def _key_of(tensor: Tensor) -> _Key:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _room_for(tensor: Tensor) -> int:
+    """Bytes of a copy, rounded up."""
+    return -(-tensor.numel() * tensor.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
+    """A copy in `block`, `begin` bytes behind its start, with the strides of `torch.empty_like`.
+
+    Its storage is that part of the block alone: `torch.save` writes the whole storage of a tensor.
+    """
+    target = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+    target = target.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+    return target.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def _event_on(device: torch.device) -> torch.cuda.Event:

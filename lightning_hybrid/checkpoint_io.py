@@ -41,8 +41,9 @@ class DurableCheckpointIO(TorchCheckpointIO):
     Args:
         in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
             for. Until the thread is done, a kill leaves the checkpoint before. False: training waits for the disk.
-        max_in_memory: With `in_background`, checkpoints that are copied and not yet written; each takes the host as
-            much memory as the checkpoint has bytes, and keeps it. A further one waits for the first to be written.
+        max_in_memory: With `in_background`, checkpoints that are copied and not yet written. A further one waits for
+            the first to be written. Memory of the host, in bytes of the checkpoint's tensors: once for each that is
+            not yet written; once between checkpoints, kept for the next; none after the end of fitting.
         timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Ours: a checkpoint of 100 GB
             takes a disk of 200 MB/s 500 s.
         keep_previous: Whether a checkpoint that is overwritten lives on beside the new one, as `<name>.previous.ckpt`:
@@ -154,7 +155,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
             copies.wait()
             self._write(checkpoint, path)
         finally:
-            self._copies.append(copies)
+            if not self._copies:  # one is kept; the memory of a second was needed for two in a row
+                self._copies.append(copies)
 
     def _free_copies(self) -> HostCopies:
         """Memory that no job reads. Waits for one to end where `max_in_memory` are under way."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -61,10 +60,11 @@ from lightning_hybrid.options import (
     user_moves_batches,
 )
 from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.rendezvous import MeetsWhereTold
 from lightning_hybrid.tuning import TrainerTuning
 
 
-class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
+class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, DDPStrategy):
     """Data-parallel training as ``DDPStrategy``, with a hybrid all-reduce and half precision on fp32 masters.
 
     ``precision="16-true"`` and ``"bf16-true"`` are carried out by
@@ -92,7 +92,7 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
             report, which then say what part of it is achieved.
         loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
             :class:`~lightning_hybrid.loss_scale.LossScale`.
-        timeout: for every collective of training; a peer that died becomes an error after this time.
+        timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in ``DDPStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
             as in ``DDPStrategy``.
@@ -366,7 +366,7 @@ class HybridAllReduceStrategy(SavesDurably, DDPStrategy):
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:
-                    engine.trace.write(Path(self._trace_dir) / f"rank{self.global_rank}.json", rank=self.global_rank)
+                    engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
         finally:
             self._averaged_parameters = None
             super().teardown()

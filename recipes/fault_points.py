@@ -79,14 +79,12 @@ class DieAt(Callback):
             optimizer.step = _and_then(optimizer.step, self.die)  # type: ignore[method-assign]
         elif self.phase in OF_A_CHECKPOINT:
             of, name = {
-                "checkpoint: copy": (checkpoint_copy.HostCopies, "_memory_for"),
+                "checkpoint: copy": (checkpoint_copy, "_copy_at"),
                 "checkpoint: write": (checkpoint_file._Summed, "_put"),
                 "checkpoint: fsync": (os, "fsync"),
                 "checkpoint: rename": (os, "replace"),
             }[self.phase]
-            setattr(
-                of, name, _and_then(getattr(of, name), self.die, after=10 if name in ("_put", "_memory_for") else 0)
-            )
+            setattr(of, name, _and_then(getattr(of, name), self.die, after=10 if name in ("_put", "_copy_at") else 0))
         elif self.phase == OF_A_CHECKPOINT_RENAMED:
             checkpoint_file.sync_directory = _and_then(checkpoint_file.sync_directory, self.die)
 

@@ -68,6 +68,7 @@ _ABOVE_ZERO = (
     "_steps",
     "_classes",
     "_factor",
+    "_eps",
 )
 _AT_LEAST_ZERO = ("_s", "_padding", "_pixels", "_epochs", "_cases", "_images")
 

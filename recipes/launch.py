@@ -30,14 +30,25 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed import DistError
 
-from recipes import surroundings
+from lightning_hybrid.checkpoint_file import CheckpointWriteError
+from lightning_hybrid.rendezvous import RendezvousError
+from recipes import tracking
 from recipes.world import accumulation, slurm_started_us, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
 """Errors whose message says what is wrong without their name."""
 
-IN_OUR_WORDS = re.compile(r"`[^`]+` (\(=|must|is not known)")
+TOLD_WHILE_RUNNING = (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError)
+"""Errors of a run that end it in one message; a ValueError if it is about what was given."""
+
+IN_OUR_WORDS = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)")
+
+NOT_TOGETHER = (
+    "`WORLD_SIZE` ranks must find one another at MASTER_ADDR:MASTER_PORT and stay; one did not come, or is gone: see "
+    "what it said, and whether a firewall is between"
+)
 
 # What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others.
 LAUNCH_VARIABLES = (
@@ -66,15 +77,16 @@ def register_resolvers() -> None:
         "world_from_launcher": world_from_launcher,
         "product": lambda a, b: a * b,
         "accumulation": accumulation,
-        "on_rank_zero": lambda value: value if _is_rank_zero() else None,
-        "log_handlers": lambda: ["console", "file"] if _is_rank_zero() else ["console"],
+        "on_rank_zero": lambda value: value if is_rank_zero() else None,
+        "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
         "offline_unless_told": lambda: "WANDB_MODE" not in os.environ,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
-def _is_rank_zero() -> bool:
+def is_rank_zero() -> bool:
+    """Whether this process is rank zero, by what its launcher says; true where there is none."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
@@ -103,6 +115,8 @@ def told_of(error: Exception) -> str:
     text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
     text = text.removeprefix("ValueError raised while resolving interpolation: ")
     key = where.partition(":")[2].strip()
+    if isinstance(cause, DistError):
+        return f"{NOT_TOGETHER}: {text.partition(chr(10))[0]}"
     if IN_OUR_WORDS.match(text) is None:  # not in our words: by torch, Lightning or the system
         text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
@@ -152,8 +166,6 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     """
     quieten()
     hydra = HydraConfig.get()
-    with short_errors():
-        surroundings.check(hydra.runtime.output_dir if _is_rank_zero() else None)
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     sys.argv = [argv[0], *command_of_this_job()]
     with read_write(
@@ -167,8 +179,8 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
         exit_code = 0
-    except (MisconfigurationException, ValueError) as error:
-        is_told = isinstance(error, MisconfigurationException) or str(error).startswith("`")
+    except TOLD_WHILE_RUNNING as error:
+        is_told = not isinstance(error, ValueError) or str(error).startswith("`")
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters
             raise
         raise SystemExit(f"error: {told_of(error)}") from None
@@ -176,8 +188,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
-        if (wandb := sys.modules.get("wandb")) is not None:
-            wandb.finish(exit_code=exit_code)
+        tracking.finish(exit_code)
 
 
 def command_of_this_job() -> list[str]:

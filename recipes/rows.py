@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,15 +13,39 @@ import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 
 class _Writer(ExperimentWriter):
-    """Lightning's, which at a new column writes the whole file anew: here in one go, a kill loses no row."""
+    """Lightning's, whose file is always whole: a kill or a full disk loses no row that was there.
 
-    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+    Rows that the disk does not take stay here until it does; training goes on.
+    """
+
+    is_failing = False
+
+    def save(self) -> None:
+        """Write what came since the last time."""
+        if not self.metrics:
+            return
         path = Path(self.metrics_file_path)
-        write_rows(path, read_rows(path), fieldnames)
+        columns = sorted({*self.metrics_keys, *(name for row in self.metrics for name in row)})
+        try:
+            if columns == self.metrics_keys and path.is_file():
+                _append(path, self.metrics, columns)
+            else:
+                write_rows(path, read_rows(path) + cast(list[Any], self.metrics), columns)
+        except OSError as error:
+            if not self.is_failing:
+                rank_zero_warn(
+                    f"{path} takes no more rows ({error.strerror}): the run goes on, and they are written as soon as "
+                    "there is space. Free some on that disk."
+                )
+            self.is_failing = True
+            return
+        if self.is_failing:
+            rank_zero_info(f"{path} has all rows again")
+        self.metrics_keys, self.metrics, self.is_failing = columns, [], False
 
 
 class CSVRows(CSVLogger):
@@ -76,8 +101,17 @@ class CSVRows(CSVLogger):
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
-            with path.open("rb") as file:
+            with suppress(OSError), path.open("rb") as file:  # the checkpoint itself says what its disk does not do
                 os.fsync(file.fileno())
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """As Lightning's; rows that are lost are counted."""
+        super().finalize(status)
+        if self._experiment is not None and self._experiment.metrics:
+            rank_zero_warn(
+                f"{len(self._experiment.metrics)} rows of metrics are not in {self.log_dir}: no space for them."
+            )
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -88,17 +122,32 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_rows(path: Path, rows: list[dict[str, str]], columns: list[str], *, is_moved: bool = True) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str], *, is_moved: bool = True) -> None:
     """Write a CSV file whole or not at all; with `is_moved=False` beside its place, for the caller to move it."""
     part = _part_of(path)
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-        file.flush()
-        os.fsync(file.fileno())
-    if is_moved:
-        os.replace(part, path)
+    try:
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_moved:
+            os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """All of the rows, or none."""
+    num_bytes = path.stat().st_size
+    try:
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, columns).writerows(rows)
+    except OSError:
+        os.truncate(path, num_bytes)
+        raise
 
 
 def _part_of(path: Path) -> Path:

@@ -6,17 +6,33 @@ error of a library that does not know who set what.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PROBE_BYTES = 65536
 """Written and removed again: a full disk takes the empty file. Ours."""
 
+MIN_DESCRIPTORS = 256
+"""Files and sockets that a process may have open, at least. Ours: of two ranks of the default recipe one has 66, the
+other 54, and each further rank takes some more on all of them."""
+
+MANY_DESCRIPTORS = 1 << 16  # where there is no limit
+
+WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
+
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECRETS = ("api_key", "apikey", "password", "secret", "access_token")
+"""Ends of names of keys that hold what nobody else may know."""
+
+_OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
 
 
@@ -32,6 +48,8 @@ def check(run_dir: str | Path | None, variables: Mapping[str, str] = os.environ)
     """
     check_launcher(variables)
     check_rendezvous(variables)
+    check_words(variables)
+    raise_descriptors()
     if run_dir is not None:
         check_writable(Path(run_dir))
 
@@ -77,12 +95,30 @@ sets both, or unset both.
                     f"`{name}` must be set, as `TORCHELASTIC_RUN_ID` is: without it ranks cannot find one another. "
                     "Start the job with torchrun, which sets both, or `unset TORCHELASTIC_RUN_ID`."
                 )
-    known = {name: whole_number(name, variables) for name in _COUNTS if name in variables}
-    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+    elif _slurm_starts(variables):
+        for name in _OF_SLURM:
+            if name not in variables:
+                raise ValueError(
+                    f"`{name}` must be set, as `SLURM_NTASKS` is: without it a rank does not know which it is. Start "
+                    "the job with srun, which sets both, or `unset SLURM_NTASKS`."
+                )
+    elif "LOCAL_RANK" in variables and not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+        raise ValueError(
+            f"`LOCAL_RANK` (={variables['LOCAL_RANK']}) must come with MASTER_ADDR and MASTER_PORT: it says that a "
+            "launcher started this rank, which then waits for the others. `unset LOCAL_RANK`, or start the job with "
+            "torchrun."
+        )
+    known = {name: whole_number(name, variables) for name in (*_COUNTS, *_OF_SLURM) if name in variables}
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("GROUP_RANK", "GROUP_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+    ):
         if rank in known and size in known and known[rank] >= known[size]:
             raise ValueError(
                 f"`{rank}` (={known[rank]}) must be below `{size}` (={known[size]}): ranks count from 0. Start the job "
-                "with torchrun, which sets both, or unset both."
+                f"with {'srun' if rank.startswith('SLURM') else 'torchrun'}, which sets both, or unset both."
             )
     parts = [known.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")]
     if None not in parts and parts[0] * parts[1] != parts[2]:  # type: ignore[operator]
@@ -90,6 +126,77 @@ sets both, or unset both.
             f"`WORLD_SIZE` (={parts[2]}) must be `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` (={parts[0]} * {parts[1]}): "
             "nodes have equally many ranks here. Start the job with torchrun, which sets all three."
         )
+
+
+def _slurm_starts(variables: Mapping[str, str]) -> bool:
+    """Whether the ranks are tasks of SLURM, as Lightning sees it: not in an interactive shell."""
+    return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes: int) -> None:
+    """Refuse a rank beyond the trainer's world: others would wait for it in vain, or it for them.
+
+    Raises:
+        ValueError: It is.
+
+    >>> check_place(local_rank=0, num_devices=2, node_rank=1, num_nodes=1)
+    Traceback (most recent call last):
+        ...
+    ValueError: `NODE_RANK` (=1) must be below `trainer.num_nodes` (=1): it is the place of this process in the world. \
+Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.num_nodes.
+    """
+    for name, rank, key, size in (
+        ("LOCAL_RANK", local_rank, "trainer.devices", num_devices),
+        ("NODE_RANK", node_rank, "trainer.num_nodes", num_nodes),
+    ):
+        if rank >= size:
+            raise ValueError(
+                f"`{name}` (={rank}) must be below `{key}` (={size}): it is the place of this process in the world. "
+                f"Start the job with a launcher that sets it, `unset {name}`, or set {key}."
+            )
+
+
+def check_words(variables: Mapping[str, str]) -> None:
+    """Refuse values that a library would stumble over later, or pass over without a word.
+
+    Raises:
+        ValueError: Names the variable.
+
+    >>> check_words({"WANDB_MODE": "ofline"})
+    Traceback (most recent call last):
+        ...
+    ValueError: `WANDB_MODE` (='ofline') must be online, offline, disabled, dryrun, run or shared. Set \
+WANDB_MODE=offline.
+    """
+    mode = variables.get("WANDB_MODE")
+    if mode is not None and mode not in WANDB_MODES:
+        near = (difflib.get_close_matches(mode, WANDB_MODES, n=1) or ["offline"])[0]
+        known = f"{', '.join(WANDB_MODES[:-1])} or {WANDB_MODES[-1]}"
+        raise ValueError(f"`WANDB_MODE` (={mode!r}) must be {known}. Set WANDB_MODE={near}.")
+    threads = variables.get("OMP_NUM_THREADS", "1")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")):
+        raise ValueError(
+            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero: OpenMP passes over anything else and "
+            "takes all cores, in each rank. Set OMP_NUM_THREADS=1."
+        )
+
+
+def raise_descriptors() -> None:
+    """Let this process, and those that it starts, open as many files as it may: each pair of ranks takes some.
+
+    Raises:
+        ValueError: It may not open as many as two ranks need.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < MIN_DESCRIPTORS:
+        raise ValueError(
+            f"`ulimit -n` (={hard}) must be at least {MIN_DESCRIPTORS}: files and sockets that a rank may have open. "
+            "Set it in the shell, or where the system sets limits (limits.conf, LimitNOFILE of a service)."
+        )
+    if soft != unlimited and (hard == unlimited or soft < hard):
+        with suppress(OSError, ValueError):  # a system may refuse; then it stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (MANY_DESCRIPTORS if hard == unlimited else hard, hard))
 
 
 def check_rendezvous(variables: Mapping[str, str]) -> None:
@@ -169,3 +276,34 @@ def check_writable(folder: Path) -> None:
             f"`hydra.run.dir` (={folder}) must be a directory that can be written to: {error.strerror}. Logs and "
             "checkpoints go there: set hydra.run.dir=<directory>."
         ) from error
+
+
+def check_secrets(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with a key or password in it: Hydra, loggers and checkpoints write all of it down.
+
+    Args:
+        config: Plain mappings and lists.
+
+    Raises:
+        ValueError: Names the configuration's key, and not what it holds.
+
+    >>> check_secrets({"logger": {"settings": {"api_key": "mine"}}})
+    Traceback (most recent call last):
+        ...
+    ValueError: `logger.settings.api_key` must not be in the configuration, which is written to the run directory, to \
+checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
+change it if it was there before.
+    >>> check_secrets({"logger": {"settings": {"api_key": None}}})
+    """
+    nodes: list[tuple[str, Any]] = [("", config)]
+    for key, value in nodes:  # grows
+        if isinstance(value, Mapping):
+            nodes += [(f"{key}.{name}" if key else str(name), child) for name, child in value.items()]
+        elif isinstance(value, list):
+            nodes += [(f"{key}[{index}]", child) for index, child in enumerate(value)]
+        elif value is not None and key.lower().endswith(SECRETS):
+            raise ValueError(
+                f"`{key}` must not be in the configuration, which is written to the run directory, to checkpoints and "
+                "to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and "
+                "change it if it was there before."
+            )

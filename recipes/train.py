@@ -4,8 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: ranks share the cores. Yours wins if it is set.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
 
 import hydra
@@ -22,7 +23,7 @@ from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
 from recipes import launch, resume, tracking, train_keys, utilisation
 from recipes.classifier import Classifier
-from recipes.world import batch_line
+from recipes.world import batch_line, check_world
 
 launch.register_resolvers()
 
@@ -42,6 +43,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
         callbacks=[resume.SameCheckpoint(ckpt_path), *filter(None, map(instantiate, cfg.callbacks.values()))],
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
+    check_world(trainer)
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
     model = train_keys.model_for(data, cfg)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 from lightning_hybrid.data import batch_size_per_rank
 from lightning_hybrid.models import ghost_batch_size
-from recipes.surroundings import whole_number
+from recipes.surroundings import check_place, whole_number
 
 
 def slurm_started_us() -> bool:
@@ -56,6 +57,20 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
     if slurm_started_us() and of_slurm in os.environ:
         return whole_number(of_slurm)
     return otherwise
+
+
+def check_world(trainer: pl.Trainer) -> None:
+    """Refuse a launcher whose ranks are not the trainer's, and a rank that is not among them.
+
+    Raises:
+        ValueError: They are not.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None:
+        return
+    size = {"num_devices": trainer.num_devices, "num_nodes": trainer.num_nodes}
+    environment.validate_settings(**size)
+    check_place(local_rank=environment.local_rank(), node_rank=environment.node_rank(), **size)
 
 
 def accumulation(

@@ -82,10 +82,22 @@ def test_no_more_than_so_many_are_in_memory_and_the_memory_is_kept(tmp_path, gat
     for step in range(3, 7):
         io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
         io._wait()
-        addresses |= {tensor.data_ptr() for copies in io._copies for tensor in copies._kept}
+        addresses |= {copies._blocks[False].data_ptr() for copies in io._copies}
     assert len(addresses) == 1
     assert step_in(tmp_path / "last.ckpt") == 6
     io.teardown()
+
+
+def test_the_memory_of_one_checkpoint_is_kept_of_two_that_waited_and_none_after_the_end(tmp_path, gate):
+    io = DurableCheckpointIO(in_background=True, max_in_memory=2)
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
+    gate.set()
+    io._wait()
+    assert [step_in(tmp_path / f"{step}.ckpt") for step in (1, 2)] == [1, 2]
+    assert [copies.num_bytes for copies in io._copies] == [12_032]  # 3,000 of float32, rounded up to 64
+    io.teardown()
+    assert io._copies == []
 
 
 def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, monkeypatch):

@@ -15,9 +15,11 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"checkpoint_io", "loss_scale", "precision", "strategy"},
     "checkpoint_io": {"background", "checkpoint_copy", "checkpoint_file"},
     "options": {"comm", "comm.choose", "comm.cluster"},
+    "rendezvous": set(),
     "strategy": {
         "checkpoint_io",
         "precision",
+        "rendezvous",
         "loss_scale",
         "options",
         "comm",

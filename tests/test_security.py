@@ -1,8 +1,13 @@
-"""What must not stand in the source: ways for a file, a configuration or a clock to do what nobody asked for."""
+"""What must not stand in the source, nor in what a run writes: ways in for others, and the tracker's key.
+
+What listens, and where: `test_rendezvous.py`. A key in the configuration: `recipes/test_before_run.py`.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +125,40 @@ def test_the_walk_sees_what_it_should(source):
 )
 def test_the_walk_lets_through_what_is_right(source):
     assert not faults_of(source)
+
+
+# ---- the tracker's key -----------------------------------------------------------------------------------------------
+
+KEY = "feedc0ffee" * 5
+
+
+def tracked_in_sight(run_dir, *overrides):
+    """An offline run with checkpoints, a report and a key in the environment; what it says goes to `said.txt`."""
+    from tests.recipes.test_tracking import tracked
+
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with open(f"{run_dir}/said.txt", "w") as said:
+        for number in kept:
+            os.dup2(said.fileno(), number)
+        try:
+            tracked(run_dir, *overrides, WANDB_API_KEY=KEY, WANDB_MODE="offline")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in kept.items():
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+@pytest.mark.parametrize("is_planted", [False, True], ids=["as it should be", "planted in the configuration"])
+def test_the_trackers_key_is_in_nothing_that_a_run_writes_or_says(one_rank, tmp_path, is_planted):
+    """The second run has it where it must be found, so that the search is known to see it."""
+    planted = [f"logger.notes={KEY}"] if is_planted else []
+    one_rank.run(tracked_in_sight, str(tmp_path), "trainer.max_epochs=1", *planted)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    names = {path.name for path in files}
+    assert {"last.ckpt", "summary.json", "run.html", "said.txt"} <= names
+    assert any(name.endswith(".wandb") for name in names)
+    found = {path.name for path in files if KEY.encode() in path.read_bytes()}
+    assert bool(found) == is_planted, found
+    assert not is_planted or "summary.json" in found

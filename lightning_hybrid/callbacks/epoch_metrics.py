@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -30,13 +30,19 @@ class KeepEpochMetrics(Callback):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Any] | None = None
+        self._kept: dict[str, Any] | None = None  # of a checkpoint, as far as it has not been given back
+        self._is_in_epoch = False
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather. Collective."""
-        own = {"metrics": dict(_states(pl_module)), "logged": dict(_sums(trainer))}
+        own: dict[str, Any] = self._kept or {"metrics": {}, "logged": {}}
+        if self._is_in_epoch and not trainer.is_last_batch:
+            own = {
+                "metrics": own["metrics"] | dict(_states(trainer, pl_module)),
+                "logged": own["logged"] | dict(_sums(trainer)),
+            }
         ranks: list[Any] = [own]
         if trainer.world_size > 1 and dist.is_initialized():
             ranks = [None] * trainer.world_size
@@ -61,6 +67,7 @@ class KeepEpochMetrics(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Give the metrics their sums back, before the first batch after a resume."""
+        self._is_in_epoch = True
         if self._kept is None:
             return
         metrics = dict(_metrics(pl_module))
@@ -73,44 +80,44 @@ class KeepEpochMetrics(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the sums of before to Lightning's, which come to be in the first batch after a resume."""
+        """Add the sums of before to Lightning's, each of which comes to be when it is logged first after a resume."""
         if self._kept is None:
             return
-        results: Any = trainer.fit_loop.epoch_loop._results
-        for key, sums in self._kept["logged"].items():
-            if key not in results:  # logged in some batches only: not in this one
-                continue
-            for name, value in sums.items():
+        results, logged = cast(Any, trainer.fit_loop.epoch_loop._results), self._kept["logged"]
+        for key in [key for key in logged if key in results]:
+            for name, value in logged.pop(key).items():
                 setattr(results[key], name, getattr(results[key], name) + _on(value, pl_module.device))
-            results[key]._computed = None
-        self._kept = None
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What a checkpoint holds from here on is of no epoch."""
+        self._kept, self._is_in_epoch = None, False
 
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
     return ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
 
 
-def _states(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Of each metric that has been updated since its reset: how often, and its states."""
+def _states(trainer: pl.Trainer, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Of each metric that training has updated since its reset: how often, and its states."""
+    results = cast(Any, trainer.fit_loop.epoch_loop.val_loop._results) or {}
+    of_validation = {id(result.value) for result in results.values() if not result.is_tensor}
     for name, metric in _metrics(module):
-        if metric._update_count:
-            yield (
-                name,
-                (metric._update_count, {state: _on(getattr(metric, state), "cpu") for state in metric._defaults}),
-            )
+        if metric._update_count and id(metric) not in of_validation:
+            states = {state: _on(getattr(metric, state), "cpu", is_copied=True) for state in metric._defaults}
+            yield name, (metric._update_count, states)
 
 
 def _sums(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Of each value that is averaged or added up over the epoch: its sum so far, and the weight of that."""
-    if not trainer.training or trainer.is_last_batch:
-        return
-    results: Any = trainer.fit_loop.epoch_loop._results or {}
-    for key, result in results.items():
+    for key, result in cast(Any, trainer.fit_loop.epoch_loop._results).items():
         names = {"mean": ("value", "cumulated_batch_size"), "sum": ("value",)}
         reduction = "mean" if result.meta.is_mean_reduction else "sum" if result.meta.is_sum_reduction else None
         if result.is_tensor and result.meta.on_epoch and reduction is not None:
-            yield key, {name: getattr(result, name).detach().cpu().clone() for name in names[reduction]}
+            yield key, {name: _on(getattr(result, name), "cpu", is_copied=True) for name in names[reduction]}
 
 
-def _on(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else [each.to(device) for each in value]
+def _on(value: Any, device: torch.device | str, *, is_copied: bool = False) -> Any:
+    """A state, which may be a list of tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=is_copied)
+    return [each.detach().to(device, copy=is_copied) for each in value]

@@ -248,7 +248,11 @@ class WatchNumbers(Callback):
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True
-        path = save_state(self.folder, trainer, batch=batch, batch_idx=batch_idx, error=error, history=self._history)
+        kept: dict[str, Any] = {"batch": batch, "batch_idx": batch_idx, "error": error, "history": self._history}
+        try:
+            path = save_state(self.folder, trainer, **kept)
+        except (OSError, RuntimeError) as trouble:  # such as a full disk: it must not hide what went wrong before
+            return f" The state was not saved for a look: {str(trouble).partition(chr(10))[0]}."
         return "" if path is None else f" Saved for a look: {path}."
 
     # ---- words -------------------------------------------------------------------------------------------------------

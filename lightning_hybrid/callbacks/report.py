@@ -6,18 +6,19 @@ import json
 import os
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from matplotlib.figure import Figure
 
 from lightning_hybrid import communication
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import page
-from lightning_hybrid.callbacks.curves import append
+from lightning_hybrid.callbacks.curves import Curve
 from lightning_hybrid.callbacks.environment import environment
 from lightning_hybrid.callbacks.report_parts import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
@@ -54,7 +55,7 @@ class RunReport(Callback):
         self.config: dict[str, Any] | None = None
         self.overrides: list[str] | None = None
         self.code_dir: Path | None = None
-        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.curves: dict[str, Curve] = {}
         self._before_s = 0.0  # of fits that are over
         self._began_s: float | None = None  # the one that runs
         self._last_step = 0
@@ -66,14 +67,14 @@ class RunReport(Callback):
         comm = self.communication()
         return {
             "elapsed_s": self.elapsed_s,
-            "curves": {name: list(points) for name, points in self.curves.items()},
+            "curves": {name: curve.tensor() for name, curve in self.curves.items()},
             "communication": None if comm is None else comm.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue those of the interrupted run; a checkpoint from before one of them was kept has none."""
         self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
-        self.curves = {name: [tuple(p) for p in points] for name, points in state_dict["curves"].items()}
+        self.curves = {name: Curve(points) for name, points in state_dict["curves"].items()}
         comm = state_dict.get("communication")
         self._comm_before = None if comm is None else CommSummary.from_state_dict(comm)
         self._trace = None
@@ -129,10 +130,15 @@ class RunReport(Callback):
             return
         for name, value in trainer.callback_metrics.items():
             if m.metric_of(name) is not None and name.startswith(groups):
-                append(self.curves.setdefault(name, []), trainer.global_step, float(value))
-        times = self.curves.setdefault(m.ELAPSED_S, [])
+                self._curve(name).append(trainer.global_step, float(value))
+        times = self._curve(m.ELAPSED_S)
         if not times or times[-1][0] != trainer.global_step:
-            append(times, trainer.global_step, self.elapsed_s)
+            times.append(trainer.global_step, self.elapsed_s)
+
+    def _curve(self, name: str) -> Curve:
+        if name not in self.curves:
+            self.curves[name] = Curve()
+        return self.curves[name]
 
     def last(self, name: str) -> float | None:
         """The value of a metric seen last; None if there was none."""
@@ -221,18 +227,23 @@ class RunReport(Callback):
         if _is_dry(trainer):
             return
         folder, summary = self._folder(trainer), self.summary(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
         png = page.png_of(self.figure(trainer))
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
-            "curves.json": json.dumps(self.curves).encode() + b"\n",
+            "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
             "run.png": png,
             "run.html": html_of(summary, png, self._lines(trainer)).encode(),
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed
             part = folder / f".{name}.part"
-            part.write_bytes(content)
-            os.replace(part, folder / name)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(content)
+                os.replace(part, folder / name)
+            except OSError as error:  # a run that trained is not lost for its picture
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+                rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
 
     def figure(self, trainer: pl.Trainer) -> Figure:
         """Six panels, and the table under them."""

@@ -30,10 +30,11 @@ class StepCheckpoint(ModelCheckpoint):
         assert data_fetcher is not None
         if loop.batch_progress.is_last_batch or loop._should_check_val_fx(data_fetcher):
             return
-        if is_its_step or not self._is_due:
+        accumulates = loop._should_accumulate()
+        if not self._is_due or (is_its_step and not accumulates):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._is_due &= self._last_global_step_saved != step
-        elif not loop._should_accumulate():
+        elif not accumulates:  # the gradients of a part of a step would be lost
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -176,6 +177,14 @@ class CommTrace:
             del lines[-1]["row"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
+
+    def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
+        """Write ``rank<r>.json`` into the folder; with a warning where it takes none, as a run is not lost for that."""
+        path = Path(folder) / f"rank{rank}.json"
+        try:
+            self.write(path, rank=rank)
+        except OSError as error:
+            warnings.warn(f"`trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2)
 
     def count_untimed(
         self, *, num_bytes: int, is_last: bool, bucket: BucketLike | None = None, traffic: Traffic = NO_TRAFFIC

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_hybrid.callbacks import StepCheckpoint
 from tests import toy
@@ -42,6 +43,9 @@ def steps_saved(folder, validates=True, **settings):
         ({"every_n_train_steps": 4, "val_check_interval": 4}, [5, 8, 13, 16]),
         ({"every_n_train_steps": 3, "val_check_interval": 2}, [3, 7, 9, 13, 15]),
         ({"every_n_train_steps": 2, "accumulate_grad_batches": 2}, [2, 4, 6, 8]),
+        ({"every_n_train_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 5}, [2, 4, 6, 8]),
+        ({"every_n_train_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 4}, [3, 4, 7, 8]),
+        ({"every_n_train_steps": 1, "fast_dev_run": True}, []),
         ({"save_on_train_epoch_end": True}, [8, 16]),
     ],
     ids=str,
@@ -52,6 +56,33 @@ def test_a_checkpoint_gives_way_to_validation_and_end_of_epoch(one_rank, tmp_pat
 
 def _steps_saved(folder, settings):
     return steps_saved(folder, **settings)
+
+
+class Ends(pl.Callback):
+    """How many epochs have ended, in the checkpoint too."""
+
+    num_ended = 0
+
+    def on_train_epoch_end(self, trainer, module):
+        self.num_ended += 1
+
+    def state_dict(self):
+        return {"num_ended": self.num_ended}
+
+
+def ends_in_checkpoints(folder):
+    """Step -> epochs that had ended; in `last.ckpt` the step it is of."""
+    saves = StepCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=4, save_last=True)
+    toy.trainer(callbacks=[Ends(), saves], enable_checkpointing=True).fit(toy.Toy(), toy.loader())
+    found = {path.stem: torch.load(path, weights_only=True) for path in Path(folder).glob("*.ckpt")}
+    ends = {name: content["callbacks"]["Ends"]["num_ended"] for name, content in found.items()}
+    return ends, found["last"]["global_step"]
+
+
+def test_the_checkpoint_of_the_last_step_of_an_epoch_knows_that_it_has_ended(one_rank, tmp_path):
+    """Lightning's own callback writes it before: whoever resumes leaves the end of that epoch out."""
+    ends = {"step=4": 0, "step=8": 1, "step=12": 1, "last.previous": 1, "step=16": 2, "last": 2}
+    assert one_rank.run(ends_in_checkpoints, str(tmp_path)) == [(ends, 16)]
 
 
 def broken_and_resumed(folder):

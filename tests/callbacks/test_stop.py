@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.callbacks import StopOnSignal
@@ -21,9 +23,11 @@ class Signals(pl.Callback):
 
     def __init__(self, rank, *, step=None, in_validation=None, number=signal.SIGTERM):
         self.rank, self.step, self.in_validation, self.number = rank, step, in_validation, number
+        self.is_sent = False
 
     def on_after_backward(self, trainer, module):
-        if trainer.global_step == self.step and dist.get_rank() == self.rank:
+        if trainer.global_step == self.step and dist.get_rank() == self.rank and not self.is_sent:
+            self.is_sent = True
             os.kill(os.getpid(), self.number)
 
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
@@ -35,7 +39,7 @@ def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
     """What ended each rank, after which step; the handler of the signal afterwards is the one of before."""
     before = signal.getsignal(signal.Signals[name])
     module, signals = toy.Toy(), Signals(rank, number=signal.Signals[name], **where)
-    stop = StopOnSignal(folder, signals=[name], every_n_steps=every_n_steps)
+    stop = StopOnSignal(folder, signals=["SIGUSR2", name], every_n_steps=every_n_steps)
     trainer = toy.trainer(callbacks=[stop, signals], max_epochs=3, accumulate_grad_batches=accumulate)
     code = "went on"
     try:
@@ -76,6 +80,67 @@ def test_a_signal_in_the_last_step_stops_before_the_test(two_ranks, tmp_path):
 
 def test_a_rank_alone_stops_as_well_and_at_another_signal(one_rank, tmp_path):
     assert one_rank.run(stopped, str(tmp_path), 0, {"step": 5}, "SIGUSR1") == [(143, 6, True, 6)]
+
+
+class Breaks(pl.Callback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == 5:
+            raise self.error
+
+
+def broken(folder, error, signals):
+    trainer = toy.trainer(callbacks=[StopOnSignal(folder), *signals, Breaks(error)], max_epochs=3)
+    try:
+        trainer.fit(toy.Toy(), toy.loader())
+    except BaseException as end:
+        return type(end), getattr(end, "code", None)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("error", "signals"),
+    [(FloatingPointError(), [Signals(0, step=5)]), (SIGTERMException(), [])],
+    ids=["after the signal", "Lightning's own, without a signal"],
+)
+def test_a_step_that_fails_leaves_no_checkpoint(one_rank, tmp_path, error, signals):
+    """It would be of the middle of a step."""
+    ((kind, code),) = one_rank.run(broken, str(tmp_path), error, signals)
+    assert kind is type(error)
+    assert code is None
+    assert os.listdir(tmp_path) == []
+
+
+def folder_of(given, own):
+    saves = ModelCheckpoint(own) if own else None
+    trainer = toy.trainer(callbacks=[saves] if saves else [], default_root_dir="root", enable_checkpointing=bool(own))
+    return str(StopOnSignal(given)._folder(trainer))
+
+
+def test_the_checkpoint_goes_where_it_is_told_or_to_the_others():
+    assert [folder_of("given", "own"), folder_of(None, "own")] == ["given", str(Path("own").absolute())]
+    assert folder_of(None, None) == "root"
+
+
+def fitted_again(folder, next_signal):
+    """Steps of a fit that is stopped, and of another one with the same callback."""
+    stop, steps = StopOnSignal(folder, every_n_steps=5), []
+    for step in (4, next_signal):
+        trainer = toy.trainer(callbacks=[stop, Signals(0, step=step)], max_epochs=3)
+        with contextlib.suppress(SIGTERMException):
+            trainer.fit(toy.Toy(), toy.loader())
+        steps.append(trainer.global_step)
+        is_theirs = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+        assert is_theirs or trainer.global_step < 12  # after a whole fit Lightning asks by itself again
+    return steps
+
+
+@pytest.mark.parametrize(("next_signal", "last"), [(None, 12), (3, 5)])
+def test_another_fit_begins_anew(two_ranks, tmp_path, next_signal, last):
+    """It was not asked to stop, and is asked after its own steps 0, 5, 10."""
+    assert two_ranks.run(fitted_again, str(tmp_path), next_signal) == [[5, last]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")

@@ -43,6 +43,7 @@ BASES: dict[str, list[str]] = {
     "tune": [],
     "faults": ["only=[rank dies]"],
     "faults_resume": [],
+    "faults_environment": ["only=[HOME unset]"],
     "bench_checkpoint": ["model.depth=18", "model.width=0.0625"],
 }
 
@@ -58,6 +59,7 @@ WORK = [
     ("recipes.endurance", None, "train"),
     ("recipes.faults_comm", None, "run_case"),
     ("recipes.resume_trials", None, "outcomes"),
+    ("recipes.environment_trials", None, "outcomes"),
     ("recipes.bench_checkpoints", None, "samples"),
     ("recipes.packing", "Packing", "run"),
 ]

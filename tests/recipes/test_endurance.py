@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid.callbacks.curves import MAX_POINTS, append
+from lightning_hybrid.callbacks.curves import MAX_POINTS, Curve
 from recipes import endurance_report
 from recipes.endurance_watch import ProcessWatch, process_state
 
@@ -81,14 +81,14 @@ def test_what_is_held_is_counted():
 
 
 def test_a_curve_stays_small_and_keeps_its_ends_and_its_best():
-    curve = []
+    curve = Curve()
     for step in range(10 * MAX_POINTS):
-        append(curve, step, -1.0 if step == 4321 else step % 7)
+        curve.append(step, -1.0 if step == 4321 else step % 7)
     assert len(curve) <= MAX_POINTS
     assert curve[0][0] == 0
     assert curve[-1][0] == 10 * MAX_POINTS - 1
     assert (4321, -1.0) in curve
-    assert curve == sorted(curve)
+    assert list(curve) == sorted(curve)
     assert max(b - a for (a, _), (b, _) in itertools.pairwise(curve)) < 10 * MAX_POINTS / 100  # of the run
 
 

@@ -77,6 +77,7 @@ MISTAKES = {
     "strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
     "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
     "strategy.ranks_per_node=3 trainer.devices=4": r"`ranks_per_node` \(=3\) must divide",
+    "data=synthetic model=resnet50 model.bn_eps=-inf": r"`model.bn_eps` \(=-inf\) must be a number above zero",
     "model.width=0": r"`model.width` \(=0\) must be a number above zero",
 }
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hybrid.checkpoint_file import DamagedCheckpointError, write_checkpoint
 from recipes import launch, resume, resume_trials
 from recipes.fault_points import PHASES
-from recipes.rows import CSVRows, read_rows
+from recipes.rows import CSVRows, num_rows_of, read_rows
 from recipes.tracking import TrackerRun, kept_state
 from tests import toy
 
@@ -86,6 +86,13 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
         resume.newest_whole(tmp_path)
 
 
+def test_a_file_that_holds_more_than_data_is_named_and_passed_over(tmp_path):
+    good = saved(tmp_path, "last.ckpt", 4)
+    torch.save({"global_step": 9, "optimizer_states": [], "path": tmp_path}, tmp_path / "foreign.ckpt")
+    with pytest.warns(UserWarning, match=r"`.*foreign.ckpt` holds objects .* passed over"):
+        assert resume.newest_whole(tmp_path) == good
+
+
 def configured(run_dir, *overrides):
     launch.register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -121,6 +128,20 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
     assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
 
 
+def test_what_changes_no_number_may_change(tmp_path):
+    before = {"model": {"depth": 50, "checkpoint_activations": False}}
+    path = saved(tmp_path, "last.ckpt", 4, callbacks={"Configuration": {"kept": before}})
+    resume.refuse_other_configuration(path, {"model": {"depth": 50, "checkpoint_activations": True}})
+    with pytest.raises(ValueError, match=r"^`model.depth` \(=18\)") as told:
+        resume.refuse_other_configuration(path, {"model": {"depth": 18, "checkpoint_activations": True}})
+    assert "checkpoint_activations" not in str(told.value)
+
+
+def validate_with(paths):
+    trainer = toy.trainer(callbacks=[resume.SameCheckpoint(paths[dist.get_rank()])])
+    return toy.error_of(trainer.validate, toy.Toy(), toy.loader(), verbose=False)
+
+
 def fit_from(paths, step):
     """Each rank is told another checkpoint; `step` is where the fit is when it ends."""
     path = paths[dist.get_rank()]
@@ -136,6 +157,7 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
             assert "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 " in told
             assert found in told
             assert is_untrained
+    assert two_ranks.run(validate_with, [one, other]) == ["", ""]  # which resumes from nothing
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -150,7 +172,7 @@ class Logging(toy.Toy):
         return loss
 
 
-def logged(folder, max_steps, from_step=None):
+def logged(folder, max_steps, from_step=None, **settings):
     """Rows of a fit that saves after every step; resumed, it goes on in the file that is there."""
     path = None if from_step is None else f"{folder}/step={from_step}.ckpt"
     logger = CSVRows(
@@ -165,7 +187,8 @@ def logged(folder, max_steps, from_step=None):
         callbacks=[TrackerRun(), saves],
         enable_checkpointing=True,
         max_steps=max_steps,
-        log_every_n_steps=1,
+        max_epochs=-1,
+        **{"log_every_n_steps": 1, **settings},
     )
     trainer.fit(Logging(), torch.utils.data.DataLoader(toy.Blobs(64), batch_size=8), ckpt_path=path)
     return [{name: v for name, v in row.items() if v} for row in read_rows(Path(folder) / "csv" / "metrics.csv")]
@@ -183,6 +206,45 @@ def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path):
     assert [row["step"] for row in resumed] == [row["step"] for row in first]
     assert resumed[:5] == first[:5]
     assert [row["step"] for row in resumed if "late" in row] == ["6", "7"]
+
+
+def logged_twice(folder, from_step, settings):
+    return logged(folder, 8, **settings), logged(folder, 8, from_step, **settings)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
+)
+@pytest.mark.parametrize("from_step", [5, 6])
+@pytest.mark.parametrize("settings", [{"log_every_n_steps": 2}, {"accumulate_grad_batches": 2}], ids=str)
+def test_rows_come_at_the_steps_that_are_logged(one_rank, tmp_path, settings, from_step):
+    """After a checkpoint of a step that is not logged, or of several batches, too."""
+    ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
+    steps = [row["step"] for row in first]
+    assert steps == (["1", "3", "5", "7"] if "log_every_n_steps" in settings else [str(step) for step in range(8)])
+    assert [row["step"] for row in resumed] == steps
+    assert [row["epoch"] for row in resumed] == [row["epoch"] for row in first]
+
+
+def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill_left_them(tmp_path, monkeypatch):
+    synced, fsync, moved = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        "recipes.rows.os.fsync", lambda number: (synced.append(os.fstat(number).st_size), fsync(number))
+    )
+    monkeypatch.setattr("recipes.rows.os.replace", lambda *paths: (synced.append("moved"), moved(*paths)))
+    path = tmp_path / "csv" / "metrics.csv"
+    logger = CSVRows(save_dir=tmp_path, name="", version="csv")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.log_metrics({"loss": 2.0}, step=1)
+    assert num_rows_of(logger) == 2
+    assert synced == [path.stat().st_size]
+    path.rename(path.with_name(".metrics.csv.part"))
+    synced.clear()
+    again = CSVRows(save_dir=tmp_path, name="", version="csv", num_rows_kept=2)
+    again.log_metrics({"loss": 3.0}, step=2)
+    assert synced[0] != "moved"
+    assert num_rows_of(again) == 3
+    assert [row["loss"] for row in read_rows(path)] == ["1.0", "2.0", "3.0"]
 
 
 def test_rows_that_the_machine_lost_are_told(tmp_path):
