@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks.progress": {"metrics", "callbacks.training"},
     "callbacks.evidence": set(),
     "callbacks.numbers": {"callbacks.evidence", "callbacks.training", "comm.topology", "comm.watch", "overflow"},
-    "callbacks.replicas": {"comm.topology", "comm.watch", "fingerprint"},
+    "callbacks.replicas": {"comm.topology", "comm.verdict", "fingerprint"},
     "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}
     | {
         f"callbacks.{name}"
@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "comm.topology",
         "comm.trace",
         "comm.traffic",
+        "comm.verdict",
         "comm.watch",
     },
     "comm.race": set(),
@@ -90,11 +91,13 @@ ALLOWED: dict[str, set[str]] = {
     | {"comm.software"},
     "comm.choose": {"comm.cluster", "comm.pieces", "comm.plan", "comm.simulate"},
     "comm.simulate": {"comm.cluster", "comm.pieces", "comm.plan", "comm.timeline", "comm.trace", "comm.units"},
-    "comm.agreement": {"comm.plan", "comm.seal", "comm.topology", "comm.watch"},
+    "comm.agreement": {"comm.links", "comm.plan", "comm.seal", "comm.topology", "comm.verdict"},
     "comm.lanes": {"comm.allreduce", "comm.chunks", "comm.plan", "comm.topology", "comm.trace"},
     "comm.chunks": {"comm.allreduce", "comm.plan", "comm.seal"},
     "comm.seal": set(),
-    "comm.watch": set(),
+    "comm.watch": {"comm.links", "comm.verdict"},
+    "comm.verdict": {"comm.links"},
+    "comm.links": set(),
     "comm.allreduce": {"comm.direct", "comm.plan", "comm.topology"},
     "comm.direct": set(),
     "comm.topology": set(),

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.comm.watch import name_ranks
+from lightning_hybrid.comm.verdict import name_ranks
 from lightning_hybrid.fingerprint import Fingerprint
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm import links
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.seal import OrderHash
 from lightning_hybrid.comm.topology import Topology, host_identity
-from lightning_hybrid.comm.watch import differing, places_of
+from lightning_hybrid.comm.verdict import differing, places_of
 
 NUM_RECENT = 64
 """How many records of buckets a rank remembers, to say where it went another way than others."""
@@ -68,23 +69,25 @@ class Order:
 
 def agree_on(
     plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
-) -> tuple[str, list[str]]:
-    """Compare plan and topology over all ranks of WORLD; a word that is the same on all and new each time, and hosts.
+) -> tuple[str, list[str], list[list[str]]]:
+    """Compare plan and topology over all ranks of WORLD; a word that is the same on all and new each time; hosts.
+
+    And under which addresses others know each rank's host.
 
     Collective: every rank of WORLD must call it. Raises ``ValueError``, on every rank, that names what differs.
     """
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(dtype_across_nodes)
-    gathered: list[tuple[dict, str, str]] = [({}, "", "")] * topology.world_size
-    dist.all_gather_object(gathered, (own, uuid.uuid4().hex, host_identity()[0]))
-    hosts = [host for _, _, host in gathered]
-    difference = differing([values for values, _, _ in gathered])
+    gathered: list[tuple[dict, str, str, list[str]]] = [({}, "", "", [])] * topology.world_size
+    dist.all_gather_object(gathered, (own, uuid.uuid4().hex, host_identity()[0], links.addresses()))
+    hosts = [host for _, _, host, _ in gathered]
+    difference = differing([values for values, *_ in gathered])
     if difference:
         raise ValueError(
             f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
             f"`strategy` options, from one configuration.{places_of([], hosts)}"
         )
-    return gathered[0][1], hosts
+    return gathered[0][1], hosts, [addresses for *_, addresses in gathered]
 
 
 def slowest(times_s: Sequence[float], place: str, device: torch.device) -> list[float]:
