@@ -12,7 +12,7 @@ STORE = ("the store through which the ranks met does not answer: rank 0, or the 
 GAVE_UP = ("comm: rank RANK gave up: OutOfMemoryError", "on host HOST")
 OUT_OF_MEMORY = ("OutOfMemoryError", "rank RANK (host HOST)")
 HUNG = ("rank RANK stands behind", "on host HOST")
-HUNG_IN_A_SUM = ("rank RANK ", "Look there for a hang", "ank RANK is on host HOST")
+HUNG_ELSEWHERE = ("rank RANK ", "Look there for a hang", "ank RANK is on host HOST")
 OVER = ("end of fit", "teardown")
 """Phases after the last collective: the others need the rank no more, and end as if nothing had happened."""
 
@@ -75,7 +75,7 @@ def _gone(fault: str, kind: str, rank: int, phase: str) -> Case:
     if phase in OVER:
         return Case(is_survived=True, lost="nothing", **common)
     if kind == "hangs":
-        return Case(names=HUNG_IN_A_SUM if phase in OF_A_SUM else HUNG, **common)
+        return Case(names=HUNG_ELSEWHERE if phase in ("setup", *OF_A_SUM) else HUNG, **common)
     return Case(names=DEAD if rank else STORE, **common)
 
 

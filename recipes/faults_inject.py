@@ -30,7 +30,7 @@ PHASES = (
     "end of fit",  # training is done, the engine still there
     "teardown",  # while the engine is closed
 )
-AT_CONSTRUCTION = ("has_another_plan", "has_another_seed", "has_another_network", "has_another_version")
+AT_CONSTRUCTION = tuple(f"has_another_{what}" for what in ("plan", "seed", "network", "version", "order"))
 """Kinds that no phase waits for: ``faults_rank.train`` sees to them."""
 
 
@@ -44,12 +44,18 @@ class Inject(Callback):
         self.spec, self.folder = spec, Path(spec["folder"])
         self._is_done = False
         self._spoil_batch: Callable[[Any], None] | None = None
+        self._after_setup: Callable[[pl.Trainer], None] | None = None
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Phase ``setup``."""
         self._reach(trainer, "setup", step=0)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The model is wrapped."""
+        if self._after_setup is not None:
+            self._after_setup(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sums run in threads of their own: what sees to them is put in place."""
@@ -146,6 +152,11 @@ class Inject(Callback):
         for key, bucket in engine._buckets.items():
             engine._buckets[key] = replace(bucket, num_chunks=bucket.num_chunks + 1)
 
+    def reseeds_the_data(self, trainer: pl.Trainer) -> None:
+        """The next epoch comes in another order: somebody seeds by the clock, or by the rank."""
+        loader: Any = trainer.train_dataloader
+        loader.sampler.seed += 1
+
     # ---- of one rank's model -----------------------------------------------------------------------------------------
 
     def master_bit_flips(self, trainer: pl.Trainer) -> None:
@@ -162,6 +173,10 @@ class Inject(Callback):
     def momentum_bit_flips(self, trainer: pl.Trainer) -> None:
         """The same in the optimizer's state."""
         _flip(trainer.optimizers[0].state[middle_of(trainer)]["momentum_buffer"])
+
+    def loads_another_checkpoint(self, trainer: pl.Trainer) -> None:
+        """As a stale file on one host: DDP brings the weights into line, and nobody the masters."""
+        self._after_setup = self.master_bit_flips
 
     def layer_overflows(self, trainer: pl.Trainer) -> None:
         """Weights so large that what the layer puts out is beyond half precision."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import CheckReplicas, WatchNumbers
-from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm import CommPlan, agreement
 from lightning_hybrid.fingerprint import Fingerprint
 from recipes.faults_inject import AT_CONSTRUCTION, Inject, write
 
@@ -29,7 +29,7 @@ BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validatio
 BUCKET_BYTES = (
     65536  # three buckets of the 100,000 parameters in fp16, so that some are in flight while others are made
 )
-NUM_WARNINGS = 20
+NUM_SAMPLES, NUM_WARNINGS = 256, 20
 
 
 class Images(Dataset):
@@ -105,6 +105,15 @@ def train(spec: dict[str, Any]) -> None:
         callbacks=[WatchNumbers(), CheckReplicas(every_n_steps=5), Inject(spec)],
     )
     width = 2 * WIDTH if other == "has_another_network" else WIDTH
+    sampler: DistributedSampler = DistributedSampler(
+        range(NUM_SAMPLES),  # type: ignore[arg-type]  # asked for its length alone
+        num_replicas=int(os.environ["WORLD_SIZE"]),
+        rank=rank,
+        seed=int(other == "has_another_order"),
+    )
+    loader = DataLoader(Images(NUM_SAMPLES), batch_size=8, sampler=sampler)
+    if other == "has_another_version":
+        agreement.software = lambda: {"torch": "2.5.0", "lightning_hybrid": "sources 0"}  # type: ignore[assignment]
     module = Network(seed=int(other == "has_another_seed"), width=width)
     if spec["kind"] in AT_CONSTRUCTION:
         write(folder / "injected.json", {"time_s": time.monotonic()})
@@ -112,7 +121,7 @@ def train(spec: dict[str, Any]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, DataLoader(Images(256), batch_size=8), DataLoader(Images(32), batch_size=8))
+            trainer.fit(module, loader, DataLoader(Images(32), batch_size=8))
         except BaseException as error:
             told["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     told |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}

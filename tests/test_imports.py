@@ -22,10 +22,11 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "comm",
         "comm.cluster",
-        "comm.watch",
         "data.prefetch",
+        "failures",
         "tuning",
     },
+    "failures": {"comm", "comm.links", "comm.topology", "comm.verdict", "comm.watch", "options"},
     "tuning": {"comm", "comm.tune", "comm.tune_cache", "comm.tuning"},
     "precision": {"loss_scale", "masters", "half_arithmetic", "handover", "overflow", "scheduler_guard", "unscaled"}
     | {"outside_writes"},
@@ -43,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks.progress": {"metrics", "callbacks.training"},
     "callbacks.evidence": set(),
     "callbacks.numbers": {"callbacks.evidence", "callbacks.training", "comm.topology", "comm.watch", "overflow"},
-    "callbacks.replicas": {"comm.topology", "comm.verdict", "fingerprint"},
+    "callbacks.data_order": set(),
+    "callbacks.replicas": {"callbacks.data_order", "comm.topology", "comm.verdict", "fingerprint"},
     "callbacks.report": {"metrics", "communication", "comm.summary", "comm.trace"}
     | {
         f"callbacks.{name}"

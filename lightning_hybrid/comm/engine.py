@@ -206,10 +206,7 @@ class CommEngine:
         return tuple(sorted(self._buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype)))
 
     def abort(self, reason: str) -> None:
-        """Fail here and on every other rank, with ``reason``: for errors outside that keep this rank from going on.
-
-        Does nothing after a failure or ``close``.
-        """
+        """Fail here and on every other rank, with ``reason``, unless failed or closed: for errors of others' here."""
         with self._lock:
             if self._failure is not None or self._is_closed:
                 return

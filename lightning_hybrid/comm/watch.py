@@ -15,6 +15,7 @@ in flight for half a second, else once a second; with thousands of ranks less of
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -91,6 +92,21 @@ class Watch:
             return self._settle(verdict(noticed, self._roll(), self._hosts, self._addresses))
 
         return self._told(settle, f"comm: {noticed}.")
+
+    def let_others_hear(self) -> None:
+        """On the rank that may keep the store: stay until every rank has had time to read the error, or has read it.
+
+        For a failure in which ranks find out by themselves, and not by this class's thread.
+        """
+        try:
+            self._ask(lambda: self._store.add("num_heard", 1))
+            until_s = time.monotonic() + 2 * self._idle_poll_s
+            while self._rank == 0 and time.monotonic() < until_s:
+                if self._ask(lambda: self._store.add("num_heard", 0)) >= self._world_size:
+                    return
+                self._ended.wait(0.05)
+        except Exception:  # it is not this rank that keeps the store
+            return
 
     def leave(self) -> None:
         """End the thread. Whoever calls the roll later learns that this rank has left."""
