@@ -225,6 +225,9 @@ class HybridAllReduceStrategy(SavesDurably, ExplainsFailures):
             super().configure_ddp()
         finally:
             self._ddp_kwargs = own
+        if self._masters is not None and self.world_size > 1 and own.get("init_sync", True):
+            assert self.lightning_module is not None
+            self._masters.broadcast_(self.lightning_module, ignored)
 
     def _register_ddp_hooks(self) -> None:
         """Build groups and engine, and register the hook: on every device type, CPU included."""

@@ -171,8 +171,8 @@ class Inject(Callback):
         _flip(middle_of(trainer))
 
     def momentum_bit_flips(self, trainer: pl.Trainer) -> None:
-        """The same in the optimizer's state."""
-        _flip(trainer.optimizers[0].state[middle_of(trainer)]["momentum_buffer"])
+        """The highest bit of the mantissa in the optimizer's state; the lowest may vanish in the next step's rounding."""
+        _flip(trainer.optimizers[0].state[middle_of(trainer)]["momentum_buffer"], bit=22)
 
     def loads_another_checkpoint(self, trainer: pl.Trainer) -> None:
         """As a stale file on one host: DDP brings the weights into line, and nobody the masters."""
@@ -253,9 +253,10 @@ def _put_inf(batch: Any) -> None:
     batch[0][5, 2] = float("inf")
 
 
-def _flip(tensor: Tensor) -> None:
+def _flip(tensor: Tensor, bit: int = 0) -> None:
+    """In memory, unseen by torch's count of writes."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    tensor.detach().view(integers).view(-1)[5] ^= 1
+    tensor.detach().view(integers).view(-1).numpy()[5] ^= 1 << bit
 
 
 def middle_of(trainer: pl.Trainer) -> Tensor:

@@ -20,13 +20,14 @@ def cases(num_ranks: int) -> list[Case]:
         Case(
             fault="another network",
             kind="has_another_network",
-            names=("anks", "rank RANK", "host HOST"),
+            names=("comm: rank RANK gave up: ", "appears not to match sizes of the same param in process 0", "on host HOST"),
+            own_names=("appears not to match sizes of the same param in process 0", "On rank RANK (host HOST)"),
             **setup,
         ),
         Case(
             fault="another version of the software",
             kind="has_another_version",
-            names=("the software must be the same on all ranks: `torch` is", "2.5.0' on rank RANK", "rank RANK is on host HOST"),
+            names=("the software must be the same on all ranks: `torch` is", "2.5.0' on rank RANK", "on host HOST"),
             **setup,
         ),
         Case(
