@@ -1,7 +1,7 @@
 """Errors of training that concern other ranks: told to them, and explained where another rank is the cause.
 
-    before the engine is there      a watch of its own answers the roll: dead, stopped, hanging and failed ranks are named
-    from then on                    the engine's watch does (comm/watch.py)
+before the engine is there      a watch of its own answers the roll: dead, stopped, hanging and failed ranks are named
+from then on                    the engine's watch does (comm/watch.py)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of ranks and links, and what is promised of each: an error on every rank, soon, that names the cause; or none."""
+"""Faults of ranks and links, and what is promised of each: an error on every rank that names the cause; or none."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
         )
     for phase in ("setup", "forward", "backward", OF_A_SUM[1], "update", "validation", "between epochs"):
         found.append(
-            Case(
-                fault="out of memory", kind="raises", phase=phase, names=GAVE_UP, own_names=OUT_OF_MEMORY, **common
-            )
+            Case(fault="out of memory", kind="raises", phase=phase, names=GAVE_UP, own_names=OUT_OF_MEMORY, **common)
         )
     found += [
         Case(
@@ -90,7 +88,12 @@ def cases_of_links(num_ranks: int) -> list[Case]:
         Case(fault="link cut for 5 s", host_link=cut, mended_after_s=5.0, **survived),
         Case(fault="2 % of frames lost", host_link=lossy, **survived),
         Case(fault="link 20 times slower", host_link=(("mbit_per_s", 5.0),), **survived),
-        Case(fault="link cut for good", host_link=cut, names=("nothing has come from host", "its link is cut", *where), **common),
+        Case(
+            fault="link cut for good",
+            host_link=cut,
+            names=("nothing has come from host", "its link is cut", *where),
+            **common,
+        ),
         Case(
             fault="link 10,000 times slower",
             host_link=(("mbit_per_s", 0.01),),

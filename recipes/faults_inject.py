@@ -107,7 +107,12 @@ class Inject(Callback):
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
             watch: Any = trainer.strategy._engine._watch  # type: ignore[attr-defined]
             leave = watch.leave
-            watch.leave = lambda: (self._reach(trainer, "teardown"), leave())
+
+            def trapped() -> None:
+                self._reach(trainer, "teardown")
+                leave()
+
+            watch.leave = trapped
 
     def _is_now(self, trainer: pl.Trainer, step: int | None = None) -> bool:
         is_mine = self.spec["rank"] in (None, trainer.global_rank)
@@ -135,7 +140,7 @@ class Inject(Callback):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hangs(self, trainer: pl.Trainer) -> None:
-        """This thread never comes back, the training's or a stage's: a file system, a lock."""
+        """The thread never comes back, the training's or a stage's: a file system, a lock."""
         time.sleep(3600)
 
     def lags(self, trainer: pl.Trainer) -> None:
@@ -171,7 +176,7 @@ class Inject(Callback):
         _flip(middle_of(trainer))
 
     def momentum_bit_flips(self, trainer: pl.Trainer) -> None:
-        """The highest bit of the mantissa in the optimizer's state; the lowest may vanish in the next step's rounding."""
+        """The highest bit of the mantissa, in the optimizer's state: the lowest may vanish in the next rounding."""
         _flip(trainer.optimizers[0].state[middle_of(trainer)]["momentum_buffer"], bit=22)
 
     def loads_another_checkpoint(self, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Faults of numbers, and what is promised of each: skipped steps, a warning, or an error that says which rank and batch."""
+"""Faults of numbers, and what is promised of each: skipped steps, a warning, or an error that names rank and batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def cases(num_ranks: int) -> list[Case]:
     ):
         found += [
             Case(
-                fault=f"{fault}, every batch of a rank", kind=kind, names=bad_loss, own_names=(*bad_loss, *own), **skipped
+                fault=f"{fault}, every batch of a rank",
+                kind=kind,
+                names=bad_loss,
+                own_names=(*bad_loss, *own),
+                **skipped,
             ),
             Case(
                 fault=f"{fault}, every batch of a rank",

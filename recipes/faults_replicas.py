@@ -20,7 +20,11 @@ def cases(num_ranks: int) -> list[Case]:
         Case(
             fault="another network",
             kind="has_another_network",
-            names=("comm: rank RANK gave up: ", "appears not to match sizes of the same param in process 0", "on host HOST"),
+            names=(
+                "comm: rank RANK gave up: ",
+                "appears not to match sizes of the same param in process 0",
+                "on host HOST",
+            ),
             own_names=("appears not to match sizes of the same param in process 0", "On rank RANK (host HOST)"),
             **setup,
         ),
@@ -40,7 +44,12 @@ def cases(num_ranks: int) -> list[Case]:
         Case(
             fault="another order of the data",
             kind="has_another_order",
-            names=("different orders; seen when training started", "`seed` is 0 on ranks", "1 on rank RANK", "host HOST"),
+            names=(
+                "different orders; seen when training started",
+                "`seed` is 0 on ranks",
+                "1 on rank RANK",
+                "host HOST",
+            ),
             **setup,
         ),
         Case(

@@ -34,7 +34,7 @@ class CheckReplicas(Callback):
     flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
     from then on that rank's gradients belong to other weights, and nobody is told.
 
-        c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r, its device
+        c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all alike: a = ~b
 
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. Checked are also
@@ -57,8 +57,8 @@ class CheckReplicas(Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number of steps, at least 1: from one comparison of "
-                "the ranks to the next, and so the most steps that a rank which drifted stays unseen. Set "
+                f"`every_n_steps` (={every_n_steps!r}) must be a whole number of steps, at least 1: from a comparison "
+                "of the ranks to the next, and so the most steps for which one that drifted stays unseen. Set "
                 "callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas."
             )
         self.every_n_steps = every_n_steps
@@ -110,8 +110,8 @@ class CheckReplicas(Callback):
             difference = differing([order for _, _, order in told])
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
-                f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, data "
-                f"and options, and call `set_epoch` on all.{places_of([], hosts)}"
+                f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
+                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}"
             )
         cure = (
             "Give every rank the same checkpoint and the same code."

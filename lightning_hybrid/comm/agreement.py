@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import uuid
@@ -69,18 +68,25 @@ class Order:
         return record if is_new else None
 
 
-@functools.cache
+def hash_of_sources(package: Path) -> str:
+    """Twelve digits that differ where a source file of a package does; of the files that are there."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+SOURCES = hash_of_sources(Path(__file__).resolve().parents[1])
+"""Of what was imported, some milliseconds ago: files may change while a job runs."""
+
+
 def software() -> dict[str, str]:
-    """What must be one version on all ranks: torch, and this package by a hash of its sources.
+    """What must be one version on all ranks.
 
     >>> sorted(software())
     ['lightning_hybrid', 'torch']
     """
-    package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
-    return {"torch": torch.__version__, "lightning_hybrid": f"sources {digest.hexdigest()[:12]}"}
+    return {"torch": torch.__version__, "lightning_hybrid": f"sources {SOURCES}"}
 
 
 def agree_on(
@@ -99,8 +105,8 @@ def agree_on(
     hosts = [host for *_, host, _ in gathered]
     if difference := differing([versions for _, versions, *_ in gathered]):
         raise ValueError(
-            f"the software must be the same on all ranks: {difference}. Other code rounds otherwise, and the ranks' weights "
-            f"part without a word. Install one environment on every host.{places_of([], hosts)}"
+            f"the software must be the same on all ranks: {difference}. Other code rounds otherwise, and the ranks' "
+            f"weights part without a word. Install one environment on every host.{places_of([], hosts)}"
         )
     difference = differing([values for values, *_ in gathered])
     if difference:

@@ -1,4 +1,4 @@
-"""What the kernel knows of the links to other hosts: whether a host that says nothing is dead, cut off, slow or stopped.
+"""What the kernel knows of the links to other hosts: whether a host that says nothing is cut off, slow or stopped.
 
 A rank that does not answer a question may be dead, stopped, or behind a link on which an answer takes a minute, and no
 question tells them apart. TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and
@@ -50,7 +50,7 @@ class Line:
 def lines() -> list[Line]:
     """Every TCP connection of this process; empty where the kernel does not tell.
 
-    Empty as well under ``socket.setdefaulttimeout``: looking at a descriptor would then make it one that does not block.
+    Empty as well under ``socket.setdefaulttimeout``: a look at a descriptor would make it one that does not block.
 
     >>> server = socket.create_server(("127.0.0.1", 0))
     >>> client = socket.create_connection(server.getsockname())
@@ -135,12 +135,12 @@ def in_words(sign: Sign, *, host: str) -> str:
     """
     word, heard_s = sign
     return {
-        "slow": f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not come "
-        "in time",
+        "slow": f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "
+        "come in time",
         "taken": f"host {host} lives and acknowledged all that it was sent, {heard_s:.1f} s ago or later, with "
         "connections open: stopped, or hanging",
-        "cut": f"nothing has come from host {host} for {heard_s:.0f} s, not even an acknowledgement: its link is cut or "
-        "lets next to nothing through, or the host is down",
+        "cut": f"nothing has come from host {host} for {heard_s:.0f} s, not even an acknowledgement: its link is cut "
+        "or lets next to nothing through, or the host is down",
         "idle": f"nothing has come from host {host} for {heard_s:.0f} s, and its connections are not closed: its ranks "
         "are stopped, or its link is cut or lets next to nothing through, or the host is down",
     }[word]

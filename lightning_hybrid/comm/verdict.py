@@ -19,8 +19,8 @@ class Standing:
 
     ``num_submitted``: buckets handed over since the engine was made. ``order``: hash of them and of their order.
     ``place``: in words, what it does now. ``recent``: the latest of them, oldest first. ``has_left``: engine closed.
-    ``is_inside``: the oldest bucket in flight is in a collective, so this rank waits for others or works. ``signs``: what
-    it knows of the hosts at other addresses, see ``links.signs_of_life``.
+    ``is_inside``: the oldest bucket in flight is in a collective, so this rank waits for others or works. ``signs``:
+    what it knows of the hosts at other addresses, see ``links.signs_of_life``.
     """
 
     num_submitted: int
@@ -95,7 +95,9 @@ Rank 1 is on host y.
     else:
         places = ", ".join(f"rank {rank}: {each.place}" for rank, each in list(here.items())[:8])
         blame = f"every rank answers, so the network between them is the cause ({places})"
-    return f"comm: {blame}. {noticed}.{places_of(silent or left or ((behind or absent) if not different else []), hosts)}"
+    return (
+        f"comm: {blame}. {noticed}.{places_of(silent or left or ((behind or absent) if not different else []), hosts)}"
+    )
 
 
 def _no_answer(

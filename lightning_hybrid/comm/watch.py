@@ -172,7 +172,8 @@ class Watch:
             state = f"says nothing: {links.in_words(sign, host=host)}"
         else:
             state = "is dead, stopped or unreachable" if isinstance(error, TimeoutError) else "is dead or unreachable"
-        return f"comm: the store through which the ranks met does not answer: rank 0, or the launcher that keeps it, {state}"
+        kept = "rank 0, or the launcher that keeps it,"
+        return f"comm: the store through which the ranks met does not answer: {kept} {state}"
 
     def _first(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value).decode()

@@ -67,7 +67,9 @@ def test_what_all_ranks_know_is_put_together():
     assert "host b lives, was last heard 3.0 s ago" in told([*knows, None, None])
 
 
-@pytest.mark.parametrize("roll", [[HERE, HERE, None, None], [HERE, HERE, HERE, None], [HERE, None, HERE, HERE]], ids=len)
+@pytest.mark.parametrize(
+    "roll", [[HERE, HERE, None, None], [HERE, HERE, HERE, None], [HERE, None, HERE, HERE]], ids=len
+)
 def test_of_a_rank_whose_host_answers_or_says_nothing_nobody_knows_more(roll):
     assert "dead, stopped or unreachable" in told(roll)
 
