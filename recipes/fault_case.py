@@ -87,10 +87,13 @@ def run_all(cases: Sequence[Case], worlds: Sequence[OneHost], *, on_outcome: Cal
         finally:
             free.put(world)
 
-    with ThreadPoolExecutor(len(worlds)) as pool:
+    pool = ThreadPoolExecutor(len(worlds))
+    try:
         found: list[Future[Outcome]] = [pool.submit(run, case) for case in others]
         for one in found:
             on_outcome(one.result())
+    finally:
+        pool.shutdown(cancel_futures=True)  # interrupted, it waits for the cases under way: no rank is left behind
 
 
 def run_case(case: Case, world: OneHost, weights: int | None = None) -> tuple[Outcome, int | None]:

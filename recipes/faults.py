@@ -1,6 +1,7 @@
 """Inject faults into short runs and see that every promise holds: `python recipes/faults.py`; see recipes/faults."""
 
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +48,7 @@ def chosen_of(cases: list[fault_case.Case], only: list[str] | None) -> list[faul
 def main(cfg: DictConfig) -> None:
     """One short run for each case; print each as it ends, write the table. Ends with status 1 where one broke."""
     launch.quieten()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks that were stopped do not outlive this
     with launch.short_errors():
         configuration.check(cfg, KEYS)
         made: list[OneHost] = [instantiate(cfg.world) for _ in range(cfg.at_once)]

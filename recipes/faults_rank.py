@@ -105,7 +105,7 @@ def train(spec: dict[str, Any]) -> None:
     )
     width = 2 * WIDTH if other == "has_another_network" else WIDTH
     sampler: DistributedSampler = DistributedSampler(
-        range(NUM_SAMPLES),  # type: ignore[arg-type]  # asked for its length alone
+        range(NUM_SAMPLES),  # asked for its length alone
         num_replicas=int(os.environ["WORLD_SIZE"]),
         rank=rank,
         seed=int(other == "has_another_order"),
