@@ -61,14 +61,11 @@ class SetupWatch:
     def explain(self, error: BaseException) -> str:
         """Who is the cause of a collective that failed here, then ``error``; the same words on every rank."""
         noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
-        told = self._watch.call_roll(noticed)
-        self._watch.let_others_hear()
-        return f"{told} Seen here as {type(error).__name__}: {error}"
+        return f"{self._watch.call_roll(noticed)} Seen here as {type(error).__name__}: {error}"
 
     def abort(self, reason: str) -> None:
         """Let the other ranks know why this one ends."""
         self._watch.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
-        self._watch.let_others_hear()
 
     def leave(self) -> None:
         """May be called again."""

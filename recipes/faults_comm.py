@@ -43,10 +43,11 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
         found.append(
             Case(fault="rank lags by 3 s", kind="lags", phase=phase, is_survived=True, lost="nothing", **common)
         )
-    for phase in ("setup", "forward", "backward", OF_A_SUM[1], "update", "validation", "between epochs"):
-        found.append(
-            Case(fault="out of memory", kind="raises", phase=phase, names=GAVE_UP, own_names=OUT_OF_MEMORY, **common)
-        )
+    for phase in ("setup", "forward", "backward", OF_A_SUM[0], "update", "validation", "between epochs"):
+        own: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
+        if phase in OF_A_SUM:
+            own = {"names": ("rank RANK failed on bucket 0 in stage `", "OutOfMemoryError", "on host HOST")}
+        found.append(Case(fault="out of memory", kind="raises", phase=phase, **own, **common))
     found += [
         Case(
             fault="another plan from the start",

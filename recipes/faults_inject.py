@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,11 @@ class Inject(Callback):
                 OF_A_SUM[1]: flight.bucket.index > 0 and not flight.is_last and lane.successor is None,
                 OF_A_SUM[2]: flight.is_last and lane.successor is None,
             }
-            if is_here[phase]:
-                self._reach(trainer, phase)
+            try:
+                if is_here[phase]:
+                    self._reach(trainer, phase)
+            except torch.OutOfMemoryError as error:
+                flight.check = partial(_raise, error)  # where a stage's own errors come from, once it begins
             return has_run(lane, piece)
 
         return reached
@@ -262,6 +266,10 @@ def _flip(tensor: Tensor, bit: int = 0) -> None:
     """In memory, unseen by torch's count of writes."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     tensor.detach().view(integers).view(-1).numpy()[5] ^= 1 << bit
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def middle_of(trainer: pl.Trainer) -> Tensor:

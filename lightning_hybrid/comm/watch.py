@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,7 @@ class Watch:
         self._hosts, self._addresses = hosts, addresses
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
+        self._has_failed = False
         self._lock = threading.Lock()  # one word with the store at a time
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="comm-watch", daemon=True)
@@ -93,23 +95,12 @@ class Watch:
 
         return self._told(settle, f"comm: {noticed}.")
 
-    def let_others_hear(self) -> None:
-        """On the rank that may keep the store: stay until every rank has had time to read the error, or has read it.
-
-        For a failure in which ranks find out by themselves, and not by this class's thread.
-        """
-        try:
-            self._ask(lambda: self._store.add("num_heard", 1))
-            until_s = time.monotonic() + 2 * self._idle_poll_s
-            while self._rank == 0 and time.monotonic() < until_s:
-                if self._ask(lambda: self._store.add("num_heard", 0)) >= self._world_size:
-                    return
-                self._ended.wait(0.05)
-        except Exception:  # it is not this rank that keeps the store
-            return
-
     def leave(self) -> None:
-        """End the thread. Whoever calls the roll later learns that this rank has left."""
+        """End the thread. Whoever calls the roll later learns that this rank has left.
+
+        After a failure rank 0, which may keep the store, stays until the others have read of it, up to the limit of a
+        word with the store.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
@@ -118,8 +109,25 @@ class Watch:
         left = Standing(num_submitted=standing.num_submitted, order=standing.order, place="gone", has_left=True)
         try:
             self._ask(lambda: self._store.set(f"standing/{self._rank}", left.to_json()))
+            if self._has_failed and self._rank == 0:
+                self._ask(self._let_others_read)
         except Exception:  # nobody may be there any more to read it
             return
+
+    def _let_others_read(self) -> None:
+        """Until every rank that answered the roll has read the error; those that did not have as long to come."""
+        began_s = time.monotonic()
+        while (waited_s := time.monotonic() - began_s) < STORE_LIMIT_S:
+            others = range(1, self._world_size)
+            if waited_s > 2 * self._idle_poll_s:
+                others = [rank for rank in others if self._store.check([f"standing/{rank}"])]
+            if all(self._store.check([f"read/{rank}"]) for rank in others):
+                return
+            time.sleep(0.05)
+
+    def _note_read(self) -> None:
+        self._has_failed = True
+        self._ask(lambda: self._store.set(f"read/{self._rank}", "1"))
 
     # ------------------------------------------------------------------------------------------------- the own thread
 
@@ -138,7 +146,9 @@ class Watch:
                     self._ask(self._answer)
                     has_answered = True
                 if self._ask(lambda: self._store.check(["error"])):
-                    self._on_failure(self._ask(lambda: self._store.get("error")).decode())
+                    error_of_all = self._ask(lambda: self._store.get("error")).decode()
+                    self._note_read()
+                    self._on_failure(error_of_all)
                     return
                 num_unanswered = 0
             except Exception as error:
@@ -198,12 +208,15 @@ class Watch:
 
     def _told(self, ask: Callable[[], str], otherwise: str) -> str:
         try:
-            return self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
+            told: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
         except Exception as error:
             return (
                 f"{self._of_the_store(error)}; the other ranks could not be told ({short(error)}). "
                 f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
+        with suppress(Exception):
+            self._note_read()
+        return told
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
         """``ask()``, or ``TimeoutError``: a store whose host vanished without a word may never come back."""
