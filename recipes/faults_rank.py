@@ -104,15 +104,16 @@ def train(spec: dict[str, Any]) -> None:
         callbacks=[WatchNumbers(), CheckReplicas(every_n_steps=5), Inject(spec)],
     )
     width = 2 * WIDTH if other == "has_another_network" else WIDTH
+    images = Images(NUM_SAMPLES)
     sampler: DistributedSampler = DistributedSampler(
-        range(NUM_SAMPLES),  # asked for its length alone
+        images,
         num_replicas=int(os.environ["WORLD_SIZE"]),
         rank=rank,
         seed=int(other == "has_another_order"),
     )
-    loader = DataLoader(Images(NUM_SAMPLES), batch_size=8, sampler=sampler)
+    loader = DataLoader(images, batch_size=8, sampler=sampler)
     if other == "has_another_version":
-        agreement.software = lambda: {"torch": "2.5.0", "lightning_hybrid": "sources 0"}  # type: ignore[assignment]
+        agreement.software = lambda: {"torch": "2.5.0", "lightning_hybrid": "sources 0"}
     module = Network(seed=int(other == "has_another_seed"), width=width)
     if spec["kind"] in AT_CONSTRUCTION:
         write(folder / "injected.json", {"time_s": time.monotonic()})

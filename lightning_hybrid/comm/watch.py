@@ -118,7 +118,7 @@ class Watch:
         """Until every rank that answered the roll has read the error; those that did not have as long to come."""
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < STORE_LIMIT_S:
-            others = range(1, self._world_size)
+            others = list(range(1, self._world_size))
             if waited_s > 2 * self._idle_poll_s:
                 others = [rank for rank in others if self._store.check([f"standing/{rank}"])]
             if all(self._store.check([f"read/{rank}"]) for rank in others):
