@@ -10,12 +10,13 @@ The low tensor keeps its identity and its place in the optimizer's ``param_group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
@@ -223,6 +224,19 @@ class MasterWeights:
                 exact = value.to(own.master)
                 if torch.equal(exact.to(self.dtype), tensor):
                     own.master.copy_(exact)
+
+    @torch.no_grad()
+    def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
+        """Take rank zero's values, those of names in ``ignored`` excepted.
+
+        Collective: every rank of WORLD must call it. ``DistributedDataParallel`` gives every rank rank zero's weights
+        when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
+        their masters would keep other lower digits, and the ranks would part.
+        """
+        named = [*module.named_parameters(), *module.named_buffers()]
+        twins = [self.twin_of(tensor) for name, tensor in named if name not in ignored]
+        for work in [dist.broadcast(twin.master, src=0, async_op=True) for twin in twins if twin is not None]:
+            work.wait()
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -29,7 +29,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -39,13 +39,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint_io import SavesDurably
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm.cluster import Cluster
-from lightning_hybrid.comm.watch import is_of_a_collective
 from lightning_hybrid.data.prefetch import prefetch
+from lightning_hybrid.failures import ExplainsFailures
 from lightning_hybrid.loss_scale import LossScale
 from lightning_hybrid.options import (
     bucket_caps_for_ddp,
     dtype_from,
-    in_our_words,
     one_bucket_size,
     plan_from,
     plan_on,
@@ -64,7 +63,7 @@ from lightning_hybrid.rendezvous import MeetsWhereTold
 from lightning_hybrid.tuning import TrainerTuning
 
 
-class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, DDPStrategy):
+class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
     """Data-parallel training as ``DDPStrategy``, with a hybrid all-reduce and half precision on fp32 masters.
 
     ``precision="16-true"`` and ``"bf16-true"`` are carried out by
@@ -226,6 +225,9 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, DDPStrategy):
             super().configure_ddp()
         finally:
             self._ddp_kwargs = own
+        if self._masters is not None and self.world_size > 1 and own.get("init_sync", True):
+            assert self.lightning_module is not None
+            self._masters.broadcast_(self.lightning_module, ignored)
 
     def _register_ddp_hooks(self) -> None:
         """Build groups and engine, and register the hook: on every device type, CPU included."""
@@ -343,21 +345,6 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, DDPStrategy):
         super().on_train_end()
         if isinstance(self.precision_plugin, MasterWeightPrecision):
             self.precision_plugin.on_train_end()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters.
-
-        Where the error is a collective's of DDP or Lightning, such as the broadcast of buffers, another rank is the
-        cause, and the error says which: it is this error, with more words.
-        """
-        engine = self._engine
-        if engine is not None and is_of_a_collective(exception):
-            exception.args = (engine.explain(exception),)
-        elif engine is not None:
-            engine.abort(f"{type(exception).__name__}: {exception}")
-        super().on_exception(exception)
-        if exception.args and isinstance(exception.args[0], str):
-            exception.args = (in_our_words(exception.args[0], type(self).__name__), *exception.args[1:])
 
     def teardown(self) -> None:
         """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""

@@ -1,7 +1,9 @@
 """Inject faults into short runs and see that every promise holds: `python recipes/faults.py`; see recipes/faults."""
 
 import os
+import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,15 +15,21 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import configuration, fault_table, faults_comm, faults_numbers, launch
+from recipes import configuration, fault_case, fault_table, faults_comm, faults_numbers, faults_replicas, kinds, launch
 from recipes.faults_world import OneHost
 
 launch.register_resolvers()
 
-KEYS: dict[str, Any] = {"about": str | None, "only": list[str] | None, "world": OneHost, "run_dir": str}
+KEYS: dict[str, Any] = {
+    "about": str | None,
+    "only": list[str] | None,
+    "at_once": kinds.COUNT,
+    "world": OneHost,
+    "run_dir": str,
+}
 
 
-def chosen_of(cases: list[faults_comm.Case], only: list[str] | None) -> list[faults_comm.Case]:
+def chosen_of(cases: list[fault_case.Case], only: list[str] | None) -> list[fault_case.Case]:
     """Those whose fault is in `only`, and the run that nothing happens to.
 
     Raises:
@@ -40,21 +48,25 @@ def chosen_of(cases: list[faults_comm.Case], only: list[str] | None) -> list[fau
 def main(cfg: DictConfig) -> None:
     """One short run for each case; print each as it ends, write the table. Ends with status 1 where one broke."""
     launch.quieten()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks that were stopped do not outlive this
     with launch.short_errors():
         configuration.check(cfg, KEYS)
-        made = instantiate(cfg.world)
-    with made as world:
-        chosen = faults_comm.cases(world.num_ranks) + faults_numbers.cases(world.num_ranks)
-        if world.has_links:
-            chosen += faults_comm.cases_of_links(world.num_ranks)
+        made: list[OneHost] = [instantiate(cfg.world) for _ in range(cfg.at_once)]
+    outcomes: list[fault_table.Outcome] = []
+    with ExitStack() as entered:
+        worlds = [entered.enter_context(one) for one in made]
+        num_ranks = worlds[0].num_ranks
+        found = faults_comm.cases(num_ranks, worlds[0].ranks_per_host)
+        found += faults_numbers.cases(num_ranks) + faults_replicas.cases(num_ranks)
+        found += faults_comm.cases_of_links(num_ranks) if worlds[0].has_links else []
         with launch.short_errors():
-            chosen = chosen_of(chosen, cfg.only)
-        outcomes, weights = list[fault_table.Outcome](), None
-        for case in chosen:
-            outcome, found = faults_comm.run_case(case, world, weights)
-            weights = found if case.fault == "none" else weights
+            chosen = chosen_of(found, cfg.only)
+
+        def note(outcome: fault_table.Outcome) -> None:
             outcomes.append(outcome)
             print("  ".join(outcome.cells()), flush=True)
+
+        fault_case.run_all(chosen, worlds, on_outcome=note)
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     fault_table.write(folder, outcomes, config=config, title=cfg.about or "Injected faults")

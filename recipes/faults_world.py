@@ -113,7 +113,8 @@ class OneHost:
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning_hybrid", "recipes.faults_rank"])
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *known]))
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             network, processes = self.network(), list[BaseProcess]()
             try:

@@ -4,7 +4,7 @@ from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.callbacks.epoch_metrics import KeepEpochMetrics
 from lightning_hybrid.callbacks.numbers import NonFiniteLossError, WatchNumbers
 from lightning_hybrid.callbacks.progress import progress_bar
-from lightning_hybrid.callbacks.replicas import CheckReplicas, ReplicaDriftError
+from lightning_hybrid.callbacks.replicas import CheckReplicas, DataOrderError, ReplicaDriftError
 from lightning_hybrid.callbacks.report import RunReport
 from lightning_hybrid.callbacks.seed import SeedEachStep
 from lightning_hybrid.callbacks.step_checkpoint import StepCheckpoint
@@ -14,6 +14,7 @@ from lightning_hybrid.callbacks.training import TrainingMetrics
 
 __all__ = [
     "CheckReplicas",
+    "DataOrderError",
     "KeepEpochMetrics",
     "MasterWeightAveraging",
     "NonFiniteLossError",

@@ -1,4 +1,4 @@
-"""Finds ranks whose weights are no longer those of the others, which nothing else in data-parallel training notices."""
+"""Finds ranks whose weights, or order of the data, are not the others': nothing else in data-parallel training does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_hybrid.callbacks.data_order import order_of
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.comm.watch import name_ranks
+from lightning_hybrid.comm.verdict import differing, name_ranks, places_of
 from lightning_hybrid.fingerprint import Fingerprint
 
 
@@ -20,14 +21,20 @@ class ReplicaDriftError(RuntimeError):
     """Ranks of one model hold different weights, masters or optimizer state."""
 
 
+class DataOrderError(RuntimeError):
+    """Ranks read the data in different orders, so some samples are read twice and others never."""
+
+
 class CheckReplicas(Callback):
     """Compare all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
+
+    And what decides on the order of the data: seed, epoch, number of shares (``data_order.py``).
 
     Data-parallel training averages gradients and trusts that every rank makes the same step with them. A bit that
     flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
     from then on that rank's gradients belong to other weights, and nobody is told.
 
-        c_r = fingerprint of (fingerprint of tensor 0, of tensor 1, ..., of their names)     on rank r, on its device
+        c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all alike: a = ~b
 
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. Checked are also
@@ -44,14 +51,15 @@ class CheckReplicas(Callback):
     Raises:
         ValueError: `every_n_steps` is not a whole number above zero.
         ReplicaDriftError: In training, on every rank alike: what differs first, and between which ranks.
+        DataOrderError: The same, where the order of the data differs.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number of steps, at least 1: ranks are compared "
-                "that often. Set callbacks.replicas.every_n_steps=100, or leave the check out with "
-                "~callbacks.replicas."
+                f"`every_n_steps` (={every_n_steps!r}) must be a whole number of steps, at least 1: from a comparison "
+                "of the ranks to the next, and so the most steps for which one that drifted stays unseen. Set "
+                "callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas."
             )
         self.every_n_steps = every_n_steps
         self._fingerprint: Fingerprint | None = None
@@ -81,28 +89,37 @@ class CheckReplicas(Callback):
             return
         assert self._fingerprint is not None
         own = {name: self._fingerprint.of(tensor) for name, tensor in tensors_of_replica(trainer)}
-        names = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8)
+        order = order_of(trainer.train_dataloader)
+        words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
+        names = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
         combined = self._fingerprint.combine([*own.values(), Fingerprint(names.device).of(names)])
         least = torch.stack([combined, ~combined])
         dist.all_reduce(least, dist.ReduceOp.MIN)
         smallest, not_largest = least.tolist()
         if smallest != ~not_largest:
-            raise ReplicaDriftError(self._explain(own, step=trainer.global_step, alike_at=before))
+            raise self._explain(own, order, step=trainer.global_step, alike_at=before)
 
-    def _explain(self, own: dict[str, Tensor], *, step: int, alike_at: int) -> str:
+    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, alike_at: int) -> RuntimeError:
         """Collective, on every rank alike: the error."""
-        told: list[tuple[str, dict[str, int]]] = [("", {})] * dist.get_world_size()
+        told: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
-        dist.all_gather_object(told, (host_identity()[0], values))
-        hosts, values_of = [host for host, _ in told], [values for _, values in told]
+        dist.all_gather_object(told, (host_identity()[0], values, order))
+        hosts, values_of = [host for host, _, _ in told], [values for _, values, _ in told]
         since = "when training started" if alike_at < 0 else f"between steps {alike_at} and {step}"
+        if all(values == values_of[0] for values in values_of):
+            difference = differing([order for _, _, order in told])
+            return DataOrderError(
+                f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
+                f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
+                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}"
+            )
         cure = (
             "Give every rank the same checkpoint and the same code."
             if alike_at < 0
             else "Look for code that runs on some ranks only, for random numbers that differ between ranks, and for "
             f"faulty memory; resume from a checkpoint written up to step {alike_at}."
         )
-        return (
+        return ReplicaDriftError(
             f"The ranks no longer hold the same model; they parted {since} (`every_n_steps` (={self.every_n_steps})): "
             f"{first_difference(values_of, hosts)}. Their gradients are of different weights, so the averages are of "
             f"no model at all. {cure}"

@@ -7,14 +7,16 @@ import json
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm import links
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.seal import OrderHash
 from lightning_hybrid.comm.topology import Topology, host_identity
-from lightning_hybrid.comm.watch import differing, places_of
+from lightning_hybrid.comm.verdict import differing, places_of
 
 NUM_RECENT = 64
 """How many records of buckets a rank remembers, to say where it went another way than others."""
@@ -66,25 +68,53 @@ class Order:
         return record if is_new else None
 
 
+def hash_of_sources(package: Path) -> str:
+    """Twelve digits that differ where a source file of a package does; of the files that are there."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+SOURCES = hash_of_sources(Path(__file__).resolve().parents[1])
+"""Of what was imported, some milliseconds ago: files may change while a job runs."""
+
+
+def software() -> dict[str, str]:
+    """What must be one version on all ranks.
+
+    >>> sorted(software())
+    ['lightning_hybrid', 'torch']
+    """
+    return {"torch": torch.__version__, "lightning_hybrid": f"sources {SOURCES}"}
+
+
 def agree_on(
     plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
-) -> tuple[str, list[str]]:
-    """Compare plan and topology over all ranks of WORLD; a word that is the same on all and new each time, and hosts.
+) -> tuple[str, list[str], list[list[str]]]:
+    """Compare plan and topology over all ranks of WORLD; a word that is the same on all and new each time; hosts.
+
+    And under which addresses others know each rank's host. Versions of the software are compared as well.
 
     Collective: every rank of WORLD must call it. Raises ``ValueError``, on every rank, that names what differs.
     """
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(dtype_across_nodes)
-    gathered: list[tuple[dict, str, str]] = [({}, "", "")] * topology.world_size
-    dist.all_gather_object(gathered, (own, uuid.uuid4().hex, host_identity()[0]))
-    hosts = [host for _, _, host in gathered]
-    difference = differing([values for values, _, _ in gathered])
+    gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
+    dist.all_gather_object(gathered, (own, software(), uuid.uuid4().hex, host_identity()[0], links.addresses()))
+    hosts = [host for *_, host, _ in gathered]
+    if difference := differing([versions for _, versions, *_ in gathered]):
+        raise ValueError(
+            f"the software must be the same on all ranks: {difference}. Other code rounds otherwise, and the ranks' "
+            f"weights part without a word. Install one environment on every host.{places_of([], hosts)}"
+        )
+    difference = differing([values for values, *_ in gathered])
     if difference:
         raise ValueError(
             f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
             f"`strategy` options, from one configuration.{places_of([], hosts)}"
         )
-    return gathered[0][1], hosts
+    return gathered[0][2], hosts, [addresses for *_, addresses in gathered]
 
 
 def slowest(times_s: Sequence[float], place: str, device: torch.device) -> list[float]:

@@ -115,9 +115,16 @@ class Flight:
 
     @property
     def place(self) -> str:
-        """Where it is, in words: where one of its pieces is at work, if any."""
-        piece = next((piece for piece in self.pieces if piece.place.startswith("in ")), self.pieces[0])
+        """Where it is, in words: where one of its pieces is at work, if any, else where one waits."""
+        at_work = [piece for piece in self.pieces if piece.place.startswith("in ")]
+        waiting = [piece for piece in self.pieces if piece.place.startswith("waiting")]
+        piece = (at_work or waiting or self.pieces)[0]
         return f"bucket {self.bucket.index} {piece.place} of the {self.bucket.algorithm} all-reduce"
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether one of its pieces is in a stage."""
+        return any(piece.place.startswith("in ") for piece in self.pieces)
 
     def admit(self) -> None:
         """Run ``check`` if nobody has; whoever comes meanwhile waits. Raises what it raises, each time."""

@@ -33,7 +33,8 @@ from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
 from lightning_hybrid.comm.trace import CommTrace
 from lightning_hybrid.comm.traffic import Traffic, traffic_of
-from lightning_hybrid.comm.watch import IDLE, Standing, Watch, comes_from_others, private_store, short
+from lightning_hybrid.comm.verdict import IDLE, Standing
+from lightning_hybrid.comm.watch import Watch, comes_from_others, private_store, short
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
@@ -87,7 +88,7 @@ class CommEngine:
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
         alone = topology.world_size == 1
-        token, hosts = ("", []) if alone else agree_on(plan, topology, device, dtype_across_nodes)
+        token, hosts, addresses = ("", [], []) if alone else agree_on(plan, topology, device, dtype_across_nodes)
         on_cuda = device.type == "cuda"
         self._groups = CommGroups(topology=topology, scopes={}, timeout=timeout, share=on_cuda)
         self._stream = torch.cuda.Stream(device) if on_cuda else None
@@ -110,6 +111,7 @@ class CommEngine:
                 stalled_s=self._stalled_s,
                 on_failure=lambda error: self._fail_all(error, None),
                 hosts=hosts,
+                addresses=addresses,
             )
 
     def _prepare(self) -> None:
@@ -204,10 +206,7 @@ class CommEngine:
         return tuple(sorted(self._buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype)))
 
     def abort(self, reason: str) -> None:
-        """Fail here and on every other rank, with ``reason``: for errors outside that keep this rank from going on.
-
-        Does nothing after a failure or ``close``.
-        """
+        """Fail here and on every other rank, with ``reason``, unless failed or closed: for errors of others' here."""
         with self._lock:
             if self._failure is not None or self._is_closed:
                 return
@@ -283,6 +282,7 @@ class CommEngine:
                 order=f"{self._order.value:016x}",
                 place=IDLE if oldest is None else oldest.place,
                 recent=tuple(self._order.recent),
+                is_inside=oldest is not None and oldest.is_inside,
             )
 
     def _stalled_s(self) -> float:

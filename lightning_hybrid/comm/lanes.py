@@ -143,11 +143,13 @@ class Lanes:
         if not self._has_run(lane, piece):
             return
         if lane.successor is None:
+            piece.place = "through"
             self._on_landed(piece)
-        elif piece.is_last and lane.successor.num_put == lane.successor.num_done:
+            return
+        piece.place = f"waiting for stage `{lane.successor.stage.name}`"
+        if piece.is_last and lane.successor.num_put == lane.successor.num_done:
             self._pass_through(lane.successor, piece)
         else:
-            piece.place = f"waiting for stage `{lane.successor.stage.name}`"
             lane.successor.put(piece)
 
     def _has_run(self, lane: _Lane, piece: Piece) -> bool:

@@ -6,7 +6,7 @@ where nobody set it). So every rank has a thread that looks for an alarm in the 
     a stage raises by itself        the rank writes what failed; everybody else reads it and fails with the same words
     a collective raises             somebody else is the cause: the rank calls the roll, every watch answers where its
                                     rank stands, and ``verdict`` names who does not answer, left, or stands behind
-    the store does not answer       its host is gone, and with it most likely rank 0
+    the store does not answer       the rank says so, and what the kernel knows of the store's host (links.py)
 
 The first verdict written is the one that all ranks report. The thread asks four times a second while a bucket has been
 in flight for half a second, else once a second; with thousands of ranks less often, to spare the store.
@@ -14,13 +14,17 @@ in flight for half a second, else once a second; with thousands of ranks less of
 
 from __future__ import annotations
 
-import json
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_hybrid.comm import links
+from lightning_hybrid.comm.verdict import Standing, places_of, verdict
 
 STALL_S = 0.5
 """From when on a bucket in flight makes its rank ask for alarms often."""
@@ -31,145 +35,8 @@ STORE_LIMIT_S = 5.0
 PATIENCE = 4
 """How often in a row the store may leave a word unanswered: another thread of this process may be using it."""
 
-IDLE = "with no bucket in flight"
-"""The place of a rank that waits for no other, as far as the engine knows."""
-
 COMPARE_LIMIT_S = 60.0
 """The same where nothing but patience depends on it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """Where a rank stands, as it answers the roll.
-
-    ``num_submitted``: buckets handed over since the engine was made. ``order``: hash of them and of their order.
-    ``place``: in words, what it does now. ``recent``: the latest of them, oldest first. ``has_left``: engine closed.
-    """
-
-    num_submitted: int
-    order: str
-    place: str
-    recent: tuple[str, ...] = ()
-    has_left: bool = False
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Standing:
-        """What ``to_json`` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "recent": tuple(values["recent"])})
-
-
-def verdict(noticed: str, roll: Sequence[Standing | None], hosts: Sequence[str] = ()) -> str:
-    """The error for all ranks: who is to blame, judged by the roll (None: no answer), and who noticed by what.
-
-    ``hosts``: of every rank, where they are known; those of the ranks to blame, or of all, are told.
-
-    >>> at_one = Standing(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
-    >>> print(verdict("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
-    comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
-Rank 1 is on host y.
-    """
-    silent = [rank for rank, standing in enumerate(roll) if standing is None]
-    left = [rank for rank, standing in enumerate(roll) if standing is not None and standing.has_left]
-    here = {rank: each for rank, each in enumerate(roll) if each is not None and not each.has_left}
-    most = max((each.num_submitted for each in here.values()), default=0)
-    different = _different_order(here)
-    behind = [rank for rank, each in here.items() if each.num_submitted < most]
-    if silent:
-        does = "does" if len(silent) == 1 else "do"
-        its = "its process is" if len(silent) == 1 else "their processes are"
-        blame = f"{name_ranks(silent)} {does} not answer: {its} dead, stopped or unreachable"
-    elif left:
-        has = "has" if len(left) == 1 else "have"
-        blame = f"{name_ranks(left)} {has} left: closed the engine while others still averaged"
-    elif different:
-        blame = different
-    elif behind:
-        stands = "stands" if len(behind) == 1 else "stand"
-        blame = (
-            f"{name_ranks(behind)} {stands} behind: {here[behind[0]].num_submitted} buckets handed over where others "
-            f"have {most}; now {here[behind[0]].place}. Look there for a hang, an error or a batch less"
-        )
-    elif all(each.place == IDLE for each in here.values()):
-        blame = (
-            "every rank answers and has averaged the same buckets: one that is slow, or hangs, elsewhere in its step "
-            "is the cause, or the network between them"
-        )
-    else:
-        places = ", ".join(f"rank {rank}: {each.place}" for rank, each in list(here.items())[:8])
-        blame = f"every rank answers, so the network between them is the cause ({places})"
-    return f"comm: {blame}. {noticed}.{places_of(silent or left or (behind if not different else []), hosts)}"
-
-
-def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """A sentence that says on which host each of these ranks is, of no ranks all; empty where hosts are not known.
-
-    >>> places_of([1, 2], ["x", "y", "y"]), places_of([], ["x", "y", "y"])
-    (' Ranks 1, 2 are on host y.', ' Rank 0 is on host x, ranks 1, 2 are on host y.')
-    """
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks or range(len(hosts)):
-        if rank < len(hosts):
-            by_host.setdefault(hosts[rank], []).append(rank)
-    told = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
-    more = f" and {len(told) - 4} hosts more" if len(told) > 4 else ""
-    words = ", ".join(told[:4]) + more
-    return f" {words[0].upper()}{words[1:]}." if told else ""
-
-
-def _different_order(here: dict[int, Standing]) -> str | None:
-    """Which ranks handed over something else than the others, at the first place where they differ; None if none."""
-    first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
-    for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
-        by_record: dict[str, list[int]] = {}
-        for rank, each in here.items():
-            if place < each.num_submitted:
-                by_record.setdefault(each.recent[place - first[rank]], []).append(rank)
-        if len(by_record) > 1:
-            return _other_order(sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1])))
-    by_order: dict[tuple[int, str], list[int]] = {}
-    for rank, each in here.items():
-        by_order.setdefault((each.num_submitted, each.order), []).append(rank)
-    if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
-        ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
-        return _other_order([("something else, longer ago than is remembered,", each) for each in ranks])
-    return None
-
-
-def _other_order(by_record: list[tuple[str, list[int]]]) -> str:
-    (usual, most), (other, few) = by_record[:2]
-    return (
-        f"{name_ranks(few)} handed over {other} where {name_ranks(most)} handed over {usual}: sums of these would mix "
-        "gradients. Every rank must run the same backward passes of the same model in the same order"
-    )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 3, 5`` or ``ranks 0, 1, 2, 3 and 12 more``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 5 else ""
-    return "ranks " + ", ".join(map(str, ranks[: 4 if more else 5])) + more
-
-
-def differing(values: Sequence[dict[str, Any]]) -> str:
-    """What differs between ranks that should have given equal dictionaries; empty where nothing does.
-
-    >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
-    '`b` is 2 on ranks 0, 2 and 3 on rank 1'
-    """
-    found = []
-    for key in dict.fromkeys(key for each in values for key in each):
-        by_value: dict[str, list[int]] = {}
-        for rank, each in enumerate(values):
-            by_value.setdefault(repr(each.get(key)), []).append(rank)
-        if len(by_value) > 1:
-            found.append(f"`{key}` is " + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items()))
-    return "; ".join(found)
 
 
 class Watch:
@@ -180,7 +47,7 @@ class Watch:
         rank, world_size: of the engine.
         standing: where this rank stands now.
         stalled_s: how long the oldest bucket has been in flight; 0 where none is.
-        hosts: names of every rank's; for errors.
+        hosts, addresses: names of every rank's host, and under which addresses others know it; for errors.
         on_failure: called once, from a thread of this class, with the error of all ranks.
     """
 
@@ -194,6 +61,7 @@ class Watch:
         stalled_s: Callable[[], float],
         on_failure: Callable[[str], None],
         hosts: Sequence[str] = (),
+        addresses: Sequence[Sequence[str]] = (),
     ) -> None:
         self._store = store
         self._rank = rank
@@ -201,9 +69,10 @@ class Watch:
         self._standing = standing
         self._stalled_s = stalled_s
         self._on_failure = on_failure
-        self._hosts = hosts
+        self._hosts, self._addresses = hosts, addresses
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
+        self._has_failed = False
         self._lock = threading.Lock()  # one word with the store at a time
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="comm-watch", daemon=True)
@@ -220,10 +89,18 @@ class Watch:
 
     def call_roll(self, noticed: str) -> str:
         """Ask where everybody stands and write the verdict for all; returns the one that holds."""
-        return self._told(lambda: self._settle(verdict(noticed, self._roll(), self._hosts)), f"comm: {noticed}.")
+
+        def settle() -> str:
+            return self._settle(verdict(noticed, self._roll(), self._hosts, self._addresses))
+
+        return self._told(settle, f"comm: {noticed}.")
 
     def leave(self) -> None:
-        """End the thread. Whoever calls the roll later learns that this rank has left."""
+        """End the thread. Whoever calls the roll later learns that this rank has left.
+
+        After a failure rank 0, which may keep the store, stays until the others have read of it, up to the limit of a
+        word with the store.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
@@ -232,8 +109,25 @@ class Watch:
         left = Standing(num_submitted=standing.num_submitted, order=standing.order, place="gone", has_left=True)
         try:
             self._ask(lambda: self._store.set(f"standing/{self._rank}", left.to_json()))
+            if self._has_failed and self._rank == 0:
+                self._ask(self._let_others_read)
         except Exception:  # nobody may be there any more to read it
             return
+
+    def _let_others_read(self) -> None:
+        """Until every rank that answered the roll has read the error; those that did not have as long to come."""
+        began_s = time.monotonic()
+        while (waited_s := time.monotonic() - began_s) < STORE_LIMIT_S:
+            others = list(range(1, self._world_size))
+            if waited_s > 2 * self._idle_poll_s:
+                others = [rank for rank in others if self._store.check([f"standing/{rank}"])]
+            if all(self._store.check([f"read/{rank}"]) for rank in others):
+                return
+            time.sleep(0.05)
+
+    def _note_read(self) -> None:
+        self._has_failed = True
+        self._ask(lambda: self._store.set(f"read/{self._rank}", "1"))
 
     # ------------------------------------------------------------------------------------------------- the own thread
 
@@ -252,7 +146,9 @@ class Watch:
                     self._ask(self._answer)
                     has_answered = True
                 if self._ask(lambda: self._store.check(["error"])):
-                    self._on_failure(self._ask(lambda: self._store.get("error")).decode())
+                    error_of_all = self._ask(lambda: self._store.get("error")).decode()
+                    self._note_read()
+                    self._on_failure(error_of_all)
                     return
                 num_unanswered = 0
             except Exception as error:
@@ -261,16 +157,33 @@ class Watch:
                     continue
                 if is_stalled and not self._ended.is_set():
                     self._on_failure(
-                        "comm: the store through which the ranks met does not answer: rank 0, or the launcher that "
-                        f"keeps it, is dead or unreachable. Rank {self._rank} noticed, now "
-                        f"{self._standing().place}: {short(error)}.{places_of([0, self._rank], self._hosts)}"
+                        f"{self._of_the_store(error)}. Rank {self._rank} noticed, now {self._standing().place}: "
+                        f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
                     )
                     return
 
     # ------------------------------------------------------------------------------------------- words with the store
 
     def _answer(self) -> None:
-        self._store.set(f"standing/{self._rank}", self._standing().to_json())
+        standing, waited_s = self._standing(), self._stalled_s()
+        if waited_s:
+            standing = replace(standing, signs=links.signs_of_life(links.lines(), waited_s=waited_s))
+        self._store.set(f"standing/{self._rank}", standing.to_json())
+
+    def _of_the_store(self, error: Exception) -> str:
+        """What is known of a store that does not answer, and of rank 0 with it."""
+        waited_s, port = max(self._stalled_s(), STORE_LIMIT_S), store_port()
+        lines = links.lines()
+        to_host = {line.peer for line in lines if line.port == port}
+        signs = links.signs_of_life([line for line in lines if line.peer in to_host], waited_s=waited_s)
+        sign = links.strongest(list(signs.values())) if isinstance(error, TimeoutError) else None
+        host = self._hosts[0] if self._hosts else "of rank 0"
+        if sign is not None:
+            state = f"says nothing: {links.in_words(sign, host=host)}"
+        else:
+            state = "is dead, stopped or unreachable" if isinstance(error, TimeoutError) else "is dead or unreachable"
+        kept = "rank 0, or the launcher that keeps it,"
+        return f"comm: the store through which the ranks met does not answer: {kept} {state}"
 
     def _first(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value).decode()
@@ -295,13 +208,15 @@ class Watch:
 
     def _told(self, ask: Callable[[], str], otherwise: str) -> str:
         try:
-            return self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
+            told: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S)
         except Exception as error:
             return (
-                "comm: the store through which the ranks met does not answer: rank 0, or the launcher that keeps it, "
-                f"is dead or unreachable, and the other ranks could not be told ({short(error)}). "
+                f"{self._of_the_store(error)}; the other ranks could not be told ({short(error)}). "
                 f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
+        with suppress(Exception):
+            self._note_read()
+        return told
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
         """``ask()``, or ``TimeoutError``: a store whose host vanished without a word may never come back."""
@@ -356,3 +271,11 @@ def private_store(prefix: str) -> dist.Store:
     where names are looked up slowly the store's host stands still for seconds at each.
     """
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+
+def store_port() -> int | None:
+    """The TCP port of the default process group's store; None where it is no server."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "port", None)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology, agreement
-from lightning_hybrid.comm.watch import Standing, places_of, verdict
+from lightning_hybrid.comm.verdict import Standing, places_of, verdict
 
 HERE = Standing(num_submitted=2, order="a", place="bucket 1", recent=("x", "y"))
 BEHIND = Standing(num_submitted=1, order="b", place="with no bucket in flight", recent=("x",))

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
 from lightning_hybrid.comm.seal import OrderHash, SealedCopy
-from lightning_hybrid.comm.watch import IDLE, Standing, differing, name_ranks, verdict
+from lightning_hybrid.comm.verdict import IDLE, Standing, differing, name_ranks, verdict
 from tests.comm.layouts import integers
 from tests.held import growth
 from tests.rank_pool import RankError
@@ -321,7 +321,9 @@ def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
-AT_TWO = Standing(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"))
+AT_TWO = Standing(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
+OUTSIDE = Standing(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
+INSIDE_ONE = Standing(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
 IDLE_TWO = Standing(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
 AT_ONE = Standing(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
 STRAYED = Standing(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
@@ -336,6 +338,10 @@ LEFT = Standing(num_submitted=2, order="b", place="gone", has_left=True)
         ([None, None, AT_TWO], "ranks 0, 1 do not answer: their processes are dead"),
         ([AT_TWO, LEFT, AT_TWO], "rank 1 has left"),
         ([AT_TWO, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
+        ([INSIDE_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
+        ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
+        ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
+        ([OUTSIDE, OUTSIDE], "every rank answers, so the network between them is the cause"),
         ([AT_TWO, AT_TWO, STRAYED], "rank 2 handed over z where ranks 0, 1 handed over y"),
         ([AT_ONE, AT_TWO, STRAYED], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),

@@ -1,11 +1,15 @@
-"""A host is lost and comes back, under torchrun's elastic launch: the run goes on with those that are there.
+"""Hosts are lost and come back, under torchrun's elastic launch: the run goes on with those that are there.
 
-    python -m tests.netlab.elastic --out FOLDER
+    python -m tests.netlab.elastic --out FOLDER                          # one host of two
+    python -m tests.netlab.elastic --out FOLDER --hosts 4 --lost 2       # two of four
+    python -m tests.netlab.elastic --out FOLDER --lose rendezvous        # host 0, which keeps the rendezvous
+    python -m tests.netlab.elastic --out FOLDER --lose checkpointing     # the same, while it writes a checkpoint
 
-On two emulated hosts ``recipes/train.py resume=auto`` trains on the digits with a global batch of 128, at most 64 at a
-time. After ``--lose-at`` steps every process of host 1 is killed, torchrun's agent included, and its link is cut; when
-the host left has made ``--alone`` steps, host 1 comes back. Every rank writes which images it trains on, so that the
-sequence of all steps that counted can be compared with that of a run that nothing happened to.
+On emulated hosts ``recipes/train.py resume=auto`` trains on the digits with a global batch of 128, at most 64 at a
+time. After ``--lose-at`` steps every process of the lost hosts is killed, torchrun's agent included, and their links
+are cut; when the hosts left have made ``--alone`` steps, the lost come back. Without the host that keeps the rendezvous
+nobody can go on: all agents must end within ``--end-s``, and the same commands resume. Every rank writes which images
+it trains on, so that all steps that counted can be compared with those of a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +38,7 @@ from tests.netlab.cluster import Cluster, why_not
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH, AT_ONCE, EVERY = 128, 64, 3
 TIMEOUT_MIN = 0.5  # of collectives: a host whose link is cut says nothing, so the others wait for it so long
+DIED = "died"
 DEAD_AFTER_S = 3 * 2  # torchrun counts a node as gone after three signs of life that it missed, here one every 2 s
 
 
@@ -72,7 +80,8 @@ def steps_in(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return dict(attempts)
 
 
-def command(folder: Path, max_steps: int, timeout_min: float = 5.0) -> list[str]:
+def command(folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: int | None = None) -> list[str]:
+    """``killed_at``: the step whose checkpoint, or the next one, rank 0 dies in."""
     options = [
         "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false trainer.log_every_n_steps=1",
         f"trainer.max_steps={max_steps} trainer.limit_val_batches=0 trainer.limit_test_batches=1 trainer.max_epochs=50",
@@ -84,15 +93,21 @@ def command(folder: Path, max_steps: int, timeout_min: float = 5.0) -> list[str]
         f"resume=auto hydra.run.dir={folder / 'run'}",
         "+callbacks.records={_target_:tests.netlab.elastic.Records,directory:" + str(folder / "steps") + "}",
     ]
-    return [str(ROOT / "recipes" / "train.py"), *" ".join(options).split()]
+    words = [str(ROOT / "recipes" / "train.py"), *" ".join(options).split()]
+    if killed_at is not None:
+        place = f"mark: '{folder / DIED}', phase: 'checkpoint: write', rank: 0, step: {killed_at}, number: 9"
+        words.append("+callbacks.die={_target_: recipes.fault_points.DieAt, " + place + "}")
+    return words
 
 
-def torchrun(cluster: Cluster, host: int, folder: Path, max_steps: int) -> subprocess.Popen[bytes]:
+def torchrun(
+    cluster: Cluster, host: int, folder: Path, max_steps: int, killed_at: int | None = None
+) -> subprocess.Popen[bytes]:
     """torchrun's agent on a host, with one rank."""
     rendezvous = (
         f"last_call_timeout=3,keep_alive_interval={DEAD_AFTER_S // 3},keep_alive_max_attempt=3,is_host={int(host == 0)}"
     )
-    launch = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=c10d --rdzv-id=elastic"
+    launch = f"--nnodes=1:{cluster.num_hosts} --nproc-per-node=1 --max-restarts=5 --rdzv-backend=c10d --rdzv-id=elastic"
     launch += f" --rdzv-endpoint={cluster.address(0)}:29400 --local-addr={cluster.address(host)}"
     environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     # torch 2.13 tells where the ranks meet in the first round alone if agents share their store, so an agent that
@@ -102,7 +117,7 @@ def torchrun(cluster: Cluster, host: int, folder: Path, max_steps: int) -> subpr
         inside = f"setpriv --pdeathsig KILL nsenter --net={cluster.namespace(host)} --".split()
         agent = [sys.executable, "-m", "torch.distributed.run", *launch.split(), "--rdzv-conf", rendezvous]
         return subprocess.Popen(
-            [*inside, *agent, *command(folder, max_steps, TIMEOUT_MIN)],
+            [*inside, *agent, *command(folder, max_steps, TIMEOUT_MIN, killed_at)],
             env=os.environ | environment,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -133,44 +148,86 @@ def wait_for_steps(folder: Path, num: int, *, world_size: int, since_s: float, l
     raise TimeoutError(f"{num} steps with {world_size} ranks were not made within {limit_s:g} s: see {folder}")
 
 
+def end(agents: Iterable[subprocess.Popen[bytes]]) -> None:
+    """As when the power fails: torchrun's agents and all under them."""
+    for agent in agents:
+        for pid in processes_under(agent.pid) if agent.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+
+def seconds_to_the_end(agents: list[subprocess.Popen[bytes]], *, limit_s: float) -> float:
+    """Until the last agent has ended by itself: none may go on after ``limit_s``, or end as if all were well."""
+    began_s = time.monotonic()
+    while any(agent.poll() is None for agent in agents):
+        if time.monotonic() - began_s > limit_s:
+            raise TimeoutError(f"agents without a rendezvous still ran after {limit_s:g} s")
+        time.sleep(0.1)
+    if not all(agent.returncode for agent in agents):
+        raise RuntimeError(f"agents without a rendezvous ended with {[agent.returncode for agent in agents]}")
+    return time.monotonic() - began_s
+
+
+def lose_and_come_back(asked: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Seconds that it took, by what they were for."""
+    num_hosts = asked.hosts
+    keeps_rendezvous = asked.lose != "others"
+    lost = [0] if keeps_rendezvous else list(range(num_hosts))[-asked.lost :]
+    left = [host for host in range(num_hosts) if host not in lost]
+    killed_at = asked.lose_at if asked.lose == "checkpointing" else None
+    agents: dict[int, subprocess.Popen[bytes]] = {}
+    seconds = {}
+    with Cluster(num_hosts=num_hosts, ranks_per_host=1, mbit_per_s=1000) as cluster:
+        wait = partial(wait_for_steps, folder, limit_s=asked.limit_s)
+        try:
+            agents = {host: torchrun(cluster, host, folder, asked.steps, killed_at) for host in range(num_hosts)}
+            wait(asked.lose_at, world_size=num_hosts, since_s=0.0)
+            while killed_at is not None and not (folder / DIED).exists():
+                time.sleep(0.005)
+            end(agents[host] for host in lost)
+            for host in lost:
+                cluster.spoil_link(host, loss=1.0)
+            lost_s = time.time()
+            if keeps_rendezvous:
+                seconds["s_from_loss_to_the_end_of_all"] = seconds_to_the_end(
+                    [agents[host] for host in left], limit_s=asked.end_s
+                )
+            else:
+                wait(1, world_size=len(left), since_s=lost_s)
+                seconds["s_from_loss_to_going_on_alone"] = time.time() - lost_s
+                wait(asked.alone, world_size=len(left), since_s=lost_s)
+            for host in lost:
+                cluster.spoil_link(host)
+            back_s = time.time()
+            for host in range(num_hosts) if keeps_rendezvous else lost:
+                agents[host] = torchrun(cluster, host, folder, asked.steps, killed_at)
+            wait(1, world_size=num_hosts, since_s=back_s)
+            seconds["s_from_return_to_going_on_together"] = time.time() - back_s
+            wait(asked.together, world_size=num_hosts, since_s=back_s)
+        finally:
+            end(agents.values())
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.netlab.elastic", description=__doc__.partition(":")[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--lost", type=int, default=1, help="hosts, the last ones")
+    parser.add_argument("--lose", choices=["others", "rendezvous", "checkpointing"], default="others")
     parser.add_argument("--lose-at", type=int, default=7, help="steps")
-    parser.add_argument("--alone", type=int, default=8, help="steps that the host left makes before the other is back")
+    parser.add_argument("--alone", type=int, default=8, help="steps that those left make before the lost are back")
     parser.add_argument("--together", type=int, default=5, help="steps after that")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--end-s", type=float, default=180.0, help="for agents that lost their rendezvous to end")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of each wait")
     asked = parser.parse_args()
     if reason := why_not():
         sys.exit(f"error: {reason}")
     folder = asked.out.resolve()
     folder.mkdir(parents=True)
-    agents: list[subprocess.Popen[bytes]] = []
-    moments = {}
-    with Cluster(num_hosts=2, ranks_per_host=1, mbit_per_s=1000) as cluster:
-        try:
-            agents = [torchrun(cluster, host, folder, asked.steps) for host in (0, 1)]
-            wait_for_steps(folder, asked.lose_at, world_size=2, since_s=0.0, limit_s=asked.limit_s)
-            for pid in processes_under(agents[1].pid):
-                os.kill(pid, signal.SIGKILL)
-            agents[1].wait()
-            cluster.spoil_link(1, loss=1.0)
-            moments["lost_s"] = time.time()
-            wait_for_steps(folder, 1, world_size=1, since_s=moments["lost_s"], limit_s=asked.limit_s)
-            moments["alone_s"] = time.time()
-            wait_for_steps(folder, asked.alone, world_size=1, since_s=moments["lost_s"], limit_s=asked.limit_s)
-            cluster.spoil_link(1)
-            agents[1] = torchrun(cluster, 1, folder, asked.steps)
-            moments["back_s"] = time.time()
-            wait_for_steps(folder, 1, world_size=2, since_s=moments["back_s"], limit_s=asked.limit_s)
-            moments["together_s"] = time.time()
-            wait_for_steps(folder, asked.together, world_size=2, since_s=moments["back_s"], limit_s=asked.limit_s)
-        finally:
-            for agent in agents:
-                for pid in processes_under(agent.pid) if agent.poll() is None else ():
-                    os.kill(pid, signal.SIGKILL)
-                agent.wait()
+    seconds = lose_and_come_back(asked, folder)
     attempts = steps_in(folder / "steps")
     last = max(step for step, tries in attempts.items() if tries[-1]["num"] == GLOBAL_BATCH)
     reference = folder / "undisturbed"
@@ -192,6 +249,8 @@ def main() -> None:
         for s in range(last + 1)
     ]
     told = {
+        "hosts": asked.hosts,
+        "lost": f"{asked.lost} of {asked.hosts}" if asked.lose == "others" else f"host 0, {asked.lose}",
         "num_steps": last + 1,
         "world_sizes": [attempts[step][-1]["world_size"] for step in range(last + 1)],
         "num_steps_with_the_same_images": sum(same),
@@ -199,8 +258,7 @@ def main() -> None:
         "losses": [statistics.mean(attempts[step][-1]["losses"]) for step in range(last + 1)],
         "losses_undisturbed": [statistics.mean(expected[step][-1]["losses"]) for step in range(last + 1)],
         "largest_difference_of_losses": max(apart),
-        "s_from_loss_to_going_on_alone": moments["alone_s"] - moments["lost_s"],
-        "s_from_return_to_going_on_together": moments["together_s"] - moments["back_s"],
+        **seconds,
     }
     (folder / "elastic.json").write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps({name: value for name, value in told.items() if not name.startswith("losses")}, indent=1))

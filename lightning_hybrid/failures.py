@@ -1,0 +1,132 @@
+"""Errors of training that concern other ranks: told to them, and explained where another rank is the cause.
+
+before the engine is there      a watch of its own answers the roll: dead, stopped, hanging and failed ranks are named
+from then on                    the engine's watch does (comm/watch.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_hybrid.comm import CommEngine, links
+from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.comm.verdict import Standing
+from lightning_hybrid.comm.watch import Watch, is_of_a_collective, private_store, short
+from lightning_hybrid.options import in_our_words
+
+INSIDE = "in a collective of Lightning's or torch's"
+OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
+
+
+class SetupWatch:
+    """Names the rank that keeps others waiting before there is an engine, or where there will be none.
+
+    Collective: every rank of WORLD must make one. Ends with ``leave``. A collective that waits meanwhile fails when the
+    backend says so; only then can be told who is the cause.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._num_inside = 0
+        told: list[tuple[str, list[str]]] = [("", [])] * self._world_size
+        dist.all_gather_object(told, (host_identity()[0], links.addresses()))
+        count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)  # a process may fit more than once
+        self._watch = Watch(
+            store=private_store(f"lightning_hybrid/setup/{count}"),
+            rank=self._rank,
+            world_size=self._world_size,
+            standing=self._standing,
+            stalled_s=lambda: 0.0,
+            on_failure=lambda error: None,  # the backend's wait cannot be called off
+            hosts=[host for host, _ in told],
+            addresses=[addresses for _, addresses in told],
+        )
+
+    def _standing(self) -> Standing:
+        is_inside = self._num_inside > 0
+        return Standing(num_submitted=0, order="", place=INSIDE if is_inside else OUTSIDE, is_inside=is_inside)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what no rank leaves before all have come. Who fails there has waited there."""
+        self._num_inside += 1
+        yield
+        self._num_inside -= 1
+
+    def explain(self, error: BaseException) -> str:
+        """Who is the cause of a collective that failed here, then ``error``; the same words on every rank."""
+        noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
+        return f"{self._watch.call_roll(noticed)} Seen here as {type(error).__name__}: {error}"
+
+    def abort(self, reason: str) -> None:
+        """Let the other ranks know why this one ends."""
+        self._watch.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
+
+    def leave(self) -> None:
+        """May be called again."""
+        self._watch.leave()
+
+
+class ExplainsFailures(DDPStrategy):
+    """Of a strategy: what it does with an error, whoever's it is."""
+
+    _engine: CommEngine | None = None
+    _setup_watch: SetupWatch | None = None
+
+    def setup_environment(self) -> None:
+        """As DDP; from here on a rank that is missed is named."""
+        super().setup_environment()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._setup_watch = SetupWatch()
+
+    def setup(self, trainer: Any) -> None:
+        """As DDP, in which ranks wait for each other."""
+        with self._waiting():
+            super().setup(trainer)
+        if self._engine is not None:
+            self._end_setup_watch()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP."""
+        with self._waiting():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """As DDP."""
+        with self._waiting():
+            return super().broadcast(*args, **kwargs)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._setup_watch is None else self._setup_watch.waiting()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters.
+
+        Where the error is a collective's of DDP or Lightning, such as the broadcast of buffers, another rank is the
+        cause, and the error says which: it is this error, with more words.
+        """
+        watch = self._engine or self._setup_watch
+        if watch is not None and is_of_a_collective(exception):
+            exception.args = (watch.explain(exception),)
+        elif watch is not None:
+            watch.abort(f"{type(exception).__name__}: {exception}")
+            if self._engine is None:
+                exception.add_note(f"On rank {self.global_rank} (host {host_identity()[0]}), before training began.")
+        super().on_exception(exception)
+        if exception.args and isinstance(exception.args[0], str):
+            exception.args = (in_our_words(exception.args[0], type(self).__name__), *exception.args[1:])
+
+    def teardown(self) -> None:
+        """As DDP."""
+        self._end_setup_watch()
+        super().teardown()
+
+    def _end_setup_watch(self) -> None:
+        watch, self._setup_watch = self._setup_watch, None
+        if watch is not None:
+            watch.leave()
