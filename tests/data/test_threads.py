@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.synthetic import StoredRows
 from lightning_hybrid.data.threads import BatchesAhead
 
+LIMIT_S = 90  # the programs below have 60 s of their own
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
 
 
@@ -45,6 +47,20 @@ def no_thread_is_left():
     yield
     gc.collect()
     assert decode_threads() == []
+
+
+@pytest.fixture(autouse=True)
+def a_wait_without_end_is_a_failure():
+    """Queues, events and threads are waited for in Python, where the handler of a signal can raise."""
+
+    def fail(number, frame):
+        raise TimeoutError(f"nothing came in {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def wait_until(condition, limit_s=10.0):
