@@ -50,9 +50,9 @@ class Encoded(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A row of a batch before it is decoded. `index`: of the image that was asked for; `data`: uint8."""
+    """A row of a batch before it is decoded. `image`: that was asked for; `data`: uint8."""
 
-    index: int
+    image: int
     data: NDArray[np.uint8]
     frame: Frame
     label: int
@@ -135,10 +135,9 @@ class DaliStaff:
                         raise
                     log.warning("%s\nThe batches under way are decoded without it.", error)
                     pipeline, num_corrupt = None, len(rows.corrupt)
-                    for indices, _ in feed.take_all():
-                        images = buffers.take(len(indices))
-                        labels = torch.tensor(list(readers.map(partial(rows.load, epoch=epoch), indices, images)))
-                        yield _on(stream, images, labels)
+                    load = partial(rows.load, epoch=epoch)
+                    for indices in feed.take_all():
+                        yield _decoded_here(indices, load, readers, buffers, stream)
                     may_fail = len(rows.corrupt) > num_corrupt
                     continue
                 if decoded is None:
@@ -197,7 +196,7 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
             self.error = error
             raise StopIteration from None
         labels = torch.tensor([row.label for row in batch], dtype=torch.int64)
-        self.given.append(([row.index for row in batch], labels))
+        self.given.append(([row.image for row in batch], labels))
         frames = [row.frame for row in batch]
         starts = [np.array([frame.box.top, frame.box.left], dtype=np.int32) for frame in frames]
         shapes = [np.array([frame.box.height, frame.box.width], dtype=np.int32) for frame in frames]
@@ -206,9 +205,9 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         flips = [np.array(frame.flip, dtype=np.int32) for frame in frames]
         return [row.data for row in batch], starts, shapes, sizes, corners, flips
 
-    def take_all(self) -> list[tuple[list[int], Tensor]]:
-        """What DALI was given and will not return; forget it."""
-        taken = list(self.given)
+    def take_all(self) -> list[list[int]]:
+        """The images of what DALI was given and will not return; forget it."""
+        taken = [indices for indices, _ in self.given]
         self.given.clear()
         return taken
 
@@ -242,8 +241,16 @@ def _received(decoded: Any, buffers: HostBuffers, num_images: int, stream: torch
     return images.permute(0, 3, 1, 2)
 
 
-def _on(stream: torch.cuda.Stream | None, images: Tensor, labels: Tensor) -> Batch:
-    """A batch that was decoded here, where DALI would have left it."""
+def _decoded_here(
+    indices: list[int],
+    load: Callable[[int, Tensor], int],
+    readers: ThreadPoolExecutor,
+    buffers: HostBuffers,
+    stream: torch.cuda.Stream | None,
+) -> Batch:
+    """A batch that DALI does not decode, as and where it would have left it."""
+    images = buffers.take(len(indices))
+    labels = torch.tensor(list(readers.map(load, indices, images)))
     return (images, labels) if stream is None else (images.to(stream.device), labels.pin_memory())
 
 
