@@ -67,7 +67,10 @@ class _ShowsWhatWasLogged(ProgressBar):
 
 
 class _RichBar(_ShowsWhatWasLogged, RichProgressBar):
-    pass
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Lightning's, but no "Epoch 3/-2" where the steps are limited and the epochs are not."""
+        text = super()._get_train_description(current_epoch)
+        return text.replace("/-2", "") if self.trainer.max_epochs == -1 else text
 
 
 class _PlainBar(_ShowsWhatWasLogged, TQDMProgressBar):

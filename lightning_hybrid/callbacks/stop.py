@@ -17,10 +17,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_hybrid.callbacks.slurm import queue_again, requeue_signal_of
+
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 """What the process ends with: 143, as a shell has it for a process that SIGTERM ended."""
 
 CHECKPOINT_NAME = "stopped.ckpt"
+
+NO, TO_STOP, TO_STOP_AND_REQUEUE = range(3)  # what a rank was asked; that of the most over ranks is done
 
 
 class StopOnSignal(Callback):
@@ -35,17 +39,22 @@ class StopOnSignal(Callback):
 
     Lightning's own way is not used: its signal handler calls a collective in the middle of whatever the rank does, and
     a rank above zero that hears of the signal leaves alone. What it asks all ranks before every batch is asked in its
-    place, as a sum over ranks instead of rank zero's word: the traffic is the same, or less with `every_n_steps`. The
+    place, as the most over ranks, not rank zero's word: the traffic is the same, or less with `every_n_steps`. The
     host waits for each answer, so on CUDA nothing of the next step is queued up meanwhile.
 
     Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0: at any other, Lightning's observer
     kills rank zero, which may still be writing.
 
+    In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
+    obeyed alike, and once the checkpoint is on the disk rank zero queues the job again. Lightning by itself would save
+    in the middle of a step, from inside of its signal handler, and then test the weights of that moment: a file
+    `hpc_ckpt_*` in the run's directory beats those in memory. `SLURMEnvironment(auto_requeue=False)` is without.
+
     *Every rank must have this callback.*
 
     Args:
         dirpath: Of the checkpoint; None: that of the first `ModelCheckpoint`, or else the trainer's `default_root_dir`.
-        signals: That are obeyed, by name; SLURM's `--signal=USR1@120` comes earlier than its SIGTERM.
+        signals: That are obeyed, by name, beside the one of SLURM's.
         every_n_steps: Steps from one question to all ranks to the next. One rank alone obeys after the step.
 
     Raises:
@@ -67,12 +76,20 @@ class StopOnSignal(Callback):
         self.signals = [_signal_of(name) for name in signals]
         self.every_n_steps = every_n_steps
         self._num_steps = 0  # begun, since the last question and with it
-        self._is_asked = False
-        self._stops = False
+        self._asked = self._agreed = NO
+        self._steps_of_loggers: int | None = None  # at the checkpoint that is written, or resumed from
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the checkpoint of a run that was stopped: the step that loggers were at."""
+        return {"steps_of_loggers": self._steps_of_loggers} if self._agreed or self._asked else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the loggers' step, see :meth:`on_train_batch_start`."""
+        self._steps_of_loggers = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget what an earlier fit was asked."""
-        self._is_asked = self._stops = False
+        self._asked = self._agreed = NO
         self._num_steps = 0
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -83,19 +100,35 @@ class StopOnSignal(Callback):
         """Listen."""
         self._listen(trainer)
 
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nothing is to be saved any more: at SLURM's signal the job is queued again at once, to test anew."""
+        number = requeue_signal_of(trainer)
+        if number is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
+
     def _listen(self, trainer: pl.Trainer) -> None:
         """Lightning, which has begun to before this, gives the signals back after the fit."""
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
-                signal.signal(number, partial(self._on_signal, trainer))
+                signal.signal(number, partial(self._on_signal, trainer, TO_STOP))
+            if (number_of_slurm := requeue_signal_of(trainer)) is not None:
+                signal.signal(number_of_slurm, partial(self._on_signal, trainer, TO_STOP_AND_REQUEUE))
         if trainer.world_size > 1:
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Lightning counts a step too many where it resumes from the beginning of an epoch: it skips a validation."""
+        if self._steps_of_loggers is not None:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self._steps_of_loggers
+            self._steps_of_loggers = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The step is made that was under way at the signal."""
-        if self._is_asked:
+        if self._asked:
             self._tell_lightning(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,20 +137,24 @@ class StopOnSignal(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the checkpoint. Collective."""
-        if not isinstance(exception, SIGTERMException) or not (self._is_asked or self._stops):
+        if not isinstance(exception, SIGTERMException) or not (asked := max(self._asked, self._agreed)):
             return
         path = self._folder(trainer) / CHECKPOINT_NAME
-        trainer.save_checkpoint(path)
+        self._steps_of_loggers = trainer.fit_loop.epoch_loop._batches_that_stepped
+        trainer.save_checkpoint(path, weights_only=False)
         exception.code = 0 if _is_started_by_lightning(trainer) else STOPPED_EXIT_CODE
         rank_zero_info(f"stopped by a signal after step {trainer.global_step}: {path}; exit code {STOPPED_EXIT_CODE}")
+        if asked == TO_STOP_AND_REQUEUE and trainer.is_global_zero:
+            trainer.strategy.checkpoint_io.teardown()  # waits for the disk: SLURM kills some seconds after it was asked
+            rank_zero_info(queue_again())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own question back."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
-    def _on_signal(self, trainer: pl.Trainer, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, trainer: pl.Trainer, asked: int, number: int, frame: FrameType | None) -> None:
         """In the middle of anything: no collective, no file, no lock."""
-        self._is_asked = True
+        self._asked = max(self._asked, asked)
         self._tell_lightning(trainer)
 
     def _tell_lightning(self, trainer: pl.Trainer) -> None:
@@ -133,11 +170,11 @@ class StopOnSignal(Callback):
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: pl.Trainer) -> None:
-        asked = torch.tensor([int(self._is_asked)], device=trainer.strategy.root_device)
+        asked = torch.tensor([self._asked], device=trainer.strategy.root_device)
         if trainer.world_size > 1 and dist.is_initialized():
-            dist.all_reduce(asked)
-        if asked.item():
-            self._stops = True
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        self._agreed = int(asked.item())  # not what was asked meanwhile: other ranks have not heard of that
+        if self._agreed:
             raise SIGTERMException
 
     def _folder(self, trainer: pl.Trainer) -> Path:

@@ -9,12 +9,14 @@ leave them out. On a GPU nvJPEG's arithmetic is not libjpeg's, either.
     DALI's             decode the box alone -> resize -> square -> flip
 
 What is no plain JPEG, whole and of 8-bit grey or RGB, is decoded here as ever, and DALI gets its pixels. Damage that
-only decoding finds, and that libjpeg cannot pass over, ends the run.
+only decoding finds makes DALI's whole pipeline fail, without a word on which image it is: then the batches that it was
+given are decoded here, which finds and counts the broken one, and a new pipeline goes on behind them.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +36,8 @@ from lightning_hybrid.data.order import Batch, Indices
 from lightning_hybrid.data.source import DecodedRows, Rows
 from lightning_hybrid.data.views import Frame
 
+log = logging.getLogger(__name__)
+
 JPEG_END = b"\xff\xd9"
 
 
@@ -46,8 +50,9 @@ class Encoded(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A row of a batch before it is decoded. `data`: uint8."""
+    """A row of a batch before it is decoded. `image`: that was asked for; `data`: uint8."""
 
+    image: int
     data: NDArray[np.uint8]
     frame: Frame
     label: int
@@ -82,7 +87,7 @@ def prepared(index: int, *, rows: DecodedRows, epoch: int) -> Prepared:
     """What DALI needs for an image, or for the one that stands in for it."""
     (data, height, width), label = rows.find(index, partial(decodable, decoder=rows.decoder))
     frame = rows.view.frame(height, width, image=index, epoch=epoch)
-    return Prepared(np.frombuffer(data, dtype=np.uint8), frame, label)
+    return Prepared(index, np.frombuffer(data, dtype=np.uint8), frame, label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +116,7 @@ class DaliStaff:
 
         Raises (when iterated):
             CorruptImageError: As `DecodedRows`, when its batch is due.
-            RuntimeError: DALI cannot decode a file; the run ends, as its pipeline cannot go on.
+            RuntimeError: DALI fails twice in a row, on batches without a broken image.
         """
         if not isinstance(rows, DecodedRows):
             raise TypeError(f"`rows` (={type(rows).__name__}) must be image files to decode: DecodedRows.")
@@ -120,9 +125,24 @@ class DaliStaff:
         stream = None if self.device_id is None else torch.cuda.Stream(self.device_id)
         feed = _Feed(_ahead(readers, shares, partial(prepared, rows=rows, epoch=epoch), self.num_batches_ahead))
         try:
-            pipeline = self._pipeline(feed, max_images=buffers.max_images, image_size=rows.image_size)
-            while (decoded := _next_of(pipeline)) is not None:
-                labels = feed.labels.popleft()
+            pipeline, may_fail = None, True
+            while True:
+                pipeline = pipeline or self._pipeline(feed, max_images=buffers.max_images, image_size=rows.image_size)
+                try:
+                    decoded = _next_of(pipeline)
+                except RuntimeError as error:
+                    if not may_fail:
+                        raise
+                    log.warning("%s\nThe batches under way are decoded without it.", error)
+                    pipeline, num_corrupt = None, len(rows.corrupt)
+                    load = partial(rows.load, epoch=epoch)
+                    for indices in feed.take_all():
+                        yield _decoded_here(indices, load, readers, buffers, stream)
+                    may_fail = len(rows.corrupt) > num_corrupt
+                    continue
+                if decoded is None:
+                    break
+                may_fail, (_, labels) = True, feed.given.popleft()
                 yield _received(decoded, buffers, len(labels), stream), labels.pin_memory() if stream else labels
             if feed.error is not None:
                 raise feed.error
@@ -157,14 +177,14 @@ class DaliStaff:
 
 
 class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
-    """What DALI asks for its next batch. Of the batches it was given and has not returned, it keeps the labels.
+    """What DALI asks for its next batch. Of the batches it was given and has not returned, it keeps images and labels.
 
     An error in reading looks to DALI like the end of the epoch, so that the batches before it still come.
     """
 
     def __init__(self, batches: Iterator[list[Prepared]]) -> None:
         self.batches = batches
-        self.labels: deque[Tensor] = deque()
+        self.given: deque[tuple[list[int], Tensor]] = deque()
         self.error: Exception | None = None
 
     def __next__(self) -> tuple[list[NDArray[Any]], ...]:
@@ -175,7 +195,8 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         except Exception as error:
             self.error = error
             raise StopIteration from None
-        self.labels.append(torch.tensor([row.label for row in batch], dtype=torch.int64))
+        labels = torch.tensor([row.label for row in batch], dtype=torch.int64)
+        self.given.append(([row.image for row in batch], labels))
         frames = [row.frame for row in batch]
         starts = [np.array([frame.box.top, frame.box.left], dtype=np.int32) for frame in frames]
         shapes = [np.array([frame.box.height, frame.box.width], dtype=np.int32) for frame in frames]
@@ -183,6 +204,12 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         corners = [np.array([frame.top, frame.left], dtype=np.int32) for frame in frames]
         flips = [np.array(frame.flip, dtype=np.int32) for frame in frames]
         return [row.data for row in batch], starts, shapes, sizes, corners, flips
+
+    def take_all(self) -> list[list[int]]:
+        """The images of what DALI was given and will not return; forget it."""
+        taken = [indices for indices, _ in self.given]
+        self.given.clear()
+        return taken
 
 
 def _ahead(
@@ -214,6 +241,19 @@ def _received(decoded: Any, buffers: HostBuffers, num_images: int, stream: torch
     return images.permute(0, 3, 1, 2)
 
 
+def _decoded_here(
+    indices: list[int],
+    load: Callable[[int, Tensor], int],
+    readers: ThreadPoolExecutor,
+    buffers: HostBuffers,
+    stream: torch.cuda.Stream | None,
+) -> Batch:
+    """A batch that DALI does not decode, as and where it would have left it."""
+    images = buffers.take(len(indices))
+    labels = torch.tensor(list(readers.map(load, indices, images)))
+    return (images, labels) if stream is None else (images.to(stream.device), labels.pin_memory())
+
+
 def _next_of(pipeline: Any) -> Any | None:
     """The images of the next batch; None at the end."""
     try:
@@ -222,7 +262,7 @@ def _next_of(pipeline: Any) -> Any | None:
         return None
     except RuntimeError as error:
         raise RuntimeError(
-            f"DALI cannot decode an image, or has failed otherwise: {error}\nWith data.decoder=null up to "
-            "data.max_corrupt_images broken images are replaced and named instead."
+            f"DALI cannot decode an image, or has failed otherwise: {error}\nWith data.decoder=null images are decoded "
+            "without it."
         ) from error
     return images

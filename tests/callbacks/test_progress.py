@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,3 +65,11 @@ def test_the_bar_is_richs_where_there_is_rich(monkeypatch):
 
 def test_what_was_not_measured_is_not_shown():
     assert progress.labelled({m.TRAIN_LOSS: torch.tensor(2.0), "other": 1.0}) == {"loss": "2"}
+
+
+@pytest.mark.parametrize(("max_epochs", "text"), [(-1, "Epoch 3"), (30, "Epoch 3/29"), (None, "Epoch 3")])
+def test_epochs_without_a_limit_have_no_last_one(max_epochs, text):
+    pytest.importorskip("rich")
+    bar = progress._RichBar()
+    bar._trainer = SimpleNamespace(max_epochs=max_epochs)
+    assert bar._get_train_description(3).strip() == text

@@ -52,7 +52,7 @@ def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
 
 def whole(resume=None):
     module = toy.Toy()
-    trainer = toy.trainer(max_epochs=3)
+    trainer = toy.trainer(max_epochs=3, callbacks=[StopOnSignal()])
     trainer.fit(module, toy.loader(), toy.loader(), ckpt_path=resume)
     return toy.weights(module)
 
@@ -150,6 +150,32 @@ def test_a_stopped_run_goes_on_to_the_bit(two_ranks, tmp_path):
     expected = two_ranks.run(whole)
     for weights, resumed in zip(expected, two_ranks.run(whole, str(tmp_path / "stopped.ckpt")), strict=True):
         assert toy.same_bits(weights, resumed)
+
+
+class Steps(pl.Callback):
+    """The steps that loggers would write, and those there were."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append((trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_step))
+
+
+def steps_of_loggers(checkpoint):
+    steps = Steps()
+    trainer = toy.trainer(max_epochs=3, callbacks=[StopOnSignal(), steps])
+    trainer.fit(toy.Toy(), toy.loader(), toy.loader(), ckpt_path=checkpoint)
+    return steps.seen
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize("where", [{"step": 3}, {"step": 5}, {"in_validation": 4}], ids=str)
+def test_loggers_go_on_with_the_step_they_were_at(two_ranks, tmp_path, where):
+    """A metric has its step whether the run was stopped in an epoch or between two: no row is missing."""
+    ((_, at, *_), _) = two_ranks.run(stopped, str(tmp_path), 1, where)
+    for seen in two_ranks.run(steps_of_loggers, str(tmp_path / "stopped.ckpt")):
+        assert seen == [(step, step + 1) for step in range(at, 12)]
 
 
 @pytest.mark.parametrize(("every_n_steps", "step", "last"), [(3, 4, 6), (3, 6, 9), (5, 4, 5), (100, 4, 12)])

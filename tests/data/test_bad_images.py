@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_hybrid.data import source as source_module
 from lightning_hybrid.data.decode import CorruptImageError, decode_rgb
 from lightning_hybrid.data.imagenet import ImageNetDataModule
 from lightning_hybrid.data.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
-from lightning_hybrid.data.views import show
+from lightning_hybrid.data.source import DecodedRows, ImageSource
+from lightning_hybrid.data.views import EvalView, show
 from recipes.packing import Packing
-from tests.data.pictures import image_of, write_root
+from tests.data.pictures import image_of, pixels_of, write_root
 
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
 
@@ -242,6 +244,57 @@ def test_a_set_without_any_readable_image_is_an_error_not_a_loop(root):
         path.write_bytes(b"")
     with pytest.raises(CorruptImageError, match=r"none of the 17 images can be read"):
         list(module_of(root, max_corrupt_images=17).train_dataloader())
+
+
+class OneSound(ImageSource):
+    """Images of which one alone can be read."""
+
+    def __init__(self, sound):
+        self.classes, self.labels, self.sound, self.asked = ("n01",) * 5, np.arange(5), sound, []
+
+    def read(self, index):
+        self.asked.append(index)
+        if index != self.sound:
+            raise OSError("gone")
+        return image_of(index)
+
+    def name(self, index):
+        return f"image {index}"
+
+
+def rows_of(source, decoder="pillow", max_corrupt_images=4):
+    view = EvalView(image_size=16, eval_resize=20)
+    return DecodedRows(source, view, decoder=decoder, max_corrupt_images=max_corrupt_images)
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_the_one_sound_image_is_found_from_everywhere_and_each_broken_one_is_read_once(first):
+    source = OneSound(3)
+    rows, row = rows_of(source), torch.zeros(3, 16, 16, dtype=torch.uint8)
+    assert [rows.load((first + step) % 5, row, epoch=0) for step in range(10)] == [3] * 10
+    assert sorted(index for index in source.asked if index != 3) == [0, 1, 2, 4]
+    assert rows.corrupt == {index: f"image {index}" for index in (0, 1, 2, 4)}
+
+
+def test_an_image_that_two_threads_find_broken_counts_once(caplog):
+    rows = rows_of(OneSound(3), max_corrupt_images=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            rows._count(0, OSError("gone"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "image 0 cannot be read (gone): the next image that can stands in for it (1 of at most 1 on this rank)"
+    ]
+
+
+def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
+    told = []
+    monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: told.append(decoder) or pixels_of(3))
+    rows_of(OneSound(3), decoder="simplejpeg").load(3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0)
+    assert told == ["simplejpeg"]
+
+
+def test_a_sound_set_needs_no_allowance(root):
+    assert len(list(module_of(root, max_corrupt_images=0).train_dataloader())) == 2
 
 
 def test_a_flipped_bit_in_a_shard_is_found_when_read(shards, caplog):

@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data import decode
+from lightning_hybrid.data import dali, decode
+from lightning_hybrid.data.buffers import HostBuffers
 from lightning_hybrid.data.dali import JPEG_END, DaliStaff, decodable
 from lightning_hybrid.data.decode import CorruptImageError, check_decoder, decode_rgb, has_dali
 from lightning_hybrid.data.image_loader import ImageTrainLoader
@@ -207,15 +208,73 @@ def test_a_flaw_that_pillow_puts_up_with_is_shown_alike(root):
     assert_same_but_for_rounding(found, expected, ring=1)
 
 
-@needs_dali
-def test_what_only_decoding_finds_broken_ends_the_run_with_a_way_out(root):
-    module = module_of(root, global_batch_size=26)
+def break_inside(path):
+    """A JPEG that is whole by its ends and its header, and has more Huffman codes than there can be."""
     data = bytearray(image_of(9))
-    data[data.index(b"\xff\xc4") + 5] = 0xFF  # more Huffman codes than there can be
-    with open(module.train_rows.source.name(4), "wb") as file:
+    data[data.index(b"\xff\xc4") + 5] = 0xFF
+    with open(path, "wb") as file:
         file.write(data)
-    with pytest.raises(RuntimeError, match=r"(?s)DALI cannot decode.*With data\.decoder=null"):
+
+
+@needs_dali
+@pytest.mark.parametrize("numbers", [[4], [0, 4, 25]], ids=str)
+def test_another_image_stands_in_for_what_only_decoding_finds_broken(root, numbers, caplog):
+    """As with the other decoders, in this epoch and the next: labels, pixels, and the count."""
+    for number in numbers:
+        break_inside(module_of(root).train_rows.source.name(number))
+    module, other = module_of(root), module_of(root, "pillow")
+    with caplog.at_level(logging.WARNING):
+        loader, expected = module.train_dataloader(), other.train_dataloader()
+        for _ in range(2):
+            assert_same_but_for_rounding(read(loader), read(expected), ring=1)
+    assert module.train_rows.corrupt == other.train_rows.corrupt
+    assert set(module.train_rows.corrupt) <= set(numbers)
+    assert readers() == []
+
+
+@needs_dali
+def test_more_of_them_than_allowed_end_the_run(root):
+    module = module_of(root, max_corrupt_images=0, global_batch_size=26)
+    break_inside(module.train_rows.source.name(4))
+    with pytest.raises(CorruptImageError, match=r"`max_corrupt_images` \(=0\)"):
         read(module.train_dataloader())
+    assert readers() == []
+
+
+class Broken:
+    """A pipeline that gives `num_good` batches and then fails for good, as one without memory."""
+
+    def __init__(self, feed, num_good):
+        self.feed, self.num_good = feed, num_good
+
+    def run(self):
+        next(self.feed)
+        if self.num_good == 0:
+            raise RuntimeError("out of memory")
+        self.num_good -= 1
+        return ("decoded",)
+
+
+@pytest.mark.parametrize(
+    ("goods", "num_batches"), [([1, 1, 1, 1], 6), ([1, 0], 2), ([0, 0], 1), ([0, 1, 9], 6)], ids=str
+)
+def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, monkeypatch, goods, num_batches):
+    """Once may be an image that the other decoder puts up with; without end it would be decoding without DALI."""
+    rows = module_of(root, "pillow").train_rows
+    pipelines = iter(goods)
+    monkeypatch.setattr(DaliStaff, "_pipeline", lambda self, feed, **told: Broken(feed, next(pipelines)))
+    received = lambda decoded, buffers, num_images, stream: buffers.take(num_images)  # noqa: E731
+    monkeypatch.setattr(dali, "_received", received)
+    shares = iter(np.arange(26)[:24].reshape(6, 4))
+    buffers = HostBuffers(max_images=4, image_size=16, pin_memory=False)
+    batches = DaliStaff(num_threads=1).fill(shares, rows, buffers, epoch=0)
+    found = []
+    if num_batches < 6:
+        with pytest.raises(RuntimeError, match=r"(?s)DALI cannot decode.*out of memory.*With data\.decoder=null"):
+            found.extend(labels.tolist() for _, labels in batches)
+    else:
+        found.extend(labels.tolist() for _, labels in batches)
+    assert found == rows.source.labels[: 4 * num_batches].reshape(-1, 4).tolist()
 
 
 IN_A_PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -14,11 +15,9 @@ import torch
 
 from lightning_hybrid.data import threads
 from lightning_hybrid.data.buffers import HostBuffers
-from lightning_hybrid.data.image_loader import ImageEvalLoader, ImageTrainLoader, Staff
-from lightning_hybrid.data.order import EpochOrder
-from lightning_hybrid.data.synthetic import StoredRows
 from lightning_hybrid.data.threads import BatchesAhead
 
+LIMIT_S = 90  # the programs below have 60 s of their own
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
 
 
@@ -45,6 +44,20 @@ def no_thread_is_left():
     yield
     gc.collect()
     assert decode_threads() == []
+
+
+@pytest.fixture(autouse=True)
+def a_wait_without_end_is_a_failure():
+    """Queues, events and threads are waited for in Python, where the handler of a signal can raise."""
+
+    def fail(number, frame):
+        raise TimeoutError(f"nothing came in {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def wait_until(condition, limit_s=10.0):
@@ -195,6 +208,17 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it(num_taken):
     assert decode_threads() == []
 
 
+def test_an_interrupted_wait_ends_the_threads(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    ahead = batches()
+    monkeypatch.setattr(ahead._work, "next_batch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(ahead)
+    assert decode_threads() == []
+
+
 def test_threads_that_have_no_more_to_do_end_by_themselves():
     ahead = batches(shares=SHARES[:1])
     wait_until(lambda: not decode_threads())
@@ -215,6 +239,21 @@ def test_torch_keeps_its_number_of_threads():
         torch.set_num_threads(before)
 
 
+class Pinned(torch.Tensor):
+    def is_pinned(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Pinned])
+def test_labels_are_pinned_where_images_are(monkeypatch, kind):
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(
+        threads.torch, "empty", lambda *size, pin_memory=False, **told: asked.append(pin_memory) or empty(*size, **told)
+    )
+    list(batches(take_buffer=lambda num_rows: buffer_of(num_rows).as_subclass(kind)))
+    assert asked == [kind is Pinned] * len(SHARES)
+
+
 @pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
 def test_nobody_to_fill_is_refused(name):
     with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be at least 1"):
@@ -222,7 +261,8 @@ def test_nobody_to_fill_is_refused(name):
 
 
 IN_A_PROGRAM = """
-import os, sys
+import atexit, os, sys, threading
+atexit.register(lambda: print("at the end", threading.active_count() - 1))  # first in, last out
 import numpy as np, torch
 from lightning_hybrid.data.threads import BatchesAhead
 
@@ -251,7 +291,7 @@ def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
     assert ("iterate over the loader anew here" in done.stdout) == (how == "fork")
 
 
@@ -280,81 +320,3 @@ def test_pinned_memory_is_pinned_and_in_the_same_order():
     assert images.is_pinned()
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert images.cuda(non_blocking=True).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_threads_are_not_started_before_the_first_batch_is_asked_for():
-    """Lightning makes iterators before it tells the epoch, and loaders are pickled."""
-    rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
-    buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
-    generator = Staff(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
-    assert decode_threads() == []
-    next(generator)
-    assert decode_threads() != []
-    generator.close()
-    assert decode_threads() == []
-
-
-class Noted(StoredRows):
-    """Rows that say which were loaded."""
-
-    def __init__(self):
-        super().__init__(num_images=80, num_stored=4, num_classes=2, image_size=4, seed=0)
-        self.loaded = []
-
-    def load(self, index, row, *, epoch):
-        self.loaded.append((index, epoch, threading.current_thread().name))
-        time.sleep(0.001)
-        return super().load(index, row, epoch=epoch)
-
-
-def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_told():
-    rows = Noted()
-    buffers = HostBuffers(max_images=8, image_size=4, pin_memory=False)
-    shares = (np.arange(start, start + 8) for start in range(0, 80, 8))
-    generator = Staff(num_threads=3, num_batches_ahead=4).fill(shares, rows, buffers, epoch=6)
-    next(generator)
-    wait_until(lambda: len(rows.loaded) == 5 * 8)
-    time.sleep(0.02)
-    assert len(rows.loaded) == 5 * 8  # the batch taken, and four ahead
-    assert {epoch for _, epoch, _ in rows.loaded} == {6}
-    assert len({name for _, _, name in rows.loaded}) == 3
-    generator.close()
-
-
-def test_loaders_keep_no_more_memory_than_their_largest_batch():
-    rows, staff = Noted(), Staff(num_threads=1, pin_memory=True)
-    order = EpochOrder(num_images=80, global_batch_size=8, seed=0, world_size=2, rank=1)
-    train = ImageTrainLoader(rows, order, staff=staff, on_device=lambda batch: batch)
-    told = {"staff": staff, "on_device": lambda batch: batch}
-    evaluation = ImageEvalLoader(rows, world_size=3, rank=0, batch_size_per_rank=1, **told)
-    assert (train._buffers.max_images, train._buffers.pin_memory) == (4, True)
-    # 80 images are 27, 27 and 26: to give 26 batches on every rank, one of them has two images
-    assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
-
-
-def test_a_loader_of_images_tells_of_another_accumulation():
-    told = {"num_images": 80, "global_batch_size": 8, "seed": 0}
-    found = []
-    loader, other = (
-        ImageTrainLoader(
-            Noted(),
-            EpochOrder(accumulate_grad_batches=rounds, **told),
-            staff=Staff(num_threads=1),
-            on_device=lambda batch: batch,
-            on_other_accumulation=found.append,
-        )
-        for rounds in (1, 4)
-    )
-    loader.load_state_dict(other.state_dict())
-    assert found == [4]
-
-
-def test_a_loader_of_images_shows_them_as_the_epoch_does():
-    rows = Noted()
-    order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
-    loader = ImageTrainLoader(rows, order, staff=Staff(num_threads=1), on_device=lambda batch: batch)
-    loader.set_epoch(3)
-    iterator = iter(loader)
-    next(iterator)
-    iterator.close()
-    assert {epoch for _, epoch, _ in rows.loaded} == {3}

@@ -1,0 +1,158 @@
+"""A SLURM job that nears its time limit is saved between two steps and queued again, once, after the disk has it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hybrid import HybridAllReduceStrategy, checkpoint_io
+from lightning_hybrid.callbacks import StopOnSignal, slurm, stop
+from lightning_hybrid.checkpoint_file import check_whole
+from lightning_hybrid.checkpoint_io import DurableCheckpointIO
+from tests import toy
+from tests.callbacks.test_stop import Signals
+
+SCONTROL = """#!/bin/sh
+echo "$@: $(cd {folder} && ls *.ckpt 2>/dev/null)" >> {folder}/told
+{then}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a `scontrol` that writes down what it is told, and which checkpoints there are by then."""
+    return with_scontrol(tmp_path)
+
+
+def with_scontrol(folder: Path, then: str = "") -> Path:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "scontrol").write_text(SCONTROL.format(folder=folder, then=then))
+    (folder / "bin" / "scontrol").chmod(0o755)
+    return folder
+
+
+def told(folder: Path) -> list[str]:
+    return (folder / "told").read_text().splitlines() if (folder / "told").exists() else []
+
+
+class SignalsInTest(pl.Callback):
+    def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 0:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False, slow_disk=False):
+    """What ended each rank, and after which step; the ranks are tasks of job 17."""
+    world_size, own = dist.get_world_size(), dist.get_rank()
+    variables = {"NTASKS": world_size, "NTASKS_PER_NODE": world_size, "NNODES": 1, "NODEID": 0, "JOB_ID": 17}
+    variables |= {"PROCID": own, "LOCALID": own, "JOB_NAME": "train", "NODELIST": "localhost"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(f"SLURM_{name}", str(value))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning would leave its own
+            patch.setenv(name, "localhost" if name.endswith("ADDR") else "1")
+        patch.setenv("PATH", f"{folder}/bin", prepend=":")
+        strategy = HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=True))
+        if slow_disk:
+            write = checkpoint_io.write_checkpoint
+            patch.setattr(checkpoint_io, "write_checkpoint", lambda *args, **kw: (time.sleep(0.5), write(*args, **kw)))
+        trainer = toy.trainer(
+            callbacks=[StopOnSignal(folder), SignalsInTest() if in_test else Signals(rank, step=5, number=number)],
+            default_root_dir=folder,
+            strategy=strategy,
+            max_epochs=0 if in_test else 3,
+        )
+        assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
+        try:
+            if in_test:
+                trainer.test(toy.Toy(), toy.loader(), verbose=False)
+            else:
+                trainer.fit(toy.Toy(), toy.loader(), toy.loader())
+        except SIGTERMException as end:
+            return end.code, trainer.global_step
+        return "went on", trainer.global_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again(two_ranks, folder, rank):
+    assert two_ranks.run(in_a_job, str(folder), rank) == [(143, 6), (143, 6)]
+    assert told(folder) == ["requeue 17: stopped.ckpt"]  # and Lightning's own hpc_ckpt_1.ckpt is not there
+    assert check_whole(folder / "stopped.ckpt")
+
+
+def test_the_job_is_queued_after_the_disk_has_the_checkpoint(one_rank, folder):
+    """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
+    assert one_rank.run(in_a_job, str(folder), 0, signal.SIGUSR1, False, True) == [(143, 6)]
+    assert told(folder) == ["requeue 17: stopped.ckpt"]
+
+
+def test_a_job_that_is_told_to_end_is_not_queued_again(one_rank, folder):
+    """`scancel` and preemption send SIGTERM; SLURM itself decides what becomes of the job."""
+    assert one_rank.run(in_a_job, str(folder), 0, signal.SIGTERM) == [(143, 6)]
+    assert check_whole(folder / "stopped.ckpt")
+    assert told(folder) == []
+
+
+def test_in_testing_a_job_is_queued_again_with_nothing_saved(two_ranks, folder):
+    assert two_ranks.run(in_a_job, str(folder), 0, signal.SIGUSR1, True) == [("went on", 0)] * 2
+    assert told(folder) == ["requeue 17: "]
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("echo Job is not requeueable >&2; exit 1", r"\(Job is not requeueable\)"),
+        ("exit 3", r"\(exit code 3\)"),
+        (None, r"No such file or directory: 'scontrol'"),
+        ("sleep 9", r"timed out after 0\.2 seconds"),
+    ],
+)
+def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then, reason):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(slurm, "REQUEUE_LIMIT_S", 0.2 if then == "sleep 9" else 30.0)
+    if then is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("PATH", f"{with_scontrol(tmp_path, then)}/bin", prepend=":")
+    with pytest.raises(AssertionError, match=reason):
+        assert slurm.queue_again() == "SLURM job 17 is queued again"
+    assert "`scontrol requeue 17`" in slurm.queue_again()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SLURMEnvironment, signal.SIGUSR1),
+        (lambda: SLURMEnvironment(requeue_signal=signal.SIGUSR2), signal.SIGUSR2),
+        (lambda: SLURMEnvironment(auto_requeue=False), None),
+        (lambda: None, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_the_signal_is_lightnings(environment, expected):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment()))
+    assert slurm.requeue_signal_of(trainer) is expected
+
+
+def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch):
+    """Other ranks go on with the next step: this one may neither leave alone nor forget."""
+    callback = StopOnSignal()
+    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu")))
+
+    def interrupted(asked, op):
+        callback._on_signal(trainer, stop.TO_STOP_AND_REQUEUE, signal.SIGUSR1, None)
+
+    monkeypatch.setattr(stop.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(stop.dist, "all_reduce", interrupted)
+    callback._stop_if_asked(trainer)
+    with pytest.raises(SIGTERMException):
+        callback._stop_if_asked(trainer)
