@@ -27,6 +27,7 @@ class KeepEpochMetrics(Callback):
     differ, and rank zero writes the checkpoint, so they are gathered: *every rank must have this callback.*
 
     Under another number of ranks the sums belong to nobody: a warning says that the epoch's values are of its rest.
+    A value that is logged before the checkpoint and never again in that epoch is lost.
     """
 
     def __init__(self) -> None:

@@ -82,6 +82,8 @@ class Averaging(toy.Toy):
         self.log("latest", loss, batch_size=5)
         if batch_idx % 2 == 1:  # not in the first batch after a resume
             self.log("odd", loss, on_step=False, on_epoch=True, batch_size=5)
+        if batch_idx == 0 and self.trainer.max_epochs > 1:  # not again in the epoch of the resume
+            self.log("first", loss, on_step=False, on_epoch=True, batch_size=5)
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -143,6 +145,8 @@ def test_a_finished_epoch_is_not_added_to_the_next(one_rank, tmp_path):
     assert KEY not in torch.load(path, weights_only=True)
     (resumed,) = one_rank.run(averages, str(tmp_path), path, True, False, 2)
     assert resumed[1] == expected[1] != expected[0]
+    (resumed,) = one_rank.run(averages, str(tmp_path), str(tmp_path / "step=4.ckpt"), True, False, 2)
+    assert resumed[1] == expected[1]
 
 
 class Checkpoints(pl.Callback):
