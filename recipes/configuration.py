@@ -66,7 +66,12 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
 
 
 def _check_all(told: dict[str, Any], keys: Mapping[str, Any]) -> None:
-    for key, node in _nodes(told):
+    nodes = list(_nodes(told))
+    for key, node in nodes:  # of all first: what a part makes hangs on them
+        for name, hint in _HYDRA_KEYS.items():
+            if name in node:
+                _require(node[name], hint, f"{key}.{name}", why="Hydra reads it")
+    for key, node in nodes:
         _check_node(key, node)
     for key, hint in keys.items():
         found, value = _value_at(told, key)
@@ -159,9 +164,6 @@ def check_arguments(target: Any, given: Any, key: str, *, but: Collection[str] =
 
 
 def _check_node(key: str, node: dict[str, Any]) -> None:
-    for name, hint in _HYDRA_KEYS.items():
-        if name in node:
-            _require(node[name], hint, f"{key}.{name}", why="Hydra reads it")
     hints = hints_of(target_of(node, key))
     is_ours = str(node["_target_"]).startswith(OUR_PACKAGES)
     for name, value in node.items():

@@ -203,6 +203,8 @@ def words_of(hint: Any) -> str:
         return "a list" + (f" of which each is {words_of(inner[0])}" if len(set(inner)) == 1 else "")
     if kind in MAPPINGS:
         return "a mapping of names to values"
+    if kind is collections.abc.Callable:
+        return "a part with a `_target_` and `_partial_: true`"
     if inspect.isclass(kind) and issubclass(kind, os.PathLike | PurePath):
         return "a path"
     return f"a part with a `_target_` that makes a {getattr(kind, '__name__', kind)}"

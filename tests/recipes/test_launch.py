@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from lightning_hybrid import HybridAllReduceStrategy
-from recipes import launch
+from recipes import configuration, launch
 from recipes.train import build
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -89,6 +89,17 @@ def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
         build(configured(*mistake.split()))
     assert "full_key" not in str(told.value)
     assert "raised while resolving" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [(0, r"`steps.trainer._partial_` \(=0\) must be true or false"), (False, r"`steps.trainer` .*`_partial_: true`")],
+)
+def test_a_part_that_must_be_partial_says_so(partial, message):
+    trainer = {"_target_": "lightning.pytorch.Trainer", "_partial_": partial}
+    steps = {"_target_": "recipes.bench_steps.StepBench", "trainer": trainer}
+    with pytest.raises(ValueError, match=message):
+        configuration.check(OmegaConf.create({"steps": steps}), {})
 
 
 @pytest.mark.parametrize("mistake", ["optim.lrr=1", "modle.width=1", "optim=adamw", "trainer.max_epoch=1"])
