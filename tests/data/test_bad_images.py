@@ -14,7 +14,7 @@ from lightning_hybrid.data.decode import CorruptImageError, decode_rgb
 from lightning_hybrid.data.imagenet import ImageNetDataModule
 from lightning_hybrid.data.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
 from lightning_hybrid.data.source import DecodedRows, ImageSource
-from lightning_hybrid.data.views import EvalView, show
+from lightning_hybrid.data.views import EvalView, TrainView, show
 from recipes.packing import Packing
 from tests.data.pictures import image_of, pixels_of, write_root
 
@@ -291,6 +291,16 @@ def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: told.append(decoder) or pixels_of(3))
     rows_of(OneSound(3), decoder="simplejpeg").load(3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0)
     assert told == ["simplejpeg"]
+
+
+def test_an_image_is_shown_in_another_way_in_each_epoch():
+    view = TrainView(image_size=16, seed=0)
+    rows = DecodedRows(OneSound(3), view, decoder="pillow", max_corrupt_images=0)
+    first, again, second = (torch.zeros(3, 16, 16, dtype=torch.uint8) for _ in range(3))
+    for row, epoch in ((first, 0), (again, 0), (second, 1)):
+        rows.load(3, row, epoch=epoch)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
 
 
 def test_a_sound_set_needs_no_allowance(root):

@@ -77,6 +77,7 @@ def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batch
     read = list(batches(uneven, num_threads=num_threads, num_batches_ahead=num_batches_ahead))
     assert [images.flatten().tolist() for images, _ in read] == [share.tolist() for share in SHARES]
     assert [labels.tolist() for _, labels in read] == [(10 * share).tolist() for share in SHARES]
+    assert {labels.dtype for _, labels in read} == {torch.int64}  # as a loss asks for
 
 
 def test_threads_work_ahead_and_no_further_than_told():
@@ -206,6 +207,15 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it(num_taken):
         next(ahead)
     del ahead
     assert decode_threads() == []
+
+
+def test_an_iterator_that_is_closed_takes_no_more_memory():
+    taken = []
+    ahead = batches(take_buffer=lambda num_rows: taken.append(num_rows) or buffer_of(num_rows), num_batches_ahead=1)
+    wait_until(lambda: len(taken) == 1)
+    time.sleep(0.05)  # a thread waits for room
+    ahead.close()
+    assert taken == [5]
 
 
 def test_an_interrupted_wait_ends_the_threads(monkeypatch):

@@ -59,6 +59,31 @@ def test_a_box_is_that_of_the_published_sequence():
     assert random_box(100, 100, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)) == (44, 22, 56, 56)
 
 
+@pytest.mark.parametrize(
+    ("size", "area", "aspect", "box"),
+    [
+        ((200, 100), (0.5, 0.5), (1, 1), (100, 0, 100, 100)),  # as wide as the image: fits; top = int(0.999 * 101)
+        ((100, 200), (0.5, 0.5), (1, 1), (0, 100, 100, 100)),
+        ((10, 10), (0.01, 0.5), (0.1, 0.1), (0, 4, 10, 1)),  # no width, then too high: the centre
+        ((10, 10), (0.01, 0.5), (10, 10), (4, 0, 1, 10)),
+        ((100, 10), (1, 1), (0.5, 2), (40, 0, 20, 10)),  # too narrow: 10 / 0.5 high
+        ((10, 100), (1, 1), (0.5, 2), (0, 40, 10, 20)),
+    ],
+)
+def test_a_box_at_the_borders_of_what_fits(size, area, aspect, box):
+    draws = np.full(NUM_DRAWS, 0.999)
+    draws[3] = 0.0  # the least area, in the first try
+    assert random_box(*size, draws, area=area, aspect=aspect) == box
+
+
+def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
+    assert EvalView(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)[3:5] == (6, 8)  # 5.5 and 7.5
+    strip = EvalView(image_size=4, eval_resize=4)
+    assert strip.frame(1, 1000, image=0, epoch=0).box == (0, 468, 1, 64)
+    assert strip.frame(1000, 1, image=0, epoch=0).box == (468, 0, 64, 1)
+    assert strip.frame(10, 640, image=0, epoch=0).box == (0, 0, 10, 640)
+
+
 def test_areas_and_shapes_of_crops_are_spread_as_published():
     """Area uniform, log of the aspect ratio uniform, half of them flipped; means of 2,000 within 5 deviations."""
     boxes = [
@@ -134,13 +159,19 @@ def test_normalisation_is_the_formula_and_keeps_channels_last():
     [
         (lambda: TrainView(image_size=4, seed=0, area=(0.5, 0.08)), r"`area` \(=\[0\.5, 0\.08\]\)"),
         (lambda: TrainView(image_size=4, seed=0, area=(0.08, 1.5)), r"`area` \(="),
+        (lambda: TrainView(image_size=4, seed=0, area=(0.0, 1.0)), r"`area` \(="),
         (lambda: TrainView(image_size=4, seed=0, aspect=(0.0, 1.0)), r"`aspect` \(="),
         (lambda: EvalView(image_size=224, eval_resize=200), r"`eval_resize` \(=200\).*data\.eval_resize=256"),
         (lambda: NormaliseOnDevice(mean=(124, 117, 104)), r"`mean` \(=\[124, 117, 104\]\) must be three fractions"),
         (lambda: NormaliseOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
     ],
-    ids=["area order", "area bound", "aspect", "eval_resize", "mean", "std"],
+    ids=["area order", "area bound", "no area", "aspect", "eval_resize", "mean", "std"],
 )
 def test_what_makes_no_sense_is_refused(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_ranges_of_one_value_are_allowed():
+    TrainView(image_size=4, seed=0, area=(0.5, 0.5), aspect=(1.0, 1.0))
+    EvalView(image_size=4, eval_resize=4)
