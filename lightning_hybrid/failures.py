@@ -115,8 +115,9 @@ class ExplainsFailures(DDPStrategy):
             exception.args = (watch.explain(exception),)
         elif watch is not None:
             watch.abort(f"{type(exception).__name__}: {exception}")
-            if self._engine is None:
-                exception.add_note(f"On rank {self.global_rank} (host {host_identity()[0]}), before training began.")
+            here = f"On rank {self.global_rank} (host {host_identity()[0]})"
+            if not any(note.startswith(here) for note in getattr(exception, "__notes__", ())):
+                exception.add_note(f"{here}.")
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
             exception.args = (in_our_words(exception.args[0], type(self).__name__), *exception.args[1:])

@@ -148,3 +148,23 @@ def fit_with_weights_of_its_own():
 
 def test_what_ddp_ignores_keeps_its_own_masters(two_ranks):
     assert two_ranks.run(fit_with_weights_of_its_own) == [True, True]
+
+
+def error_in_validation():
+    class Breaks(toy.Toy):
+        def validation_step(self, batch, batch_idx):
+            if dist.get_rank() == 1:
+                raise FloatingPointError("of the user")
+
+    try:
+        toy.trainer(max_epochs=1).validate(Breaks(), toy.loader(), verbose=False)
+    except FloatingPointError as error:
+        return error.__notes__
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
+    (told,) = two_ranks.run(error_in_validation)[1]
+    assert told.startswith("On rank 1 (host ")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes import faults_numbers, faults_replicas
-from recipes.fault_case import ALLOWED_S, Case, judge, run_all, shorten
+from recipes.fault_case import ALLOWED_S, Case, judge, run_all, run_case, shorten
 from recipes.faults_comm import cases, cases_of_links
 from recipes.faults_inject import AT_CONSTRUCTION, PHASES, Inject
 from recipes.faults_world import OneHost, Told
@@ -183,6 +183,26 @@ def test_what_is_everywhere_is_asked_of_every_rank_and_else_of_one():
     undisturbed = Case(fault="none", kind="nothing", rank=1, is_survived=True)
     run_all([undisturbed, SURVIVED, replace(SURVIVED, everywhere=True)], [world], on_outcome=lambda outcome: None)
     assert [spec["rank"] for spec in world.specs] == [1, 1, None]
+
+
+class NeverMeets(Played):
+    """So many times the ranks do not even meet."""
+
+    def __init__(self, num_times):
+        super().__init__(7)
+        self.num_times = num_times
+
+    def run(self, train, spec, **settings):
+        told = super().run(train, spec, **settings)
+        return replace(told, injected_s=None) if len(self.specs) <= self.num_times else told
+
+
+@pytest.mark.parametrize("num_times", [0, 1, 2, 3])
+def test_a_run_that_never_came_to_its_fault_is_tried_again_once_and_then_not_held(num_times):
+    world = NeverMeets(num_times)
+    outcome, _ = run_case(SURVIVED, world, 7)
+    assert outcome.is_held == (num_times < 2)
+    assert len(world.specs) == min(num_times + 1, 2)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(2, 2), (4, 2), (16, 8)])
