@@ -200,7 +200,7 @@ def test_errors_of_communication_are_left_alone(tmp_path):
             raise RuntimeError("comm: rank 1 does not answer")
 
     error, _ = fit(Fails(), str(tmp_path))
-    assert error == "RuntimeError: comm: rank 1 does not answer"
+    assert error.splitlines()[0] == "RuntimeError: comm: rank 1 does not answer", "what follows says where, not what"
     assert not list(tmp_path.iterdir())
 
 
