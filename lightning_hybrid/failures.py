@@ -116,7 +116,8 @@ class ExplainsFailures(DDPStrategy):
         elif watch is not None:
             watch.abort(f"{type(exception).__name__}: {exception}")
             here = f"On rank {self.global_rank} (host {host_identity()[0]})"
-            if not any(note.startswith(here) for note in getattr(exception, "__notes__", ())):
+            has_place = "comm: " in str(exception) or any(here in note for note in getattr(exception, "__notes__", ()))
+            if not has_place:
                 exception.add_note(f"{here}.")
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):

@@ -102,11 +102,14 @@ def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_check(two_ranks, prec
         assert toy.same_bits(checked, unchecked)
 
 
-def differing_from_the_start(path):
+def differing_from_the_start(path, what):
     class Differs(toy.Toy):
         def on_load_checkpoint(self, checkpoint):
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and what == "weights":
                 checkpoint["state_dict"][LAST] = checkpoint["state_dict"][LAST] * (1 + 2**-20)
+            elif dist.get_rank() == 0:
+                for of_one in checkpoint["optimizer_states"][0]["state"].values():
+                    of_one["momentum_buffer"] = of_one["momentum_buffer"] * (1 + 2**-20)
 
     module = toy.Toy()
     trainer = toy.trainer(max_epochs=1, precision="16-true")
@@ -116,11 +119,15 @@ def differing_from_the_start(path):
     return toy.error_of(resumed.fit, Differs(), toy.loader(), ckpt_path=path)
 
 
-def test_checkpoints_that_differ_between_ranks_are_found_before_the_first_step(two_ranks, tmp_path):
-    """Broadcasting half weights at the start of training hides it: the masters keep their own lower digits."""
-    for told in two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt")):
-        assert "they parted when training started (`every_n_steps` (=100)): the fp32 master of" in told
+def test_optimizer_state_that_differs_between_checkpoints_is_found_before_the_first_step(two_ranks, tmp_path):
+    for told in two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt"), "momentum"):
+        assert "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the optimizer" in told
         assert "Give every rank the same checkpoint" in told
+
+
+def test_of_weights_that_differ_between_checkpoints_all_take_rank_zeros(two_ranks, tmp_path):
+    """Masters and all: half weights alone, as DDP sends them, would leave each its own lower digits."""
+    assert two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt"), "weights") == ["", ""]
 
 
 def num_collectives(every_n_steps):
