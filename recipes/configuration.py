@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import re
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, cast
@@ -34,6 +35,8 @@ OUR_PACKAGES = ("lightning_hybrid.", "recipes.")
 
 MAX_SHOWN = 80  # characters of a value, in a message
 
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)")  # the first part of a key that a value refers to
+
 _HYDRA_KEYS: dict[str, Any] = {
     "_partial_": bool,
     "_recursive_": bool,
@@ -51,10 +54,11 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             class stands for a part that makes one by `_target_`.
 
     Raises:
-        ValueError: It names the key, and what may stand there.
+        ValueError: It names the key, and what may stand there; or a key that nothing reads.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
     check_holes(cfg)
+    _check_names(raw, keys)
     _check_all(raw, keys)  # first: a resolver would stumble over a wrong value in the name of another key
     try:
         _check_all(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)), keys)
@@ -81,6 +85,20 @@ def _check_all(told: dict[str, Any], keys: Mapping[str, Any]) -> None:
                 f"give a choice of conf/{key} where it is a group."
             )
         _require(value, hint, key, why="")
+
+
+def _check_names(told: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
+    """Refuse keys of the first level that neither the recipe nor another key reads, such as `+ckpt_path=...`."""
+    read = {key.partition(".")[0] for key in keys}
+    read |= {name for _, value in leaves(told) if isinstance(value, str) for name in _REFERENCE.findall(value)}
+    for name, value in told.items():
+        if name not in read:
+            near = difflib.get_close_matches(str(name), sorted(read), n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"`{name}` (={_shortened(repr(value))}) must be a key of this recipe, or one that another refers to as "
+                f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
+            )
 
 
 def check_holes(cfg: DictConfig) -> None:
@@ -188,7 +206,11 @@ def _require(value: Any, hint: Any, key: str, *, why: str) -> None:
     told = f": {why}" if why else ""
     has_target = isinstance(value, dict) and "_target_" in value
     shown = f"{{_target_: {value['_target_']}}}" if has_target else repr(value)
-    shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+    shown = _shortened(shown)
     near = difflib.get_close_matches(str(value), [str(each) for each in choices_of(hint)], n=1)
     cure = near[0] if near else next(iter(map(str, choices_of(hint))), "<value>")
     raise WrongValueError(key, f"`{key}` (={shown}) must be {words_of(hint)}{told}. Set {key}={cure}.")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

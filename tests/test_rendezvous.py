@@ -75,7 +75,7 @@ def test_who_did_not_come_is_named_on_every_rank_that_did(two_ranks):
     told = two_ranks.run(meets, port, 2, [0, 1], SHORT_S)
     for words, seconds, _ in told:
         assert words.startswith(f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did")
-        assert SHORT_S <= seconds < SHORT_S + rendezvous.GRACE_S
+        assert 0.9 * SHORT_S <= seconds < SHORT_S + rendezvous.GRACE_S
 
 
 def test_a_rank_zero_that_never_comes_is_named_by_the_others(two_ranks):

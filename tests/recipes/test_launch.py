@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from lightning_hybrid import HybridAllReduceStrategy
 from recipes import configuration, launch
 from recipes.train import build
+from recipes.train_keys import TRAIN_KEYS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ALONE = ["trainer.devices=1", "logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false"]
@@ -71,6 +72,8 @@ MISTAKES = {
     "optim.lr=abc": r"`optim.lr` \(='abc'\) must be a number",
     "+optim.trust_coef=1": r"unexpected keyword argument 'trust_coef'",
     "schedule.power=-1": r"`power` \(=-1\)",
+    "+ckpt_path=last": r"`ckpt_path` \(='last'\) must be a key of this recipe, or one that another refers to",
+    "+precison=16-true": r"`precison` .* nothing would read it\. Did you mean precision\?",
     "+trainer.nodes=2": r"unexpected keyword argument 'nodes'.*\[trainer\]",
     "trainer.devices=0": r"`trainer.devices` \(=0\) must be a whole number above zero",
     "precision=17-true": r"`trainer.precision` \(='17-true'\) must be .*16-true",
@@ -91,6 +94,12 @@ def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
     assert "raised while resolving" not in str(told.value)
 
 
+def test_a_key_of_the_users_own_may_be_referred_to():
+    cfg = configured("+mine=0.5", "optim.lr=${mine}")
+    configuration.check(cfg, TRAIN_KEYS)
+    assert cfg.optim.lr == 0.5
+
+
 @pytest.mark.parametrize(
     ("partial", "message"),
     [(0, r"`steps.trainer._partial_` \(=0\) must be true or false"), (False, r"`steps.trainer` .*`_partial_: true`")],
@@ -99,7 +108,7 @@ def test_a_part_that_must_be_partial_says_so(partial, message):
     trainer = {"_target_": "lightning.pytorch.Trainer", "_partial_": partial}
     steps = {"_target_": "recipes.bench_steps.StepBench", "trainer": trainer}
     with pytest.raises(ValueError, match=message):
-        configuration.check(OmegaConf.create({"steps": steps}), {})
+        configuration.check(OmegaConf.create({"steps": steps}), {"steps": dict})
 
 
 @pytest.mark.parametrize("mistake", ["optim.lrr=1", "modle.width=1", "optim=adamw", "trainer.max_epoch=1"])
