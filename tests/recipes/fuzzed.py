@@ -57,7 +57,7 @@ WORK = [
     ("recipes.memory_census", "Census", "take"),
     ("recipes.simulate_profile", None, "measure"),
     ("recipes.endurance", None, "train"),
-    ("recipes.faults_comm", None, "run_case"),
+    ("recipes.fault_case", None, "run_all"),
     ("recipes.resume_trials", None, "outcomes"),
     ("recipes.environment_trials", None, "outcomes"),
     ("recipes.bench_checkpoints", None, "samples"),
