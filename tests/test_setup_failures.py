@@ -78,7 +78,7 @@ def fit_that_one_rank_dies_before(rank):
 
 
 @pytest.mark.slow  # the processes are started afresh after it
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_dies_before_the_engine_is_made_is_named_by_the_other(two_ranks, rank):
     with pytest.raises(RankError) as error:
         two_ranks.run(fit_that_one_rank_dies_before, rank, grace_s=30.0)

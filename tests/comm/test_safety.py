@@ -152,7 +152,9 @@ def one_rank_ends(how, ended_rank, algorithm):
 
 
 @pytest.mark.slow  # the processes are started afresh after it
-@pytest.mark.parametrize(("world_size", "ended_rank", "algorithm"), [(2, 0, "flat"), (4, 3, "two_level")])
+@pytest.mark.parametrize(
+    ("world_size", "ended_rank", "algorithm"), [(2, 0, "flat"), pytest.param(4, 3, "two_level", marks=pytest.mark.long)]
+)
 def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_rank, algorithm):
     with pytest.raises(RankError) as told:
         rank_pool.ranks(world_size).run(one_rank_ends, "dies", ended_rank, algorithm, grace_s=10.0)
@@ -167,6 +169,7 @@ def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
     assert str(told.value).count("told: ('comm: rank 1 does not answer") == 1, str(told.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_left_is_named_on_all_others(four_ranks):
     results = four_ranks.run(one_rank_ends, "leaves", 1, "two_level")
     for rank in (0, 2, 3):

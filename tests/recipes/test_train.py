@@ -127,7 +127,7 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
         run_dir.rmdir()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_main_job_learns_the_digits(tmp_path):
     """As the README has it, but for 12 of 30 epochs; W&B is on, offline."""
     out = succeed("trainer.max_epochs=12", f"hydra.run.dir={tmp_path}")
