@@ -40,7 +40,7 @@ def fit_that_one_rank_dies_in(rank):
 
 
 @pytest.mark.slow  # the processes are started afresh after it
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_dies_before_its_forward_is_named_by_the_other(two_ranks, rank):
     with pytest.raises(RankError) as error:
         two_ranks.run(fit_that_one_rank_dies_in, rank, grace_s=30.0)

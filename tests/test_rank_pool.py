@@ -69,6 +69,7 @@ def test_filters_of_the_test_hold_on_the_ranks(two_ranks):
     assert two_ranks.run(warn) == ["went on", "went on"]
 
 
+@pytest.mark.long
 def test_failures_and_hangs_are_told_and_survived(two_ranks):
     """One test for all kinds, because each costs a restart of the processes."""
     with pytest.raises(RankError, match=r"rank 1 of 2:\n(.|\n)*KeyError: 'the telling line'"):
