@@ -39,7 +39,10 @@ def by_popen(tmp_path_factory):
     return launch("popen", tmp_path_factory.mktemp("popen"))
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name == "spawn")) for name in LAUNCHES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_launcher_trains_the_same_model(name, tmp_path, by_popen):
     ranks = by_popen if name == "popen" else launch(name, tmp_path)
     for rank, result in enumerate(ranks):
