@@ -7,8 +7,8 @@ Importing this package makes the strategies known to Lightning:
 """
 
 from lightning_hybrid.checkpoint_io import DurableCheckpointIO
-from lightning_hybrid.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from lightning_hybrid.strategy import HybridAllReduceStrategy
 
 __all__ = [

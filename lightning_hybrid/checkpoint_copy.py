@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...]]  # of tensors that are one
+_Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]  # of tensors that are one
 
 _ALIGNED_BYTES = 64  # where torch's own allocations begin
 _SCALARS = (bool, int, float, complex, str, bytes)
@@ -158,7 +158,8 @@ def _has_place(tensor: Tensor) -> bool:
 
 
 def _key_of(tensor: Tensor) -> _Key:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    of_memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return *of_memory, tensor.is_conj(), tensor.is_neg()  # kept as a note: the memory is another tensor's
 
 
 def _room_for(tensor: Tensor) -> int:
@@ -173,7 +174,8 @@ def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
     """
     target = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
     target = target.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
-    return target.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+    # From CUDA to page-locked memory bytes are copied: that a view is conjugate or negative would be forgotten.
+    return target.copy_(tensor.detach().resolve_conj().resolve_neg(), non_blocking=tensor.is_cuda)
 
 
 def _event_on(device: torch.device) -> torch.cuda.Event:

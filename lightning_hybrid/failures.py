@@ -1,11 +1,16 @@
 """Errors of training that concern other ranks: told to them, and explained where another rank is the cause.
 
-before the engine is there      a watch of its own answers the roll: dead, stopped, hanging and failed ranks are named
-from then on                    the engine's watch does (comm/watch.py)
+    before the engine is there    a watch of its own answers the roll: dead, stopped, hanging and failed ranks are named
+    from then on                  the engine's watch does (comm/watch.py)
+
+On CUDA torch's own watchdog would end a process without a word as soon as NCCL reports a lost peer, or after the time
+limit; here it only aborts communicators (``CLEAN_UP_ONLY``), and the error that follows is told and explained. Weights
+may by then have taken a step with gradients that are no averages: nothing is saved after a failure.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +22,14 @@ from lightning_hybrid.comm import CommEngine, links
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.comm.verdict import Standing
 from lightning_hybrid.comm.watch import Watch, is_of_a_collective, private_store, short
+from lightning_hybrid.interruption import SigtermOnAnyRank, in_words, say_where_it_stopped
 from lightning_hybrid.options import in_our_words
+from lightning_hybrid.precision.dtype_errors import add_cure
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""What torch's watchdog does with an error of NCCL's; read whenever a process group is made."""
+
+CLEAN_UP_ONLY = "2"
 
 INSIDE = "in a collective of Lightning's or torch's"
 OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
@@ -77,9 +89,15 @@ class ExplainsFailures(DDPStrategy):
 
     _engine: CommEngine | None = None
     _setup_watch: SetupWatch | None = None
+    _sigterm: SigtermOnAnyRank | None = None
+    _ended_by: BaseException | None = None
+    _has_set_error_handling = False
 
     def setup_environment(self) -> None:
         """As DDP; from here on a rank that is missed is named."""
+        on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
+        if on_cuda and ERROR_HANDLING not in os.environ:
+            os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
         super().setup_environment()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._setup_watch = SetupWatch()
@@ -114,18 +132,49 @@ class ExplainsFailures(DDPStrategy):
         if watch is not None and is_of_a_collective(exception):
             exception.args = (watch.explain(exception),)
         elif watch is not None:
-            watch.abort(f"{type(exception).__name__}: {exception}")
+            watch.abort(in_words(exception))
             here = f"On rank {self.global_rank} (host {host_identity()[0]})"
             has_place = "comm: " in str(exception) or any(here in note for note in getattr(exception, "__notes__", ()))
             if not has_place:
                 exception.add_note(f"{here}.")
+            told = "" if self._engine is None else self._engine.failure
+            if told and told not in str(exception):  # the device's, say, after its communicators were aborted
+                exception.add_note(told)
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
             exception.args = (in_our_words(exception.args[0], type(self).__name__), *exception.args[1:])
+        if self.lightning_module is not None:
+            add_cure(exception, self.precision_plugin.precision)
+            self._ended_by = exception
+
+    def on_train_start(self) -> None:
+        """As DDP; SIGTERM to any rank is obeyed from here on."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """As DDP; a rank that was told to stop does."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._sigterm is not None:
+            self._sigterm.before_batch()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP; raises after a failure on CUDA, where the weights of the last step are not to be used."""
+        if self._engine is not None and self._engine.device.type == "cuda":
+            self._engine.raise_if_failed()
+        super().save_checkpoint(*args, **kwargs)
 
     def teardown(self) -> None:
         """As DDP."""
         self._end_setup_watch()
+        ended_by, self._ended_by, self._sigterm = self._ended_by, None, None
+        if ended_by is not None:  # callbacks have had their say: one may have written a checkpoint
+            assert self.lightning_module is not None
+            say_where_it_stopped(self.lightning_module.trainer, ended_by)
+        if self._has_set_error_handling:
+            os.environ.pop(ERROR_HANDLING, None)
+            self._has_set_error_handling = False
         super().teardown()
 
     def _end_setup_watch(self) -> None:

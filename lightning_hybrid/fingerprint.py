@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 _ROW = 1 << 14
-_BLOCK_ROWS = 16  # on a CPU: the products of so many rows (2 MiB) stay in cache
+# The products of so many rows stay in cache: 2 MiB on a CPU; 16 MiB on a GPU, where a launch costs more.
+_BLOCK_ROWS, _BLOCK_ROWS_ON_CUDA = 16, 128
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -63,7 +64,7 @@ class Fingerprint:
     def _rows(self, values: Tensor, weights: Tensor) -> Tensor:
         whole = values.numel() // _ROW * _ROW
         rows, rest = values[:whole].view(-1, _ROW), values[whole:]
-        blocks = rows.split(_BLOCK_ROWS) if values.device.type == "cpu" else ([rows] if whole else [])
+        blocks = rows.split(_BLOCK_ROWS if values.device.type == "cpu" else _BLOCK_ROWS_ON_CUDA)
         sums = [(block * weights).sum(1) for block in blocks if block.numel()]
         if rest.numel() or not sums:
             sums.append((rest * weights[: rest.numel()]).sum().view(1))

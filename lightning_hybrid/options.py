@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.choose import choose_plan
 from lightning_hybrid.comm.cluster import Cluster
+from lightning_hybrid.comm.ddp_buckets import ddp_limits
 
 STRATEGY_NAME = "hybrid_allreduce"
 _DTYPES = {
@@ -139,6 +140,7 @@ def bucket_caps_for_ddp(
     with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
     Gradients of each dtype go into buckets of their own, and one list must do for all: it is made for the dtype that
     has most bytes. The others, normalisation in fp32 beside half-precision weights, fill none; DDP puts those last.
+    On CUDA, where a plan leaves buckets to DDP, they are DDP's own two sizes: of the first bucket, and of all others.
 
     >>> bias_then_weight = nn.Linear(256, 256)
     >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)
@@ -150,6 +152,8 @@ def bucket_caps_for_ddp(
     ):
         return {}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
+        return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
         by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())

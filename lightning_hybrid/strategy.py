@@ -3,16 +3,16 @@
 One training step, as water flows; ``tests/test_one_step.py`` walks the same stations:
 
     1   batch             loader -> host batch                               LightningDataModule
-    2   device prefetch   host batch -> device batch, compute dtype          data/prefetch.py
+    2   device prefetch   host batch -> device batch                         data/prefetch.py
     3   forward           fp16 images -> fp16 activations -> fp32 loss       the user's ``training_step``
     4   scaled loss       loss -> loss * scale                               precision.py: pre_backward
     5   backward          loss -> fp16 gradients, in DDP's buckets           torch
     6   bucket            gradients -> flat buffers                          torch DDP, sized in configure_ddp
     7   hook              local bucket -> future of the averaged bucket      comm/hook.py: average_bucket
     8   hybrid all-reduce bucket -> sum over the world, in place             comm/allreduce.py by comm/engine.py
-    9a  unscale, check    fp16 gradients -> fp32; one boolean                precision.py: optimizer_step
+    9a  unscale, check    fp16 gradients -> fp32; one boolean                precision/: optimizer_step
     9b  LARS / LAMB       fp32 master, gradient -> fp32 master               optim/
-    9c  fp16 copy         master -> model parameter                          precision.py: _step
+    9c  fp16 copy         master -> model parameter                          precision/: _step
     10  metrics           loss, scale, skipped steps, exposed communication  callbacks/
 """
 
@@ -41,7 +41,6 @@ from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, To
 from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.failures import ExplainsFailures
-from lightning_hybrid.loss_scale import LossScale
 from lightning_hybrid.options import (
     bucket_caps_for_ddp,
     dtype_from,
@@ -59,6 +58,7 @@ from lightning_hybrid.options import (
     user_moves_batches,
 )
 from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.rendezvous import MeetsWhereTold
 from lightning_hybrid.tuning import TrainerTuning
 
@@ -90,7 +90,7 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
         link_bytes_per_s: rate of a node's link to the others, in each direction; bytes per second. Only for metrics and
             report, which then say what part of it is achieved.
         loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
-            :class:`~lightning_hybrid.loss_scale.LossScale`.
+            :class:`~lightning_hybrid.precision.loss_scale.LossScale`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in ``DDPStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
@@ -146,6 +146,7 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
         self._engine: CommEngine | None = None
         self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
+        self._has_optimizers = False  # made before the module was converted
         ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
@@ -200,9 +201,16 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module; masters and loss scale follow, before DDP looks at the parameters."""
+        """Move the module; masters and loss scale follow, before DDP looks at the parameters.
+
+        A module that is to be half is converted after its optimizers were made, and before DDP wraps it.
+        """
         super().model_to_device()
         if isinstance(self.precision_plugin, MasterWeightPrecision):
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                self.setup_optimizers(self.lightning_module.trainer)
+                self._has_optimizers = True
             self.precision_plugin.follow_device(self.root_device)
 
     def configure_ddp(self) -> None:
@@ -228,6 +236,10 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
         if self._masters is not None and self.world_size > 1 and own.get("init_sync", True):
             assert self.lightning_module is not None
             self._masters.broadcast_(self.lightning_module, ignored)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap on the current stream: after one of its own, as Lightning's, gradients cross streams in backward."""
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         """Build groups and engine, and register the hook: on every device type, CPU included."""
@@ -257,6 +269,9 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """As DDP, refusing parameters that the module does not have: DDP would not average them."""
+        if self._has_optimizers:
+            self._has_optimizers = False
+            return
         super().setup_optimizers(trainer)
         if trainer.ckpt_path is not None:
             # `trainer.estimated_stepping_batches` in `configure_optimizers` has built the training loaders before the
@@ -276,7 +291,8 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
         if user_moves_batches(self.lightning_module):
             return dataloader
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning looks for a DataLoader, which this hides
-        return prefetch(dataloader, self.root_device, self.precision_plugin.convert_input)  # type: ignore[arg-type]
+        compute_dtype = getattr(self.precision_plugin, "dtype", None) if self._masters is not None else None
+        return prefetch(dataloader, self.root_device, compute_dtype)  # type: ignore[arg-type]
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -302,6 +318,11 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
             self._tuning.after_optimizer_step()
         return outputs
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As DDP; predictions are fp32, as of a model that is."""
+        outputs = super().predict_step(*args, **kwargs)
+        return outputs if self._masters is None else self._masters.to_fp32(outputs)
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -309,18 +330,6 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
         if isinstance(self.precision_plugin, MasterWeightPrecision):
             self.precision_plugin.settle_schedules()
         return super().optimizer_state(optimizer)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state in fp32: the masters where there are any."""
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state if self._masters is None else self._masters.fp32_state_dict(state)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load module and, after setup, the masters with the checkpoint's exact fp32 values."""
-        super().load_model_state_dict(checkpoint, strict=strict)
-        if (masters := self._masters) is not None:
-            assert self.lightning_module is not None
-            masters.load_fp32_(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in: ``load_state_dict`` casts state to the parameters' dtype."""
@@ -356,6 +365,8 @@ class HybridAllReduceStrategy(SavesDurably, MeetsWhereTold, ExplainsFailures):
                     engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
         finally:
             self._averaged_parameters = None
+            if self._masters is not None:
+                self._masters.restore()  # before Lightning moves the module away from its masters
             super().teardown()
 
     @classmethod

@@ -214,7 +214,7 @@ class InputBench:
             for load in self.loads if measured else ():
                 decode_s = self.batch_size / measured[0].median
                 loader = self._decoding_loader(folders[source], decoder)
-                ahead = prefetch(loader, torch.device("cpu"), lambda batch: batch)
+                ahead = prefetch(loader, torch.device("cpu"))
                 waits_s = list(_waits(ahead, step_s=decode_s / load, num_steps=self.num_steps))
                 rows.append(
                     WaitRow(source=source, load=load, step_s=decode_s / load, decode_s=decode_s, waits_s=tuple(waits_s))

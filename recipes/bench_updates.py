@@ -1,4 +1,8 @@
-"""Seconds of one optimizer update, by implementation, at the parameter shapes of known networks."""
+"""Seconds of one optimizer update, by implementation, at the parameter shapes of known networks.
+
+On CUDA two times are told: the device's, of updates that are all queued before the first begins, and the host's. One
+update between two waits would tell the larger of them, which for few kernels is Python's.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,17 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRow:
-    """Times of one arm at one network; `num_params` elements, `num_tensors` of them."""
+    """Times of one arm at one network; `num_params` elements, `num_tensors` of them.
+
+    `host_times_s`, on CUDA: until the host was through with the call.
+    """
 
     case: str
     arm: str
     num_params: int
     num_tensors: int
     times_s: tuple[float, ...]
+    host_times_s: tuple[float, ...] = ()
 
     @property
     def median_s(self) -> float:
@@ -132,25 +140,65 @@ class UpdateBench:
         for case in self.gradients:
             shapes = GRADIENT_SETS[case]()
             steps = {name: ARMS[name](shapes, device) for name in self.arms}
-            times_s: dict[str, list[float]] = {name: [] for name in self.arms}
+            samples: dict[str, list[tuple[float, float]]] = {name: [] for name in self.arms}
             for _ in range(self.num_warmup + self.num_rounds):
                 for name, step in steps.items():
-                    _wait(device)
-                    begin_s = time.perf_counter()
-                    step()
-                    _wait(device)
-                    times_s[name].append(time.perf_counter() - begin_s)
-            for name, samples in times_s.items():
-                counted = tuple(samples[self.num_warmup :])
-                yield UpdateRow(case=case, arm=name, num_params=numel(shapes), num_tensors=len(shapes), times_s=counted)
+                    samples[name].append(time_one(step, device, num_in_a_row=10 if "fused" in name else 1))
+            for name, found in samples.items():
+                counted = found[self.num_warmup :]
+                yield UpdateRow(
+                    case=case,
+                    arm=name,
+                    num_params=numel(shapes),
+                    num_tensors=len(shapes),
+                    times_s=tuple(seconds for seconds, _ in counted),
+                    host_times_s=tuple(host_s for _, host_s in counted) if device.type == "cuda" else (),
+                )
 
 
-HEADER = ("case", "arm", "median ms", "min ms", "quartiles ms", "x reference", "median of ratios")
+MAX_CYCLES_PER_S = 2e9  # of a GPU
+MAX_SLEEP_S = 0.2
+
+
+def time_one(step: Callable[[], object], device: torch.device, *, num_in_a_row: int = 1) -> tuple[float, float]:
+    """Seconds of one step, of the device and of the host.
+
+    On CUDA `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host takes: the device
+    then goes through them without a gap. They must be less than a thousand launches, which a GPU's queue holds. A step
+    in which the host reads has its waits in both times.
+    """
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - begin_s
+        return seconds, seconds
+    torch.cuda.synchronize(device)
+    begin_s = time.perf_counter()
+    step()
+    alone_s = time.perf_counter() - begin_s  # so long does the host take, or less
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    sleep_s = min(MAX_SLEEP_S, 0.001 + 2 * num_in_a_row * alone_s)
+    torch.cuda._sleep(int(MAX_CYCLES_PER_S * sleep_s))
+    begin.record()
+    begin_s = time.perf_counter()
+    for _ in range(num_in_a_row):
+        step()
+    host_s = time.perf_counter() - begin_s
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3 / num_in_a_row, host_s / num_in_a_row
+
+
+HEADER = ("case", "arm", "median ms", "min ms", "quartiles ms", "x reference", "median of ratios", "host ms")
 
 
 def markdown(rows: Sequence[UpdateRow]) -> str:
-    """A table. `x reference`: medians over that of the case's first arm; beside it the median of the rounds' ratios."""
-    lines = [HEADER]
+    """A table. `x reference`: medians over that of the case's first arm; beside it the median of the rounds' ratios.
+
+    `host ms`: the median of the host's, where the device's are counted apart.
+    """
+    lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         reference = next(one for one in rows if one.case == row.case)
         low, _, high = statistics.quantiles(row.times_s, n=4)
@@ -164,6 +212,7 @@ def markdown(rows: Sequence[UpdateRow]) -> str:
                 f"{1e3 * low:.2f} to {1e3 * high:.2f}",
                 f"{row.median_s / reference.median_s:.2f}",
                 f"{statistics.median(ratios):.2f}",
+                f"{1e3 * statistics.median(row.host_times_s):.2f}" if row.host_times_s else "",
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
@@ -181,13 +230,7 @@ def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int 
     """Bytes per second, read and written, of copying a tensor."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
-    times_s = []
-    for _ in range(num_samples):
-        _wait(device)
-        begin_s = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        times_s.append(time.perf_counter() - begin_s)
+    times_s = [time_one(lambda: target.copy_(source), device, num_in_a_row=10)[0] for _ in range(num_samples)]
     return 2 * num_bytes / statistics.median(times_s)
 
 
@@ -227,8 +270,3 @@ def _foreach_lars(params: Sequence[Tensor], grads: list[Tensor], buffers: list[T
     torch._foreach_mul_(buffers, OPTIONS["momentum"])
     torch._foreach_add_(buffers, updates)
     torch._foreach_add_(params, buffers, alpha=-OPTIONS["lr"])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

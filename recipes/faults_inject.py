@@ -61,7 +61,7 @@ class Inject(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sums run in threads of their own: what sees to them is put in place."""
         if self.spec["phase"] in OF_A_SUM and self.spec["rank"] in (None, trainer.global_rank):
-            lanes: Any = trainer.strategy._engine._lanes  # type: ignore[attr-defined]
+            lanes: Any = trainer.strategy._engine._carrier  # type: ignore[attr-defined]
             lanes._has_run = self._before_a_stage(trainer, lanes._has_run)
 
     def _before_a_stage(self, trainer: pl.Trainer, has_run: Callable[..., bool]) -> Callable[..., bool]:

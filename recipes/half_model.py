@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch.plugins.precision import HalfPrecision
 
-from lightning_hybrid.half_arithmetic import HalfOperandsFullArithmetic
+from lightning_hybrid.precision.fp16_emulation import HalfOperandsFullArithmetic
 
 
 class PlainHalfModel(HalfPrecision):

@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed import DistError
@@ -35,7 +35,8 @@ from torch.distributed import DistError
 from lightning_hybrid.checkpoint_file import CheckpointWriteError
 from lightning_hybrid.rendezvous import RendezvousError
 from recipes import tracking
-from recipes.world import accumulation, slurm_started_us, world_from_launcher
+from recipes.launch_variables import LAUNCH_VARIABLES
+from recipes.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
 """Errors whose message says what is wrong without their name."""
@@ -48,12 +49,6 @@ IN_OUR_WORDS = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is
 NOT_TOGETHER = (
     "`WORLD_SIZE` ranks must find one another at MASTER_ADDR:MASTER_PORT and stay; one did not come, or is gone: see "
     "what it said, and whether a firewall is between"
-)
-
-# What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others.
-LAUNCH_VARIABLES = (
-    *("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
 )
 
 
@@ -77,6 +72,7 @@ def register_resolvers() -> None:
         "world_from_launcher": world_from_launcher,
         "product": lambda a, b: a * b,
         "accumulation": accumulation,
+        "steps_between_questions": steps_between_questions,
         "on_rank_zero": lambda value: value if is_rank_zero() else None,
         "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
         "offline_unless_told": lambda: "WANDB_MODE" not in os.environ,
@@ -179,6 +175,10 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
         exit_code = 0
+    except (SIGTERMException, KeyboardInterrupt):
+        if is_rank_zero():
+            print(f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto", flush=True)
+        raise
     except TOLD_WHILE_RUNNING as error:
         is_told = not isinstance(error, ValueError) or str(error).startswith("`")
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters

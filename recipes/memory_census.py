@@ -21,10 +21,10 @@ from lightning_hybrid.optim import LAMB, LARS
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
-    "lars": lambda params: LARS(params, lr=1e-3),
+    "lars": lambda params: LARS(params, lr=1e-3, fused=False),
     "lars_fused": lambda params: LARS(params, lr=1e-3, fused=True),  # on a CPU
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
-    "lamb": lambda params: LAMB(params, lr=1e-3),
+    "lamb": lambda params: LAMB(params, lr=1e-3, fused=False),
     "lamb_fused": lambda params: LAMB(params, lr=1e-3, fused=True),
 }
 OWNERS = ("weights", "masters", "gradients", "optimizer", "communication and rest", "total")
@@ -163,12 +163,14 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 class Census:
     """What to measure on: ``num_ranks`` processes with ``depth`` layers of ``width`` squared weights.
 
+    ``num_ranks`` None is two, on CUDA no more than there are devices: one alone has no all-reduce to hold memory for.
+
     Raises:
         ValueError: ``device`` is "cpu", and the system is not Linux, which lists what is mapped.
     """
 
     device: str = "cpu"
-    num_ranks: int = 2
+    num_ranks: int | None = None
     width: int = 512
     depth: int = 8
 
@@ -196,7 +198,7 @@ class Census:
             path = Path(folder) / "census.json"
             trainer = pl.Trainer(
                 accelerator="cpu" if self.device == "cpu" else "gpu",
-                devices=self.num_ranks,
+                devices=self.num_ranks or most_ranks(self.device),
                 strategy=("hybrid_allreduce" if _is_ours(precision) else "ddp") + how,
                 max_steps=NUM_STEPS,
                 callbacks=[Count(path)],
@@ -209,6 +211,15 @@ class Census:
             trainer.fit(Layers(self.width, self.depth, optimizer))
             held: dict[str, float] = json.loads(path.read_text())
         return held
+
+
+def most_ranks(device: str) -> int:
+    """Two, but no more than there are devices of CUDA.
+
+    >>> most_ranks("cpu")
+    2
+    """
+    return 2 if device == "cpu" else min(2, max(1, torch.cuda.device_count()))
 
 
 def _is_ours(precision: str) -> bool:

@@ -243,6 +243,29 @@ def bus_rows() -> Iterator[Row]:
     )
 
 
+# us of one all-reduce of 16 MiB by NCCL's own choice; all of 1 to 128 MiB: tests/comm/test_cuda_defaults.py.
+BETWEEN_NODES_US = (
+    ("dgx_h100", 2, "8 x 400G", "NVIDIA/nccl-tests issue 309", 183.8),
+    ("dgx_h100", 4, "8 x 400G", "NVIDIA/nccl-tests issue 309", 258.3),
+    ("dgx_h100", 8, "8 x 400G", "NVIDIA/nccl-tests issue 309", 373.5),
+    ("dgx_a100", 2, "8 x 200G", "oracle-quickstart/oci-hpc-oke, README", 265.9),
+)
+
+
+def between_rows() -> Iterator[Row]:
+    """NCCL's tests between nodes, at the size of a bucket."""
+    for name, num_nodes, cards, source, published in BETWEEN_NODES_US:
+        is_fitted = name == "dgx_h100"
+        yield Row(
+            what=f"{num_nodes} x 8 {name[4:].upper()}, {cards}, 16 MiB",
+            source=source,
+            unit="us",
+            published=published,
+            predicted=1e6 * cluster_of(name, num_nodes).alone_s("nccl", 16 * MIB),
+            note="`FILLING_S` and `FILLING_HALF_BYTES` are fitted to this table" if is_fitted else "",
+        )
+
+
 # us of one all-reduce on one node of 8, by KiB.
 ONE_NODE_US = {
     "dgx_a100": ("8 A100", {32: 43.8, 1024: 101.9, 131072: 1327.6, 2097152: 16240.0}),
@@ -268,4 +291,4 @@ def one_node_rows() -> Iterator[Row]:
 
 def rows() -> list[Row]:
     """All of them."""
-    return [*jia_rows(), *training_rows(), *bus_rows(), *one_node_rows()]
+    return [*jia_rows(), *training_rows(), *bus_rows(), *between_rows(), *one_node_rows()]

@@ -59,6 +59,19 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
     return otherwise
 
 
+def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
+    """After how many steps ranks ask each other whether one was told to stop.
+
+    On GPUs the host's wait for the answer costs most where steps are short. Steps of many batches last for seconds, and
+    the signal's grace is 30 of them.
+
+    >>> steps_between_questions("gpu", 1), steps_between_questions("gpu", 64), steps_between_questions("cpu", 1)
+    (20, 1, 1)
+    """
+    has_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    return 20 if has_gpu and accumulate_grad_batches == 1 else 1
+
+
 def check_world(trainer: pl.Trainer) -> None:
     """Refuse a launcher whose ranks are not the trainer's, and a rank that is not among them.
 

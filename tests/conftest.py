@@ -8,18 +8,27 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from recipes import launch
+from recipes.launch_variables import LAUNCH_VARIABLES
 from tests.rank_pool import RankPool, Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "cases of each fuzz test; by default few enough for every run of the tests"
     parser.addoption("--fuzz-cases", type=int, default=None, help=help_text)
+    help_text = "on a CPU, modules move as to a GPU and back: tests/moving_device.py"
+    parser.addoption("--moving-device", action="store_true", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--moving-device"):
+        from tests import moving_device
+
+        moving_device.install()
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    pool = RankPool(num_ranks=4)
+def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    pool = RankPool(num_ranks=4, is_moving=pytestconfig.getoption("--moving-device"))
     yield pool
     pool.close()
 
@@ -47,8 +56,7 @@ def four_ranks(rank_pool: RankPool) -> Ranks:
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_the_environment() -> Iterator[None]:
     """Lightning writes seed, port and world into it, which programs that later tests start would inherit."""
-    names = launch.LAUNCH_VARIABLES
-    before = {name: os.environ.get(name) for name in names}
+    before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
     yield
     for name, value in before.items():
         if value is None:

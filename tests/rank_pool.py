@@ -67,10 +67,13 @@ class Ranks:
 
 
 class RankPool:
-    """Up to ``num_ranks`` Gloo processes on this machine, one thread each, started when first needed."""
+    """Up to ``num_ranks`` Gloo processes on this machine, one thread each, started when first needed.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    ``is_moving``: modules move there as in ``tests/moving_device.py``.
+    """
+
+    def __init__(self, num_ranks: int, *, is_moving: bool = False) -> None:
+        self.num_ranks, self.is_moving = num_ranks, is_moving
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
@@ -165,7 +168,7 @@ class RankPool:
                 stack_file.write_text("")
                 # Not daemonic: a daemonic process may have no children, and data loaders have workers.
                 process = context.Process(
-                    target=_serve, args=(rank, self._store.port, theirs, os.getpid(), str(stack_file))
+                    target=_serve, args=(rank, self._store.port, theirs, os.getpid(), str(stack_file), self.is_moving)
                 )
                 process.start()
                 theirs.close()
@@ -212,8 +215,12 @@ def _environment(**values: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ in the rank's own process
 
 
-def _serve(rank: int, port: int, pipe: Connection, parent_pid: int, stack_path: str) -> None:
+def _serve(rank: int, port: int, pipe: Connection, parent_pid: int, stack_path: str, is_moving: bool) -> None:
     """Run one function after another until the parent closes the pipe."""
+    if is_moving:
+        from tests import moving_device
+
+        moving_device.install()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a killed parent
     if os.getppid() != parent_pid:
         return

@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.checkpoint_copy import HostCopies
 
@@ -87,6 +88,31 @@ def test_tensors_that_are_one_stay_one_in_the_file():
     found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert found["one"].data_ptr() == found["other"].data_ptr()
     assert 40_000 < len(file.getvalue()) < 45_000
+
+
+class NothingIsNoted(TorchFunctionMode):
+    """Refuses to copy what is conjugate or negative by a note alone: from CUDA to page-locked memory torch drops it."""
+
+    num_copies = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            assert not args[1].is_conj()
+            assert not args[1].is_neg()
+            self.num_copies += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_conjugate_and_negative_views_are_resolved_before_they_are_copied():
+    plain = torch.complex(torch.arange(4.0), torch.ones(4))
+    tensors = {"plain": plain, "conjugate": plain.conj(), "imaginary": plain.conj().imag}
+    assert tensors["conjugate"].is_conj()
+    assert tensors["imaginary"].is_neg()
+    with NothingIsNoted() as copies:
+        copied = HostCopies().take(tensors)
+    assert copies.num_copies == 3, "all three are other values, of one memory"
+    for name, tensor in tensors.items():
+        assert torch.equal(copied[name], tensor), name
 
 
 @pytest.mark.gpu

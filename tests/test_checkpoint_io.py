@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from omegaconf import OmegaConf
 
 from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
 from lightning_hybrid import checkpoint_file as cf
@@ -179,7 +178,8 @@ class Configured(toy.Toy):
 
 def fitted(folder, in_background, resume=None):
     """Top 2 of the epochs by a loss, `last` as a link; a resumed fit ends with the same weights."""
-    module = Configured(OmegaConf.create({"widths": [1, 2], "twice": "${widths}"}))
+    config = pytest.importorskip("omegaconf").OmegaConf
+    module = Configured(config.create({"widths": [1, 2], "twice": "${widths}"}))
     trainer = toy.trainer(
         strategy=HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=in_background)),
         precision="16-true",

@@ -86,6 +86,26 @@ def bucket_cap():
     return seen[0]
 
 
+def test_ddp_is_built_on_the_stream_on_which_backward_runs(monkeypatch):
+    """On a stream of its own, as Lightning's, torch warns and each gradient waits for an event more."""
+    seen = []
+
+    def no_stream(*args):
+        raise AssertionError("another stream")
+
+    monkeypatch.setattr("lightning_hybrid.strategy.DistributedDataParallel", lambda *a, **k: seen.append((a, k)))
+    monkeypatch.setattr(HybridAllReduceStrategy, "determine_ddp_device_ids", lambda self: [3])
+    for name in ("Stream", "stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, no_stream)
+    module = nn.Linear(1, 1)
+    HybridAllReduceStrategy(find_unused_parameters=True)._setup_model(module)
+    ((args, kwargs),) = seen
+    assert args == (module,)
+    assert kwargs["device_ids"] == [3]
+    assert kwargs["find_unused_parameters"]
+    assert kwargs["gradient_as_bucket_view"]
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -334,10 +354,10 @@ def fit_with_late_unfreezing(precision):
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 
-def test_batches_arrive_in_compute_dtype_and_user_hooks_keep_working(two_ranks):
+def test_batches_keep_their_dtypes_and_user_hooks_keep_working(two_ranks):
     for plain, hooked in two_ranks.run(dtypes_of_batches):
-        assert plain == (torch.float16, torch.int64)
-        assert hooked == (torch.float16, torch.int64, 2)  # the user's own hook saw and doubled every batch
+        assert plain == (torch.float32, torch.int64)
+        assert hooked == (torch.float32, torch.int64, 2)  # the user's own hook saw and doubled every batch
 
 
 def dtypes_of_batches():

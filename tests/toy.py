@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,9 +100,7 @@ def trainer(**settings: Any) -> pl.Trainer:
         "max_epochs": 2,
         "strategy": "hybrid_allreduce",
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
-        return pl.Trainer(**{**quiet, **settings})
+    return pl.Trainer(**{**quiet, **settings})
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+
+from lightning_hybrid.precision.averaging import AverageOfMasters, master_of
 
 
 class MasterWeightAveraging(EMAWeightAveraging):
@@ -45,12 +46,16 @@ class MasterWeightAveraging(EMAWeightAveraging):
         self._is_handed_over = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """As Lightning's, with a model that averages masters."""
-        super().setup(trainer, pl_module, stage)
+        """As Lightning's, with a model that averages masters, on the device to which the module is still to move."""
+        given, self._device = self._device, trainer.strategy.root_device if self._device is None else self._device
+        try:
+            super().setup(trainer, pl_module, stage)
+        finally:
+            self._device = given
         if stage == "fit":
             self._is_handed_over = False
             assert self._average_model is not None
-            self._average_model.__class__ = _AverageOfMasters
+            self._average_model.__class__ = AverageOfMasters
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average."""
@@ -80,35 +85,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
         assert self._average_model is not None
         for tensor, average in zip(_tensors(pl_module), _tensors(self._average_model.module), strict=True):
             tensor.data.copy_(average)
-            _truth_of(pl_module, tensor).data.copy_(average)
-
-
-class _AverageOfMasters(AveragedModel):
-    def update_parameters(self, model: nn.Module) -> None:
-        super().update_parameters(_Truth(model))
-
-
-class _Truth(nn.Module):
-    """A module whose tensors are the masters of another's, where it has some."""
-
-    of: nn.Module
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "of", model)  # not a submodule
-
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        return (_truth_of(self.of, tensor) for tensor in self.of.parameters())
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        return (_truth_of(self.of, tensor) for tensor in self.of.buffers())
+            master_of(pl_module, tensor).data.copy_(average)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
-
-
-def _truth_of(module: Any, tensor: Tensor) -> Tensor:
-    masters = getattr(module.trainer.precision_plugin, "masters", None)
-    twin = None if masters is None else masters.twin_of(tensor)
-    return tensor if twin is None else twin.master

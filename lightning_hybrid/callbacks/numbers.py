@@ -16,7 +16,7 @@ from lightning_hybrid.callbacks.evidence import LayerProbes, describe_batch, lar
 from lightning_hybrid.callbacks.training import is_logged_step
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.comm.watch import is_of_a_collective
-from lightning_hybrid.overflow import EndlessOverflowError
+from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
 
 PROBE_AFTER = 20
 """Skipped steps in a row from which on layers are probed. A dynamic scale may need 16 to find its place from 2**16."""

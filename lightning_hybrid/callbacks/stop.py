@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,18 +21,22 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.callbacks.slurm import queue_again, requeue_signal_of
 
-STOPPED_EXIT_CODE = 128 + signal.SIGTERM
-"""What the process ends with: 143, as a shell has it for a process that SIGTERM ended."""
-
 CHECKPOINT_NAME = "stopped.ckpt"
 
-NO, TO_STOP, TO_STOP_AND_REQUEUE = range(3)  # what a rank was asked; that of the most over ranks is done
+# What a rank was asked: to stop, by the signal of that number, and to requeue. That of the most over ranks is done.
+NO, REQUEUE = 0, 1000
+
+AT_ONCE_AFTER_S = 2.0
+"""A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first."""
 
 
 class StopOnSignal(Callback):
-    """On SIGTERM, end after the step that is under way, with a checkpoint and exit code 143.
+    """On SIGTERM or Ctrl-C, end after the step that is under way, with a checkpoint and exit code 143 or 130.
 
         signal to any rank -> all ranks learn of it before the next batch -> <dirpath>/stopped.ckpt -> exit
+
+    The exit code is a shell's for a process that SIGTERM ended, or SIGINT; other signals count as SIGTERM. Ctrl-C a
+    second time ends the run at once, without a checkpoint.
 
     The checkpoint is of a moment between two steps, in which everything of the last has been logged, so a run that is
     resumed from it goes on to the bit. The signal is obeyed after at most `every_n_steps` steps and, where that is
@@ -64,7 +70,7 @@ class StopOnSignal(Callback):
     def __init__(
         self,
         dirpath: str | None = None,
-        signals: tuple[str, ...] | list[str] = ("SIGTERM",),
+        signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
@@ -77,6 +83,7 @@ class StopOnSignal(Callback):
         self.every_n_steps = every_n_steps
         self._num_steps = 0  # begun, since the last question and with it
         self._asked = self._agreed = NO
+        self._interrupted_s: float | None = None  # when Ctrl-C came first
         self._steps_of_loggers: int | None = None  # at the checkpoint that is written, or resumed from
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,6 +97,7 @@ class StopOnSignal(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget what an earlier fit was asked."""
         self._asked = self._agreed = NO
+        self._interrupted_s = None
         self._num_steps = 0
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -110,9 +118,9 @@ class StopOnSignal(Callback):
         """Lightning, which has begun to before this, gives the signals back after the fit."""
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
-                signal.signal(number, partial(self._on_signal, trainer, TO_STOP))
+                signal.signal(number, partial(self._on_signal, trainer, NO))
             if (number_of_slurm := requeue_signal_of(trainer)) is not None:
-                signal.signal(number_of_slurm, partial(self._on_signal, trainer, TO_STOP_AND_REQUEUE))
+                signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
         if trainer.world_size > 1:
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
 
@@ -142,9 +150,14 @@ class StopOnSignal(Callback):
         path = self._folder(trainer) / CHECKPOINT_NAME
         self._steps_of_loggers = trainer.fit_loop.epoch_loop._batches_that_stepped
         trainer.save_checkpoint(path, weights_only=False)
-        exception.code = 0 if _is_started_by_lightning(trainer) else STOPPED_EXIT_CODE
-        rank_zero_info(f"stopped by a signal after step {trainer.global_step}: {path}; exit code {STOPPED_EXIT_CODE}")
-        if asked == TO_STOP_AND_REQUEUE and trainer.is_global_zero:
+        by = signal.Signals(asked % REQUEUE)
+        code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
+        exception.code = 0 if _is_started_by_lightning(trainer) else code
+        rank_zero_info(
+            f"stopped by {'Ctrl-C' if by == signal.SIGINT else by.name} in epoch {trainer.current_epoch} after step "
+            f"{trainer.global_step}; `fit(..., ckpt_path={str(path)!r})` goes on from there; exit code {code}"
+        )
+        if asked > REQUEUE and trainer.is_global_zero:
             trainer.strategy.checkpoint_io.teardown()  # waits for the disk: SLURM kills some seconds after it was asked
             rank_zero_info(queue_again())
 
@@ -152,9 +165,16 @@ class StopOnSignal(Callback):
         """Give Lightning its own question back."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
-    def _on_signal(self, trainer: pl.Trainer, asked: int, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None) -> None:
         """In the middle of anything: no collective, no file, no lock."""
-        self._asked = max(self._asked, asked)
+        if number == signal.SIGINT:
+            now_s = time.monotonic()
+            if self._interrupted_s is not None and now_s - self._interrupted_s > AT_ONCE_AFTER_S:
+                raise KeyboardInterrupt
+            if self._interrupted_s is None and trainer.is_global_zero:
+                os.write(2, b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n")
+            self._interrupted_s = now_s if self._interrupted_s is None else self._interrupted_s
+        self._asked = max(self._asked, requeue + number)
         self._tell_lightning(trainer)
 
     def _tell_lightning(self, trainer: pl.Trainer) -> None:

@@ -16,6 +16,7 @@ from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
 from lightning_hybrid.comm.simulate import simulate
 
 ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
+FLAT_ON_CUDA = ("auto", "flat", "parallel_flat")
 
 BUCKETS_BYTES = (MIB // 4, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 1024 * MIB)
 """Tried as sizes of buckets; the last is all gradients in one."""
@@ -32,6 +33,10 @@ NUM_REFINED = 4
 CLEARLY_LESS = 0.01
 """A plan must save this share of a step over the library's own to be preferred: the model is not better than that."""
 
+CLEARLY_LESS_BY_HIERARCHY = 0.05
+"""On CUDA a hierarchy must save this share over the best flat plan: it is three kernels of NCCL where that is one, and
+the processors that they take from backward are not in the model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -41,9 +46,12 @@ class Candidate:
     num_buckets: int
     step_s: float
     exposed_s: float
+    on_cuda: bool = False
 
     def __str__(self) -> str:
         plan = self.plan
+        if self.on_cuda:  # where nothing is cut, and by itself all is flat
+            return f"{'flat' if plan.algorithm == 'auto' else plan.algorithm}, {_buckets(plan, on_cuda=True)}"
         change = f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)" if plan.algorithm == "auto" else ""
         pieces = f"chunks of {plan.chunk_bytes / KIB:g} KiB, {plan.num_parallel_groups} groups"
         return f"{plan.algorithm}{change}, {_buckets(plan)}, {pieces}"
@@ -67,6 +75,7 @@ def rank_plans(
                 num_buckets=len(outcome.buckets),
                 step_s=outcome.step_s,
                 exposed_s=float(outcome.exposed_s.mean()),
+                on_cuda=on_cuda,
             ),
         )
     return sorted(found.values(), key=lambda candidate: (float(f"{candidate.step_s:.3g}"), candidate.num_buckets))
@@ -77,7 +86,8 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """Every plan that was tried, the best first: algorithms with buckets, then chunks and groups of the best of these.
 
-    ``base`` (default: the library's plan) is among them. It comes first unless another saves a hundredth of the step.
+    ``base`` (default: the library's plan) is among them. It comes first unless another saves a hundredth of the step;
+    on CUDA a hierarchy comes first only if it saves a twentieth over all that is flat.
     """
     base = CommPlan() if base is None else base
     ask = {"itemsize": itemsize, "on_cuda": on_cuda}
@@ -88,6 +98,10 @@ def candidates(
         for chunk, groups in itertools.product(CHUNKS_BYTES, GROUPS)
     ]
     found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)  # type: ignore[arg-type]
+    if on_cuda:
+        flat = next(candidate for candidate in found if candidate.plan.algorithm in FLAT_ON_CUDA)
+        if found[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
+            found = [flat, *(candidate for candidate in found if candidate is not flat)]
     ours = next(candidate for candidate in found if candidate.plan == base)  # tried first, so nothing stands for it
     if found[0].step_s > (1 - CLEARLY_LESS) * ours.step_s:
         found = [ours, *(candidate for candidate in found if candidate is not ours)]
@@ -146,7 +160,9 @@ def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:
     return replace(plan, bucket_bytes=bucket_bytes, num_buckets=1, last_bucket_bytes=last_bytes)
 
 
-def _buckets(plan: CommPlan) -> str:
+def _buckets(plan: CommPlan, *, on_cuda: bool = False) -> str:
+    if plan.has_ddp_buckets(on_cuda=on_cuda):
+        return f"DDP's buckets of {plan.bucket_bytes / MIB:g} MiB"
     if plan.num_buckets == 1:
         return f"buckets of {plan.bucket_bytes / MIB:g} MiB"
     aim = "the library's number of" if plan.num_buckets is None else plan.num_buckets

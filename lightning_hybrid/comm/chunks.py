@@ -14,12 +14,15 @@ from torch.futures import Future
 from lightning_hybrid.comm.allreduce import Job
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.seal import SealedCopy
+from lightning_hybrid.comm.traffic import NO_TRAFFIC, Traffic
 
 ALIGNMENT = 16
 """Pieces begin at multiples of this many elements, so that vector instructions find them aligned."""
 
 SEALED_BYTES_LIMIT = 4 * MIB
 SEALED_NUMEL = 16 * KIB
+
+_NOTHING = torch.empty(0)
 
 MOST_SIZES_KEPT = 4
 """Sealed copies of so many sizes are kept; before DistributedDataParallel rebuilds its buckets there are two."""
@@ -67,16 +70,31 @@ class Piece:
     def open(self, copies: SealedCopies) -> None:
         """Before the first stage."""
         if self.seal is not None:
-            self._copy = copies.take(self.part)
-            self._copy.fill(self.part, self.seal)
-            self.job.flat = self._copy.whole
+            self.seal_in(copies.take(self.part))
+
+    def seal_in(self, copy: SealedCopy) -> None:
+        """The same, in this memory."""
+        assert self.seal is not None
+        self._copy = copy
+        copy.fill(self.part, self.seal)
+        self.job.flat = copy.whole
+
+    def unseal(self) -> Tensor | None:
+        """After the last: the sum is where it belongs; how broken the seal is, on the device, None where there is none.
+
+        Not 0 where ranks differ.
+        """
+        if self._copy is None or self.seal is None:
+            return None
+        self.part.copy_(self._copy.body)
+        return self._copy.is_broken(self.seal)
 
     def close(self, copies: SealedCopies) -> bool:
-        """After the last: the sum is where it belongs; returns whether the seal is broken."""
-        if self._copy is None or self.seal is None:
+        """The same, waiting for the verdict: whether the seal is broken. Its memory is free again."""
+        broken = self.unseal()
+        if broken is None or self._copy is None:
             return False
-        self.part.copy_(self._copy.body)
-        is_broken = bool(self._copy.is_broken(self.seal))
+        is_broken = bool(broken)
         copies.give_back(self._copy)
         return is_broken
 
@@ -85,15 +103,19 @@ class Piece:
 class Flight:
     """A tensor in the air: what to do with it, and the future that tells when it is done.
 
-    ``check``: run once, before the first piece is sent. ``is_last``: of its step.
+    ``check``: run once, before the first piece is sent. ``is_last``: of its step. ``is_issued``: all of it is on the
+    device's streams, where nothing changes its order any more.
     """
 
     flat: Tensor
     bucket: BucketPlan
     finish: Callable[[Tensor], Tensor]
+    traffic: Traffic = NO_TRAFFIC
     check: Callable[[], None] | None = None
     is_last: bool = False
+    is_issued: bool = False
     done: Future = field(default_factory=Future)
+    future: Future | None = None
     error: str | None = None
     cause: BaseException | None = None
     pieces: list[Piece] = field(default_factory=list)
@@ -108,6 +130,13 @@ class Flight:
         if seal is not None and parts[-1].numel() * parts[-1].element_size() > SEALED_BYTES_LIMIT:
             # The sealed piece is copied: one short message more is less than a copy of a long one.
             parts[-1:] = parts[-1].split([parts[-1].numel() - SEALED_NUMEL, SEALED_NUMEL])
+        self._make(parts, job, seal)
+
+    def cut_at(self, step: int, job: Callable[[Tensor], Job], *, seal: int | None, num_pieces: int) -> None:
+        """Make the pieces, at multiples of ``step`` elements. The seal, if any, goes into the last, with all of it."""
+        self._make(cut(self.flat, num_pieces=num_pieces, alignment=step), job, seal)
+
+    def _make(self, parts: list[Tensor], job: Callable[[Tensor], Job], seal: int | None) -> None:
         self.pieces = [Piece(flight=self, part=part, job=job(part)) for part in parts]
         self.pieces[-1].seal = seal
         self.pieces[-1].is_last = self.is_last
@@ -125,6 +154,13 @@ class Flight:
     def is_inside(self) -> bool:
         """Whether one of its pieces is in a stage."""
         return any(piece.place.startswith("in ") for piece in self.pieces)
+
+    def let_go(self) -> None:
+        """Hold no tensor any more: the device's allocator knows who uses them."""
+        for piece in self.pieces:
+            piece.part = piece.job.flat = _NOTHING
+            piece.job.shard = piece._copy = None
+        self.flat, self.finish = _NOTHING, _same
 
     def admit(self) -> None:
         """Run ``check`` if nobody has; whoever comes meanwhile waits. Raises what it raises, each time."""
@@ -152,8 +188,12 @@ class Flight:
         self.done.set_result(None)
 
 
-def cut(flat: Tensor, *, num_pieces: int) -> list[Tensor]:
-    """Consecutive views of ``flat`` (1-D): at most ``num_pieces``, at least one.
+def _same(flat: Tensor) -> Tensor:
+    return flat
+
+
+def cut(flat: Tensor, *, num_pieces: int, alignment: int = ALIGNMENT) -> list[Tensor]:
+    """Consecutive views of ``flat`` (1-D): at most ``num_pieces``, at least one, at multiples of ``alignment``.
 
     Of four or more the first and the last are a quarter of the others: while the first is in its first stage, and the
     last in its last, no other stage has anything to do.
@@ -169,9 +209,9 @@ def cut(flat: Tensor, *, num_pieces: int) -> list[Tensor]:
     if not flat.numel():
         return [flat]
     quarters = 4 * num_pieces - 6 if num_pieces >= 4 else num_pieces
-    step = -(-flat.numel() // (quarters * ALIGNMENT)) * ALIGNMENT
+    step = -(-flat.numel() // (quarters * alignment)) * alignment
     if num_pieces < 4:
         return list(flat.split(step))
     first, rest = flat[:step], flat[step:]
-    middle = -(-max(0, rest.numel() - step) // ((num_pieces - 2) * ALIGNMENT)) * ALIGNMENT
-    return [first, *(piece for piece in rest.split(max(middle, ALIGNMENT)) if piece.numel())]
+    middle = -(-max(0, rest.numel() - step) // ((num_pieces - 2) * alignment)) * alignment
+    return [first, *(piece for piece in rest.split(max(middle, alignment)) if piece.numel())]

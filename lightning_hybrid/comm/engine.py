@@ -10,7 +10,7 @@ Large buckets go in chunks (chunks.py). The plan may change between two submits 
 ranks is checked: the plan when the engine is made, each bucket's contents when they are first seen, the order of
 everything once per step (seal.py). What fails on one rank fails on all (watch.py).
 
-On CUDA there are no threads: the same stages are put on one side stream in the order of submits.
+On CUDA there are no threads: the same stages are put on side streams in the order of submits (cuda_streams.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.agreement import Order, OrderError, agree_on
-from lightning_hybrid.comm.allreduce import STAGES, Job, run_stage, stage_scopes
-from lightning_hybrid.comm.chunks import Flight, Piece, SealedCopies
+from lightning_hybrid.comm.allreduce import Job, stage_scopes
+from lightning_hybrid.comm.chunks import Flight, Piece
+from lightning_hybrid.comm.cuda_streams import CudaStreams
 from lightning_hybrid.comm.lanes import Lanes
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import CommGroups, Topology
@@ -38,6 +39,9 @@ from lightning_hybrid.comm.watch import Watch, comes_from_others, private_store,
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
+
+GIVE_UP_AT = 0.9
+"""Of the timeout: on CUDA a bucket in flight for longer is a failure, before torch's watchdog makes it its own."""
 
 
 class CommEngine:
@@ -50,7 +54,7 @@ class CommEngine:
         topology: seen from this rank.
         plan: chooses the algorithm of each tensor by its bytes, and its chunks.
         timeout: of every collective; a rank that waits longer for the others fails.
-        device: where tensors will be. ``cuda``: a side stream carries them; else threads do.
+        device: where tensors will be. ``cuda``: side streams carry them; else threads do.
         trace: counts what is submitted; None makes one.
         dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's; inside the
             node they keep their own. None: their own everywhere.
@@ -75,7 +79,8 @@ class CommEngine:
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
         self._timeout = timeout
-        self._lock = threading.Lock()
+        self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is noted
+        self._lock = threading.Lock()  # of what follows; held for no word with the store and for nothing that waits
         self._in_flight: dict[Flight, None] = {}  # in the order of submits
         self._failure: tuple[str, BaseException | None] | None = None
         self._is_closed = False
@@ -83,23 +88,14 @@ class CommEngine:
         self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
         self._traffic: dict[BucketPlan, Traffic] = {}
         self._order = Order()
-        self._copies = SealedCopies()
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
         alone = topology.world_size == 1
         token, hosts, addresses = ("", [], []) if alone else agree_on(plan, topology, device, dtype_across_nodes)
-        on_cuda = device.type == "cuda"
-        self._groups = CommGroups(topology=topology, scopes={}, timeout=timeout, share=on_cuda)
-        self._stream = torch.cuda.Stream(device) if on_cuda else None
-        self._lanes = Lanes(
-            groups=self._groups,
-            copies=self._copies,
-            trace=self.trace,
-            on_landed=self._land,
-            on_failed=self._fail,
-            has_failed=lambda: self._failure is not None,
-        )
+        self._groups = CommGroups(topology=topology, scopes={}, timeout=timeout, share=self._on_cuda)
+        self._carrier = self._make_carrier()
+        self.trace.look_first(self._carrier.look)
         self._prepare()
         self._watch: Watch | None = None
         if not alone:
@@ -112,30 +108,58 @@ class CommEngine:
                 on_failure=lambda error: self._fail_all(error, None),
                 hosts=hosts,
                 addresses=addresses,
+                give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if self._on_cuda else None,
             )
 
+    @property
+    def _on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _make_carrier(self) -> Lanes | CudaStreams:
+        if self._on_cuda:
+            return CudaStreams(
+                device=self.device,
+                groups=self._groups,
+                ranks_per_node=max(map(len, self.topology.nodes)),
+                trace=self.trace,
+                on_done=self._land,
+                on_failed=self._fail,
+                is_alone=self.topology.world_size == 1,
+            )
+        return Lanes(
+            groups=self._groups,
+            trace=self.trace,
+            on_landed=self._land,
+            on_failed=self._fail,
+            has_failed=lambda: self._failure is not None,
+        )
+
     def _prepare(self) -> None:
-        columns = self.plan.columns(self.topology, on_cuda=self._stream is not None)
+        columns = self.plan.columns(self.topology, on_cuda=self._on_cuda)
         self._groups.add(stage_scopes(columns))
-        if self._stream is None:
-            self._lanes.use(columns)
+        self._carrier.use(columns)
+
+    def prepare(self, plans: Iterable[CommPlan]) -> None:
+        """Make the groups that these plans need besides: now, and not when they are adopted. Collective."""
+        for plan in plans:
+            self._groups.add(stage_scopes(plan.columns(self.topology, on_cuda=self._on_cuda)))
 
     def adopt(self, plan: CommPlan) -> None:
-        """Carry out ``plan`` from the next submit on. Raises ``RuntimeError`` while a tensor is in flight.
+        """Carry out ``plan`` from the next submit on. Raises ``RuntimeError`` while a thread carries a tensor.
 
         Collective: every rank must call it between the same two submits, with a plan that the caller has compared.
         """
         with self._lock:
             self._raise_unless_usable()
-            if self._in_flight:
+            if not all(flight.is_issued for flight in self._in_flight):
                 raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
             self.plan = plan
             self._buckets.clear()
         self._prepare()
 
     def free_unused(self) -> None:
-        """Free what other plans needed; on CUDA nothing, as stages share groups. Only while no rank is in a stage."""
-        self._lanes.free_unused()
+        """Free what other plans needed. Collective; only while no rank is in a stage."""
+        self._carrier.free_unused()
 
     def submit(
         self,
@@ -153,25 +177,20 @@ class CommEngine:
         Where any stage of any tensor fails on any rank, on every rank the future of every tensor in flight raises one
         ``RuntimeError`` that names rank, bucket, stage, algorithm and cause, and so does every later call of this
         method. So it does where ranks submit different tensors, or die, or come to a halt.
+
+        On CUDA a future only orders streams, and the next call raises: what the device made of the sums that were lost
+        must not be used.
         """
-        flight = Flight(flat=flat, bucket=self.bucket_plan(bucket_index, flat), finish=finish, is_last=is_last)
-        future = flight.done.then(flight.result) if self._stream is None else None
-        with self._lock:  # counts, queues and closing see submits in one order
-            self._raise_unless_usable()
-            seal = self._note(flight, is_last=is_last)
-            flight.cut(self._job, seal=seal)
-            if self._stream is not None:
-                return self._submit_to_stream(flight, self._stream, is_last=is_last)
-            flight.traced_s = self.trace.begin(
-                num_bytes=flight.bucket.num_bytes, is_last=is_last, traffic=self.traffic(flight.bucket)
-            )
-            self._in_flight[flight] = None
-            is_sent = self._lanes.put(flight.pieces, flight.bucket.algorithm)
-        if not is_sent:  # one rank alone
-            for piece in flight.pieces:
-                self._land(piece)
-        assert future is not None
-        return future
+        bucket = self.bucket_plan(bucket_index, flat)
+        flight = Flight(flat=flat, bucket=bucket, traffic=self.traffic(bucket), finish=finish, is_last=is_last)
+        self._carrier.look()
+        with self._turn:
+            with self._lock:  # counts, queues and closing see submits in one order
+                self._raise_unless_usable()
+                self._carrier.cut(flight, self._job, self._note(flight, is_last=is_last))
+                self._in_flight[flight] = None
+                self._carrier.accept(flight)
+            return self._carrier.carry(flight)
 
     def traffic(self, bucket: BucketPlan) -> Traffic:
         """Bytes on the links of the busiest node for one sum of a bucket."""
@@ -184,7 +203,8 @@ class CommEngine:
         return self._traffic[bucket]
 
     def _job(self, flat: Tensor) -> Job:
-        return Job(flat=flat, topology=self.topology, dtype_across=self.dtype_across_nodes)
+        dtype_across, by_backend = self.dtype_across_nodes, self._on_cuda
+        return Job(flat=flat, topology=self.topology, dtype_across=dtype_across, by_backend=by_backend)
 
     def bucket_plan(self, index: int, flat: Tensor) -> BucketPlan:
         """What is decided for this tensor; remembered by index, number of elements and dtype."""
@@ -196,7 +216,7 @@ class CommEngine:
                 dtype=str(flat.dtype).removeprefix("torch."),
                 num_bytes=flat.numel() * flat.element_size(),
                 topology=self.topology,
-                on_cuda=self.device.type == "cuda",
+                on_cuda=self._on_cuda,
             )
         return self._buckets[key]
 
@@ -204,6 +224,18 @@ class CommEngine:
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Every bucket that was handed over so far, by contents."""
         return tuple(sorted(self._buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype)))
+
+    @property
+    def failure(self) -> str:
+        """The error of all ranks; empty while there is none."""
+        return "" if self._failure is None else self._failure[0]
+
+    def raise_if_failed(self) -> None:
+        """Raise it. Never waits: on CUDA what the device has not come to is not known yet."""
+        self._carrier.look()
+        if self._failure is not None:
+            error, cause = self._failure
+            raise RuntimeError(error) from cause
 
     def abort(self, reason: str) -> None:
         """Fail here and on every other rank, with ``reason``, unless failed or closed: for errors of others' here."""
@@ -222,14 +254,15 @@ class CommEngine:
         if self._failure is None and not self._is_closed:
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
             self._fail_all(f"comm: {noticed}." if self._watch is None else self._watch.call_roll(noticed), error)
-        told = "" if self._failure is None else self._failure[0]
+        told = self.failure
         return str(error) if told in str(error) else f"{told} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End the threads and free the groups. May be called again.
 
         Healthy, it waits for what is in flight. After a failure it waits ``FAILED_CLOSE_LIMIT_S`` for stages to come
-        back; one that is still inside a collective then is left there, with its group, and a warning says so.
+        back; one that is still inside a collective then is left there, with its group, and a warning says so. On CUDA
+        it then waits for nothing: the failure has aborted all communicators.
         """
         with self._lock:
             if self._is_closed:
@@ -242,7 +275,7 @@ class CommEngine:
                 self._close_limit_s = time.monotonic() + FAILED_CLOSE_LIMIT_S
             return (healthy_until_s if self._close_limit_s is None else self._close_limit_s) - time.monotonic()
 
-        stuck = self._lanes.end(limit_s=limit_s)
+        stuck = self._carrier.end(limit_s=limit_s)
         if self._watch is not None:
             self._watch.leave()
         if stuck:
@@ -286,31 +319,19 @@ class CommEngine:
             )
 
     def _stalled_s(self) -> float:
+        self._carrier.look_within_limit()
         with self._lock:
             oldest = next(iter(self._in_flight), None)
             return 0.0 if oldest is None else time.monotonic() - oldest.began_s
 
     # ------------------------------------------------------------------------------------------- the end of a flight
 
-    def _land(self, piece: Piece) -> None:
-        flight = piece.flight
-        place = "order"
-        try:
-            if piece.close(self._copies):
-                raise OrderError("the order of buckets in this step was not the same on all ranks")
-            if not flight.land():
-                return
-            place = "finish"
-            result = flight.finish(flight.flat)
-        except Exception as error:
-            self._fail(piece, place, error)
-            return
+    def _land(self, flight: Flight) -> bool:
+        """It is averaged; False where a failure has given it up meanwhile."""
         with self._lock:
-            if flight not in self._in_flight:  # another stage failed meanwhile
-                return
-            del self._in_flight[flight]
-            self.trace.end(flight.bucket, flight.traced_s, self.traffic(flight.bucket))
-        flight.done.set_result(result)
+            is_there = flight in self._in_flight
+            self._in_flight.pop(flight, None)
+            return is_there
 
     def _fail(self, piece: Piece, stage: str, cause: Exception) -> None:
         """A stage raised: tell everybody, learn who is to blame, and give everything up."""
@@ -328,9 +349,10 @@ class CommEngine:
             if self._failure is None:
                 lost_note = " The gradients of this step are lost, and this engine takes no more."
                 self._failure = (error + lost_note, cause)
-            lost, self._in_flight = self._in_flight, {}
-            for _ in lost:
-                self.trace.end()
+            lost, self._in_flight = list(self._in_flight), {}
+            for flight in lost:
+                flight.error, flight.cause = self._failure
+        self._carrier.give_up(lost)
         for flight in lost:
             flight.fail(*self._failure)
 
@@ -343,36 +365,6 @@ class CommEngine:
 
     def _raise_unless_usable(self) -> None:
         if self._failure is not None:
-            error, cause = self._failure
-            raise RuntimeError(error) from cause
+            raise RuntimeError(self._failure[0]) from self._failure[1]
         if self._is_closed:
             raise RuntimeError("the engine is closed: a bucket was handed over after the strategy's teardown")
-
-    # ------------------------------------------------------------------------------------------------ CUDA: a stream
-
-    def _submit_to_stream(self, flight: Flight, stream: torch.cuda.Stream, *, is_last: bool) -> Future[Tensor]:
-        """Put every stage on the side stream; the host waits for nothing, and the future carries a CUDA event."""
-        bucket, flat = flight.bucket, flight.flat
-        self.trace.count_untimed(
-            num_bytes=bucket.num_bytes, is_last=is_last, bucket=bucket, traffic=self.traffic(bucket)
-        )
-        stage_name = "finish"
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients have been written
-        with torch.cuda.stream(stream):
-            try:
-                flat.record_stream(stream)
-                flight.admit()
-                job = self._job(flat)
-                for stage in STAGES[flight.bucket.algorithm]:
-                    stage_name = stage.name
-                    run_stage(stage, job, self._groups)
-                stage_name = "finish"
-                result = flight.finish(flat)
-                result.record_stream(stream)
-            except Exception as error:
-                told = f"comm: {self._explain(flight.bucket, stage_name, error)}."
-                self._failure = (told if self._watch is None else self._watch.raise_alarm(told), error)
-                raise RuntimeError(self._failure[0]) from error
-            future: Future[Tensor] = Future(devices=[self.device])
-            future.set_result(result)  # records an event on this stream; whoever waits makes its stream wait for it
-        return future

@@ -18,8 +18,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hybrid.comm.allreduce import STAGES, Stage, group_name, run_stage
-from lightning_hybrid.comm.chunks import Piece, SealedCopies
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hybrid.comm.agreement import OrderError
+from lightning_hybrid.comm.allreduce import STAGES, Job, Stage, group_name, run_stage
+from lightning_hybrid.comm.chunks import Flight, Piece, SealedCopies
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import CommGroups
 from lightning_hybrid.comm.trace import CommTrace
@@ -53,9 +57,8 @@ class Lanes:
 
     Arguments:
         groups: of every stage and column.
-        copies: where pieces get memory for their seals.
-        trace: told when each stage begins and ends.
-        on_landed, on_failed: called from a lane's thread, after the last stage of a piece or where a stage raised.
+        trace: told when each flight and stage begins and ends.
+        on_landed, on_failed: called from a lane's thread, when a flight is averaged or where a stage of a piece raised.
         has_failed: whether pieces are to be dropped.
     """
 
@@ -63,14 +66,13 @@ class Lanes:
         self,
         *,
         groups: CommGroups,
-        copies: SealedCopies,
         trace: CommTrace,
-        on_landed: Callable[[Piece], None],
+        on_landed: Callable[[Flight], bool],
         on_failed: Callable[[Piece, str, Exception], None],
         has_failed: Callable[[], bool],
     ) -> None:
         self._groups = groups
-        self._copies = copies
+        self._copies = SealedCopies()
         self._trace = trace
         self._on_landed = on_landed
         self._on_failed = on_failed
@@ -120,15 +122,43 @@ class Lanes:
             lane.thread.start()
         return lanes
 
-    def put(self, pieces: Sequence[Piece], algorithm: Algorithm) -> bool:
-        """Send pieces on their way, round the columns; False where this rank has nobody to talk to."""
+    def cut(self, flight: Flight, job: Callable[[Tensor], Job], seal: int | None) -> None:
+        """Make the pieces of a flight."""
+        flight.cut(job, seal=seal)
+
+    def accept(self, flight: Flight) -> None:
+        """Send the pieces of a flight on their way, round the columns. Called in the order of submits."""
+        flight.future = flight.done.then(flight.result)
+        flight.traced_s = self._trace.begin(
+            num_bytes=flight.bucket.num_bytes, is_last=flight.is_last, traffic=flight.traffic
+        )
+        for piece in flight.pieces:
+            if lanes := self._next_column(flight.bucket.algorithm):
+                lanes[0].put(piece)
+
+    def _next_column(self, algorithm: Algorithm) -> list[_Lane]:
+        """Its lanes: none where this rank has nobody to talk to."""
         columns = self._columns[algorithm][: self._num_columns[algorithm]]
-        if not columns[0]:
-            return False
-        for piece in pieces:
-            columns[self._num_put[algorithm] % len(columns)][0].put(piece)
-            self._num_put[algorithm] += 1
-        return True
+        self._num_put[algorithm] += 1
+        return columns[(self._num_put[algorithm] - 1) % len(columns)]
+
+    def carry(self, flight: Flight) -> Future[Tensor]:
+        """The future of a flight that was accepted."""
+        if not self._columns[flight.bucket.algorithm][0]:  # one rank alone
+            for piece in flight.pieces:
+                self._land(piece)
+        assert flight.future is not None
+        return flight.future
+
+    def look(self) -> None:
+        """Nothing: threads tell by themselves."""
+
+    look_within_limit = look
+
+    def give_up(self, lost: Sequence[Flight]) -> None:
+        """Count what a failure ended. Waits of Gloo's cannot be called off."""
+        for _ in lost:
+            self._trace.end()
 
     def _serve(self, lane: _Lane) -> None:
         for piece in iter(lane.queue.get, None):
@@ -144,13 +174,30 @@ class Lanes:
             return
         if lane.successor is None:
             piece.place = "through"
-            self._on_landed(piece)
+            self._land(piece)
             return
         piece.place = f"waiting for stage `{lane.successor.stage.name}`"
         if piece.is_last and lane.successor.num_put == lane.successor.num_done:
             self._pass_through(lane.successor, piece)
         else:
             lane.successor.put(piece)
+
+    def _land(self, piece: Piece) -> None:
+        """A piece is through; with the last one its flight is."""
+        flight, place = piece.flight, "order"
+        try:
+            if piece.close(self._copies):
+                raise OrderError("the order of buckets in this step was not the same on all ranks")
+            if not flight.land():
+                return
+            place = "finish"
+            result = flight.finish(flight.flat)
+        except Exception as error:
+            self._on_failed(piece, place, error)
+            return
+        if self._on_landed(flight):  # else another stage failed meanwhile
+            self._trace.end(flight.bucket, flight.traced_s, flight.traffic)
+            flight.done.set_result(result)
 
     def _has_run(self, lane: _Lane, piece: Piece) -> bool:
         lane.is_inside = True  # before the look at failures: afterwards the group may be freed if nobody is inside

@@ -63,7 +63,7 @@ def buckets_of(
     (Jia et al. fuse in two segments); every place is one tensor per bucket.
     """
     if cuts is None:
-        sizes = plan.bucket_caps([numel * itemsize for numel in numels], num_nodes=cluster.num_nodes)
+        sizes = plan.bucket_caps([n * itemsize for n in numels], num_nodes=cluster.num_nodes, on_cuda=on_cuda)
     else:
         places = [0, *sorted(cuts), len(numels)]
         if any(not 0 <= place <= len(numels) for place in places):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
+from lightning_hybrid.comm.ddp_buckets import ddp_buckets
+
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 """Names of the all-reduce algorithms in ``allreduce.py``."""
 
@@ -75,7 +77,8 @@ class CommPlan:
     ``algorithm="auto"`` is this static rule, and measures nothing:
 
     ================================================  ================================================================
-    one node, CUDA                                    flat: there is no hierarchy to use, and nothing to wait for
+    CUDA                                              flat, in DDP's own buckets: NCCL knows the node's links and makes
+                                                      one pipeline of its stages; `choose_plan` says where that loses
     one node, CPU, 16-bit or small                    as the last two: what goes straight to where it is needed
                                                       (direct.py) takes less time than Gloo's ring
     one node, CPU, fp32 or wider, and large           flat: Gloo adds fp32 fast, and its ring copies less
@@ -100,9 +103,10 @@ class CommPlan:
             smaller than 2 MiB: backward hides all but the first of n equal buckets at its begin and the last at its
             end, so of communication that takes as long as backward it can hide 1 - 1 / n. 1: ``bucket_bytes`` it is.
             None: 16 between nodes; 1 on one node, where there is no slow link to hide and each bucket costs its start
-            (a step with 8 MiB of gradients, 4 ranks on 2 cores: 54 ms in 4 buckets, 31 in 2).
+            (a step with 8 MiB of gradients, 4 ranks on 2 cores: 54 ms in 4 buckets, 31 in 2). On CUDA None is DDP's
+            own rule, see ``ddp_buckets``: there each bucket costs tens of microseconds that NCCL takes to start.
         last_bucket_bytes: as ``bucket_bytes``, for the bucket that is ready last: backward is over then and hides
-            nothing of it. Where ``num_buckets`` is None, between nodes only.
+            nothing of it. Where ``num_buckets`` is None, between nodes only, and not on CUDA.
         chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size times the
             number of nodes, as a ring cuts each again into one part per node: of 512 KiB at 2 nodes an all-reduce of
             8 MiB took 696 ms at 100 Mbit/s where of 1 MiB it took 712; at 4 nodes 1104 and 1067.
@@ -201,7 +205,7 @@ class CommPlan:
             return max(1, min(self.num_parallel_groups, 2 * self.num_parallel_groups // topology.ranks_per_node))
         return self.num_parallel_groups
 
-    def bucket_caps(self, tensor_bytes: Sequence[int], *, num_nodes: int) -> list[int]:
+    def bucket_caps(self, tensor_bytes: Sequence[int], *, num_nodes: int, on_cuda: bool = False) -> list[int]:
         """Bytes of each bucket, for tensors in the order in which their gradients get ready.
 
         Small tensors are fused until the next would pass ``bucket_bytes``, or less (see ``num_buckets``); a larger one
@@ -216,6 +220,8 @@ class CommPlan:
         >>> plan.bucket_caps([MIB] * 32, num_nodes=1)
         [7340032, 26214400]
         """
+        if self.has_ddp_buckets(on_cuda=on_cuda):
+            return ddp_buckets(tensor_bytes, self.bucket_bytes)
         is_left_whole = self.num_buckets is None and num_nodes == 1
         num_buckets = self.num_buckets or (1 if is_left_whole else NUM_BUCKETS_ACROSS_NODES)
         fused_bytes = min(self.bucket_bytes, max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES))
@@ -234,6 +240,10 @@ class CommPlan:
             open_bytes += size
         return [*caps, *([open_bytes] if open_bytes else []), *([last] if num_last else [])]
 
+    def has_ddp_buckets(self, *, on_cuda: bool) -> bool:
+        """Whether buckets are left to DistributedDataParallel."""
+        return on_cuda and self.num_buckets is None
+
     def algorithm_for(
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
@@ -242,7 +252,7 @@ class CommPlan:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
-        if topology.num_nodes == 1 and (on_cuda or topology.world_size == 1):
+        if on_cuda or topology.world_size == 1:
             return "flat"
         if topology.num_nodes == 1 and not is_half and num_bytes >= self.hierarchical_below_bytes:
             return "flat"

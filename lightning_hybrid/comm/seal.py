@@ -46,7 +46,8 @@ class OrderHash:
 class SealedCopy:
     """Memory for a copy of a tensor with a seal behind it, used again and again: fresh pages cost more than the copy.
 
-    ``whole``: what is to be summed, ``numel + NUM_SEAL_ELEMENTS`` elements of ``dtype`` on ``device``.
+    ``whole``: what is to be summed, ``numel + NUM_SEAL_ELEMENTS`` elements of ``dtype`` on ``device``, and zeros up to
+    ``multiple_of``.
 
     >>> alike = SealedCopy(3, torch.float32, torch.device("cpu")), SealedCopy(3, torch.float32, torch.device("cpu"))
     >>> for copy in alike: copy.fill(torch.ones(3), 5)
@@ -55,22 +56,31 @@ class SealedCopy:
     (False, True, tensor([2., 2., 2.]))
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.whole = torch.empty(numel + NUM_SEAL_ELEMENTS, dtype=dtype, device=device)
-        self.body, self._seal = self.whole[:numel], self.whole[numel:]
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, multiple_of: int = 1) -> None:
+        end = numel + NUM_SEAL_ELEMENTS
+        self.whole = torch.empty(-(-end // multiple_of) * multiple_of, dtype=dtype, device=device)
+        self.body, self._seal, rest = self.whole[:numel], self.whole[numel:end], self.whole[end:]
+        if rest.numel():
+            rest.zero_()
 
     def fill(self, flat: Tensor, value: int) -> None:
         """Copy ``flat`` and put the seal behind it."""
         self.body.copy_(flat)
-        self._seal.copy_(_elements(value), non_blocking=True)
+        self._seal.copy_(_ready_to_copy(_elements(value), self._seal), non_blocking=True)
 
     def is_broken(self, value: int) -> Tensor:
         """Whether the seal of a sum says that some rank's differs from ``value``: 0-dim, 0 or not, on the device.
 
         The ones of others where the own element is 0 are counted: terms are not negative, so none hides another.
         """
-        own_is_zero = _elements(~value).to(self._seal.device, non_blocking=True)
-        return torch.dot(self._seal, own_is_zero.to(self._seal.dtype))
+        own_is_zero = _ready_to_copy(_elements(~value), self._seal).to(self._seal.device, non_blocking=True)
+        return torch.dot(self._seal, own_is_zero)
+
+
+def _ready_to_copy(elements: Tensor, target: Tensor) -> Tensor:
+    """In the target's dtype; for a GPU pinned, as from other memory a copy may wait for what its stream has to do."""
+    elements = elements.to(target.dtype)
+    return elements.pin_memory() if target.is_cuda else elements
 
 
 def _elements(value: int) -> Tensor:

@@ -17,7 +17,7 @@ class BucketSummary:
     ``index`` to ``num_chunks``: as in its ``BucketPlan``. ``traffic``: of one all-reduce of it. ``num_times``: how
     often it was averaged. ``in_flight_s``: from its handing over until it was averaged, over all times; buckets
     overlap, so theirs add up to more than the time that passes. ``exposed_s``: how much of the step's exposed time
-    passed until it was done, and no other that was done before. Both None on CUDA.
+    passed until it was done, and no other that was done before. Both None where no time was taken.
     """
 
     index: int
@@ -53,8 +53,9 @@ class CommSummary:
     ``num_steps``: backward passes that were averaged. ``num_buckets``, ``num_bytes``: handed to the sum, bytes as on
     the wire, before any algorithm multiplies them. ``busy_s``: time with at least one bucket in flight. ``exposed_s``:
     the part of it that backward did not hide, from the moment the last bucket of a step was handed over until every
-    bucket of that step was done. Both in seconds of wall clock, and None on CUDA: there a bucket is handed to a stream
-    and the host's clock sees none of it. ``least_bytes_across``, ``bytes_across``, ``bytes_inside``: on the links of
+    bucket of that step was done. Both in seconds of wall clock; on CUDA of the device's, by events, where a bucket is
+    handed over when its gradients are there. None where no time was taken, as in summaries of older checkpoints.
+    ``least_bytes_across``, ``bytes_across``, ``bytes_inside``: on the links of
     the busiest node for these buckets, see ``Traffic``. ``buckets``: one by one, by index; those averaged since.
 
     Summaries of successive times add up.

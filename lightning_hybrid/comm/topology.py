@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
+
+from lightning_hybrid.comm.abort import forget
 
 Scope = Literal["world", "node", "leaders", "across"]
 """Which ranks a stage talks among.
@@ -184,7 +187,11 @@ class CommGroups:
 
     Each stage has groups of its own: two stages that ran on one Gloo group from two threads would be matched with each
     other by order of arrival, which sums the wrong tensors without a word. ``share`` lets stages of equal membership
-    use one group; right only where a single thread issues everything (a CUDA stream), and there saves communicators.
+    use one group, and the default group serve for all ranks; right only where a single thread issues everything in one
+    order (CUDA streams), and there it saves communicators: hundreds of MiB each. DistributedDataParallel's own
+    collectives, as that of ``find_unused_parameters``, are then in one order with the sums on the device as well, which
+    NCCL asks of communicators that are in use at the same time. Where the default group is bound to a device, the
+    groups of a scope are made by one split of it, else one after the other, by all ranks.
 
     Arguments:
         topology: seen from this rank.
@@ -206,8 +213,12 @@ class CommGroups:
         self.topology = topology
         self._timeout, self._share, self._backend = timeout, share, backend
         self._of_stage: dict[str, dist.ProcessGroup | None] = {}
-        self._built: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._scopes: dict[str, Scope] = {}
+        self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
         self._owned: list[dist.ProcessGroup] = []
+        everybody = tuple(range(topology.world_size))
+        if share and backend is None and dist.is_initialized() and dist.get_world_size() == len(everybody):
+            self._built[everybody] = dist.distributed_c10d._get_default_group()
         self.add(scopes)
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
@@ -216,17 +227,31 @@ class CommGroups:
         for stage, scope in scopes.items():
             if stage in self._of_stage:
                 continue
-            self._of_stage[stage] = None
-            for ranks in _several(self.topology.partition(scope)):
-                if not (self._share and ranks in built):
-                    # Ranks outside the group call it too: torch asks every rank of WORLD to, in one order.
-                    desc = f"lightning_hybrid.{stage}"
-                    group = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend, group_desc=desc)
-                    built[ranks] = group
-                    if rank in ranks:
-                        self._owned.append(group)
+            self._of_stage[stage], self._scopes[stage] = None, scope
+            several = _several(self.topology.partition(scope))
+            missing = [ranks for ranks in several if not (self._share and ranks in built)]
+            for ranks, group in self._make(missing, f"lightning_hybrid.{stage}"):
+                built[ranks] = group
+                if group is not None:
+                    self._owned.append(group)
+            for ranks in several:
                 if rank in ranks:
                     self._of_stage[stage] = built[ranks]
+
+    def _make(
+        self, missing: list[tuple[int, ...]], desc: str
+    ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
+        """Groups of these ranks; None where this rank is not in it. All ranks of WORLD call it, in one order."""
+        if self._share and missing and _can_be_split():
+            split = dist.split_group(
+                split_ranks=[list(ranks) for ranks in missing], timeout=self._timeout, group_desc=desc
+            )
+            return [(ranks, split if self.topology.rank in ranks else None) for ranks in missing]
+        made = []
+        for ranks in missing:
+            group = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend, group_desc=desc)
+            made.append((ranks, group if self.topology.rank in ranks else None))
+        return made
 
     def of(self, stage: str) -> dist.ProcessGroup | None:
         """Group of this rank in a stage; None where it has nobody to talk to."""
@@ -234,9 +259,29 @@ class CommGroups:
 
     def destroy(self) -> None:
         """Free the groups. May be called again, and after the default group is gone."""
-        owned, self._owned, self._of_stage, self._built = self._owned, [], {}, {}
-        for group in owned:
+        for group in self._give_up():
             _destroy(group)
+
+    def forget(self) -> None:
+        """As ``destroy``, of groups that were aborted: nothing is waited for."""
+        for group in self._give_up():
+            forget(group)
+
+    def _give_up(self) -> list[dist.ProcessGroup]:
+        owned, self._owned, self._of_stage, self._built = self._owned, [], {}, {}
+        return owned
+
+    def keep(self, stages: Iterable[str]) -> None:
+        """Free the groups of all other stages, but for those that are shared with one of these. Collective."""
+        kept = set(stages)
+        used = {ranks for stage in kept for ranks in self.topology.partition(self._scopes[stage])}
+        for stage in [stage for stage in self._of_stage if stage not in kept]:
+            del self._of_stage[stage], self._scopes[stage]
+        for ranks in [ranks for ranks in self._built if ranks not in used and len(ranks) < self.topology.world_size]:
+            group = self._built.pop(ranks)
+            if group is not None:
+                self._owned = [owned for owned in self._owned if owned is not group]
+                _destroy(group)
 
     def destroy_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
@@ -249,13 +294,21 @@ class CommGroups:
     def forget_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one) that is not in use; ``add`` may make it again."""
         self.destroy_stage(stage)
-        del self._of_stage[stage]
+        del self._of_stage[stage], self._scopes[stage]
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
     with suppress(ValueError):  # destroying the default group has already destroyed this one
         if dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _can_be_split() -> bool:
+    """Whether the default group's communicator is there, on a device of its own, and its backend can split it."""
+    default = dist.distributed_c10d._get_default_group()
+    if default.bound_device_id is None or not torch.cuda.is_available():
+        return False
+    return bool(default._get_backend(torch.device("cuda")).supports_splitting)
 
 
 def _several(partition: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

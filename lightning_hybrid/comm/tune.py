@@ -232,13 +232,13 @@ def effect(
 ) -> tuple[tuple[str, int, int], ...]:
     """What a plan does with each bucket: algorithm, chunks, and over how many sets of groups they go round.
 
-    On CUDA buckets are not cut, there is one set of groups, and ``parallel_flat`` is ``flat``.
+    On CUDA there is one set of groups, only hierarchies cut buckets, and ``parallel_flat`` is ``flat``.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
     >>> bucket = CommPlan().bucket(index=0, numel=2**20, num_bytes=2**21, dtype="float16", topology=topology)
     >>> effect(CommPlan(), [bucket], topology), effect(CommPlan(), [bucket], topology, on_cuda=True)
-    ((('two_level', 4, 2),), (('two_level', 1, 1),))
+    ((('two_level', 4, 2),), (('flat', 1, 1),))
     """
     planned = [
         plan.bucket(
@@ -252,7 +252,10 @@ def effect(
         for bucket in buckets
     ]
     if on_cuda:
-        return tuple(("flat" if each.algorithm == "parallel_flat" else each.algorithm, 1, 1) for each in planned)
+        whole = ("flat", "parallel_flat")
+        return tuple(
+            ("flat", 1, 1) if each.algorithm in whole else (each.algorithm, each.num_chunks, 1) for each in planned
+        )
     num_pieces = {
         name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)
     }

@@ -30,7 +30,7 @@ from lightning_hybrid.comm.drift import Drift, Level
 from lightning_hybrid.comm.engine import CommEngine
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.comm.race import SIGN_TEST, SignTest
-from lightning_hybrid.comm.tune import MOST_STEPS, Trial, Tuner, changes, report, tuner_for
+from lightning_hybrid.comm.tune import MOST_STEPS, Trial, Tuner, changes, other_algorithms, report, tuner_for
 from lightning_hybrid.comm.tune_cache import Kept, facts_of, read, write
 
 NUM_WARMUP_STEPS = 5
@@ -97,6 +97,14 @@ class PlanTuning:
         self._kept: Kept | None = None
         self._drift = Drift()
         self._busy_s = self._change_s = 0.0
+        self._num_busy = 0
+        self._word: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """On CUDA a communicator takes memory for good, so all that trials may need are there before the steps are."""
+        if self._engine.device.type == "cuda":
+            self._engine.prepare(other_algorithms(self._engine.plan, self._engine.topology))
 
     @property
     def is_trying(self) -> bool:
@@ -138,25 +146,31 @@ class PlanTuning:
         self._follow(self._from_first_rank(lambda: self._next_decision(times_s)))
 
     def _watch(self, step_s: float) -> None:
-        busy_s, before_s = self._engine.trace.total_busy_s, self._busy_s
-        self._busy_s = busy_s
+        busy_s = self._new_busy_s()
         self._num_watched += 1
         if self._is_first_rank and self._num_watched > 2:  # until then groups connect, and the counter begins
             is_new = self._drift.level is None
-            self._drift.add(busy_s - before_s)
+            self._drift.add(busy_s)
             if is_new and self._drift.level is not None and self._kept is not None:
                 self._write(replace(self._kept, level=self._drift.level))
         if self._num_watched % CHECK_STEPS == 0:
             self._check()
+
+    def _new_busy_s(self) -> float:
+        """Seconds of communication since the last call; on CUDA per step that the device finished since, 0 if none."""
+        trace, before_s, num_before = self._engine.trace, self._busy_s, self._num_busy
+        self._busy_s = trace.total_busy_s
+        if self._engine.device.type != "cuda":
+            return self._busy_s - before_s
+        self._busy_s, self._num_busy = trace.total_busy
+        return (self._busy_s - before_s) / max(1, self._num_busy - num_before)
 
     def _rest(self, step_s: float) -> None:
         pass
 
     def _check(self) -> None:
         """Rank 0 says whether the plan is stale."""
-        word = torch.tensor([int(self._drift.has_changed)])
-        dist.broadcast(word, src=0)
-        if not word.item():
+        if not self._is_stale():
             return
         if self._num_retunes == MOST_RETUNES:
             self._do = self._rest
@@ -164,10 +178,27 @@ class PlanTuning:
                 warnings.warn(f"comm: {self._change()}, and it has been tuned anew {MOST_RETUNES} times", stacklevel=2)
             return
         self._num_retunes += 1
+        self._prepare()
         if self._is_first_rank:
             self._tell(f"comm: {self._change()}; it is tuned anew, from step {self._num_steps} on")
         slowest([], self._place(), self._engine.device)
         self._follow(self._from_first_rank(lambda: self._begin(self._engine.plan)))
+
+    def _is_stale(self) -> bool:
+        """Rank 0's word, on all ranks; on CUDA that of the last check, which is there: nobody waits for the device."""
+        device = self._engine.device
+        word = torch.full((1,), int(self._drift.has_changed), device=device)
+        dist.broadcast(word, src=0)
+        if device.type != "cuda":
+            return bool(word.item())
+        earlier = self._word
+        self._word = torch.empty_like(word, device="cpu", pin_memory=word.is_cuda), torch.cuda.Event()
+        self._word[0].copy_(word, non_blocking=True)
+        self._word[1].record(torch.cuda.current_stream(device))
+        if earlier is None:
+            return False
+        earlier[1].synchronize()
+        return bool(earlier[0].item())
 
     def _change(self) -> str:
         plan = self._engine.plan.plan_hash[:4]
@@ -204,8 +235,8 @@ class PlanTuning:
             return
         self._engine.free_unused()
         self._on_plan(plan)
-        self._drift, self._num_watched = Drift(decision.level), 0
-        self._do = self._rest if self._engine.device.type == "cuda" else self._watch  # there, no times are taken
+        self._drift, self._num_watched, self._word = Drift(decision.level), 0, None
+        self._do = self._watch
 
     def _first_decision(self) -> Decision:
         kept = self._read()

@@ -100,6 +100,17 @@ Rank 1 is on host y.
     )
 
 
+def is_lost(roll: Sequence[Standing | None]) -> bool:
+    """Whether what is in flight can come to no end: somebody does not answer, has left, or handed over other buckets.
+
+    >>> here = Standing(num_submitted=1, order="a", place=IDLE, recent=("x",))
+    >>> is_lost([here, here]), is_lost([here, None])
+    (False, True)
+    """
+    here = {rank: each for rank, each in enumerate(roll) if each is not None}
+    return len(here) < len(roll) or any(each.has_left for each in here.values()) or _different_order(here) is not None
+
+
 def _no_answer(
     silent: Sequence[int], roll: Sequence[Standing | None], hosts: Sequence[str], addresses: Sequence[Sequence[str]]
 ) -> str:

@@ -7,6 +7,8 @@ where nobody set it). So every rank has a thread that looks for an alarm in the 
     a collective raises             somebody else is the cause: the rank calls the roll, every watch answers where its
                                     rank stands, and ``verdict`` names who does not answer, left, or stands behind
     the store does not answer       the rank says so, and what the kernel knows of the store's host (links.py)
+    a bucket is long under way      on CUDA, where no collective raises: all are asked whether they are there
+                                    (presence.py), and after the limit the roll is called
 
 The first verdict written is the one that all ranks report. The thread asks four times a second while a bucket has been
 in flight for half a second, else once a second; with thousands of ranks less often, to spare the store.
@@ -24,7 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hybrid.comm import links
-from lightning_hybrid.comm.verdict import Standing, places_of, verdict
+from lightning_hybrid.comm.presence import Presence
+from lightning_hybrid.comm.verdict import Standing, is_lost, places_of, verdict
 
 STALL_S = 0.5
 """From when on a bucket in flight makes its rank ask for alarms often."""
@@ -47,6 +50,7 @@ class Watch:
         rank, world_size: of the engine.
         standing: where this rank stands now.
         stalled_s: how long the oldest bucket has been in flight; 0 where none is.
+        give_up_after_s: how long a bucket may be in flight; None: its collectives tell themselves, as Gloo's do.
         hosts, addresses: names of every rank's host, and under which addresses others know it; for errors.
         on_failure: called once, from a thread of this class, with the error of all ranks.
     """
@@ -60,6 +64,7 @@ class Watch:
         standing: Callable[[], Standing],
         stalled_s: Callable[[], float],
         on_failure: Callable[[str], None],
+        give_up_after_s: float | None = None,
         hosts: Sequence[str] = (),
         addresses: Sequence[Sequence[str]] = (),
     ) -> None:
@@ -75,6 +80,15 @@ class Watch:
         self._has_failed = False
         self._lock = threading.Lock()  # one word with the store at a time
         self._ended = threading.Event()
+        self._give_up_after_s = give_up_after_s
+        self._presence = Presence(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            ask=self._ask,
+            standing=self._standing_and_signs,
+            wait=self._ended.wait,
+        )
         self._thread = threading.Thread(target=self._run, name="comm-watch", daemon=True)
         self._thread.start()
 
@@ -135,21 +149,24 @@ class Watch:
         since_asked_s, has_answered, num_unanswered = 0.0, False, 0
         while not self._ended.wait(self._poll_s):
             since_asked_s += self._poll_s
-            is_stalled = self._stalled_s() > STALL_S
+            stalled_s = self._stalled_s()
+            is_stalled = stalled_s > STALL_S
             if not is_stalled and since_asked_s < self._idle_poll_s and not has_answered:
                 continue
             since_asked_s = 0.0
             try:
-                if not has_answered:
-                    if not self._ask(lambda: self._store.check(["alarm"])):
-                        continue
+                if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
                     self._ask(self._answer)
                     has_answered = True
-                if self._ask(lambda: self._store.check(["error"])):
+                if has_answered and self._ask(lambda: self._store.check(["error"])):
                     error_of_all = self._ask(lambda: self._store.get("error")).decode()
                     self._note_read()
                     self._on_failure(error_of_all)
                     return
+                if self._give_up_after_s is not None and not has_answered and not self._ended.is_set():
+                    self._presence.answer()
+                    if stalled_s > self._give_up_after_s or self._presence.is_time_to_ask(stalled_s):
+                        self._question(stalled_s)
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1
@@ -162,13 +179,27 @@ class Watch:
                     )
                     return
 
+    def _question(self, stalled_s: float) -> None:
+        """See who is there. Where somebody is not, or all have waited for too long, that is the error of all."""
+        noticed = f"rank {self._rank} has waited {stalled_s:.0f} s, now {self._standing().place}"
+        assert self._give_up_after_s is not None
+        if stalled_s > self._give_up_after_s:
+            self.call_roll(noticed)
+            return
+        roll = self._presence.roll()
+        if is_lost(roll) and not self._ended.is_set():
+            self._told(lambda: self._settle(verdict(noticed, roll, self._hosts, self._addresses)), f"comm: {noticed}.")
+
     # ------------------------------------------------------------------------------------------- words with the store
 
-    def _answer(self) -> None:
+    def _standing_and_signs(self) -> Standing:
         standing, waited_s = self._standing(), self._stalled_s()
         if waited_s:
             standing = replace(standing, signs=links.signs_of_life(links.lines(), waited_s=waited_s))
-        self._store.set(f"standing/{self._rank}", standing.to_json())
+        return standing
+
+    def _answer(self) -> None:
+        self._store.set(f"standing/{self._rank}", self._standing_and_signs().to_json())
 
     def _of_the_store(self, error: Exception) -> str:
         """What is known of a store that does not answer, and of rank 0 with it."""

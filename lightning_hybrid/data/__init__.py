@@ -6,7 +6,7 @@
     decode, views   image files -> pixels -> what the network sees
     dali            NVIDIA's decoder in place of decode and threads
     threads         batches ahead of the consumer; buffers: their memory; image_loader: loaders made of all this
-    on_device       normalisation; prefetch: one batch ahead on the device
+    on_device       normalisation; prefetch: batches on the device in time
     image_module    what imagenet and synthetic, two LightningDataModules, have in common
 
 Image sets are imported by their own name (`lightning_hybrid.data.digits`), since each brings its own library along.

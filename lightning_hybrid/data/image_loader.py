@@ -65,6 +65,8 @@ class ImageTrainLoader(ResumableLoader):
         `(images, labels)`: images uint8 `"batch 3 image_size image_size"`, channels_last; labels int64 `"batch"`.
     """
 
+    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+
     def __init__(
         self,
         rows: Rows,
@@ -90,6 +92,8 @@ class ImageEvalLoader:
     Raises:
         ValueError: There are more ranks than images.
     """
+
+    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from lightning_hybrid.data.source import Rows
 class ImageDataModule(pl.LightningDataModule, ABC):
     """Loaders over `train_rows` and `eval_rows`, which :meth:`setup` of a subclass provides.
 
-    Batches leave the loader as uint8. `DevicePrefetcher` normalises them on the device, one batch ahead; under a
+    Batches leave the loader as uint8. `DevicePrefetcher` normalises them on the device; under a
     strategy without it, `on_after_batch_transfer` does the same when Lightning has moved them. The bits are the same.
 
     Args:

@@ -46,6 +46,8 @@ class TrainLoader(ResumableLoader):
         `(images, labels)`: images fp32 `"batch 1 16 16"`, normalised; labels int64 `"batch"`.
     """
 
+    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+
     def __init__(
         self,
         image_set: ImageSet,
@@ -92,6 +94,8 @@ class EvalLoader:
     Raises:
         ValueError: There are more ranks than images.
     """
+
+    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
 
     def __init__(
         self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalise: Normalise

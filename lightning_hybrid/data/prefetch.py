@@ -1,4 +1,4 @@
-"""The next batch is on the device before the current step ends."""
+"""Batches on the device, in time: the next one before the current step ends where the loader itself reads ahead."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-_OWN = ("_loader", "_device", "_on_device", "_convert", "_stream", "_state", "_wait_s")
+_OWN = ("_loader", "_device", "_on_device", "_compute_dtype", "_stream", "_copied", "_looks_ahead", "_state", "_wait_s")
 
 
 class DevicePrefetcher:
-    """Iterate over ``loader`` one batch ahead of the consumer, with each batch on ``device`` in the compute dtype.
+    """Iterate over ``loader`` with each batch on ``device``.
 
-    While step ``i`` runs, batch ``i + 1`` is fetched, moved and cast. On CUDA the copy runs on a side stream (truly
-    asynchronous from pinned memory: ``DataLoader(pin_memory=True)``); on a CPU the same code runs and moves nothing.
-    What the consumer gets needs no further transfer: Lightning's own is then a no-op. Where the loader has a method
-    ``on_device(batch)``, such as normalisation of images that travel as uint8, it is applied after moving.
+    On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: ``DataLoader(pin_memory=True)``).
+    Where the loader reads ahead by itself and hands out new memory (a ``DataLoader`` with workers; any loader with a
+    true attribute ``reads_ahead``), batch ``i + 1`` is fetched and moved while step ``i`` runs. Any other loader is
+    asked for a batch when it is due and not before, for it may fill the same tensors again, and its data set may be
+    changed between two steps; what was copied from one batch has been copied before the next is asked for. On a CPU
+    nothing is fetched ahead. What the consumer gets needs no further transfer: Lightning's own is then a no-op.
+
+    Where the loader has a method ``on_device(batch)``, such as normalisation of images that travel as uint8, it is
+    applied after moving, and its floating-point images get the compute dtype. All other batches keep their dtypes.
 
     The seconds for which the loader kept the consumer waiting add up; :meth:`take_wait_s` reads them.
 
@@ -31,15 +37,17 @@ class DevicePrefetcher:
     Args:
         loader: any iterable of batches.
         device: where batches go.
-        convert: applied to each moved batch, such as the precision plugin's ``convert_input``.
+        compute_dtype: of the images that ``on_device`` returns; None: as they are.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device, convert: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
         self._loader = loader
         self._device = device
-        self._on_device: Callable[[Any], Any] = getattr(loader, "on_device", _as_it_is)
-        self._convert = convert
+        self._on_device: Callable[[Any], Any] | None = getattr(loader, "on_device", None)
+        self._compute_dtype = compute_dtype
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._looks_ahead = self._stream is not None and _reads_ahead(loader)
         self._state: dict[str, Any] | None = None
         self._wait_s = 0.0
 
@@ -55,14 +63,17 @@ class DevicePrefetcher:
     def __iter__(self) -> Iterator[Any]:
         self._state = None
         batches = iter(self._loader)
-        upcoming = self._fetch(batches)
-        while not isinstance(upcoming, StopIteration):
-            if isinstance(upcoming, Exception):
-                raise upcoming
-            current, state = upcoming
+        upcoming = None
+        while True:
+            fetched = self._fetch(batches) if upcoming is None else upcoming
+            if isinstance(fetched, StopIteration):
+                return
+            if isinstance(fetched, Exception):
+                raise fetched
+            current, state = fetched
             self._wait(current)
             # Fetched before the current batch is handed out: the consumer's step hides the copy.
-            upcoming = self._fetch(batches)
+            upcoming = self._fetch(batches) if self._looks_ahead else None
             self._state = state
             yield current
 
@@ -72,6 +83,8 @@ class DevicePrefetcher:
     def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
         """The next batch and the loader's state after it. An error is kept until its batch is due: none is lost."""
         try:
+            if self._copied is not None and not self._looks_ahead:
+                self._copied.synchronize()  # a step ago, and of a copy alone: the loader may fill that memory again
             start_s = time.perf_counter()
             try:
                 batch = next(batches)
@@ -79,9 +92,20 @@ class DevicePrefetcher:
                 self._wait_s += time.perf_counter() - start_s
             state = self._snapshot()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                return self._convert(self._on_device(move_data_to_device(batch, self._device))), state
+                moved = self._prepare(move_data_to_device(batch, self._device))
+                if self._stream is not None:
+                    self._copied = self._stream.record_event()
+                return moved, state
         except Exception as error:
             return error
+
+    def _prepare(self, batch: Any) -> Any:
+        if self._on_device is None:
+            return batch
+        batch, dtype = self._on_device(batch), self._compute_dtype
+        if dtype is None:
+            return batch
+        return apply_to_collection(batch, Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
     def _snapshot(self) -> dict[str, Any] | None:
         """The loader's state just after a batch was fetched; None for loaders without one."""
@@ -108,8 +132,8 @@ class DevicePrefetcher:
             setattr(self._loader, name, value)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _reads_ahead(loader: object) -> bool:
+    return (isinstance(loader, DataLoader) and loader.num_workers > 0) or bool(getattr(loader, "reads_ahead", False))
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
@@ -133,13 +157,13 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
         self._loader.load_state_dict(state)  # type: ignore[attr-defined]
 
 
-def prefetch(loader: Iterable[Any], device: torch.device, convert: Callable[[Any], Any]) -> DevicePrefetcher:
+def prefetch(loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> DevicePrefetcher:
     """The prefetcher that fits ``loader``, which stays as it is if it already is one.
 
-    >>> list(prefetch([torch.ones(1)], torch.device("cpu"), lambda batch: batch.half()))
-    [tensor([1.], dtype=torch.float16)]
+    >>> list(prefetch([torch.ones(1)], torch.device("cpu")))
+    [tensor([1.])]
     """
     if isinstance(loader, DevicePrefetcher):
         return loader
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (StatefulDevicePrefetcher if stateful else DevicePrefetcher)(loader, device, convert)
+    return (StatefulDevicePrefetcher if stateful else DevicePrefetcher)(loader, device, compute_dtype)

@@ -73,7 +73,10 @@ def check_common(group: dict[str, Any]) -> None:
         "foreach", group["foreach"], (None, True, False), why="None is one tensor at a time on the CPU, else lists."
     )
     check_choice(
-        "fused", group["fused"], (None, True, False), why="True is few passes over memory for the whole model."
+        "fused",
+        group["fused"],
+        (None, True, False),
+        why="True is few passes over memory for the whole model, None that on CUDA.",
     )
     if group["fused"] and group["foreach"]:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hybrid.optim.fused_devices import has_kernels
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients
 from lightning_hybrid.optim.native.engine import NativeLamb, NativeLars
-from lightning_hybrid.optim.option_table import Options, lamb_options, lars_options
+from lightning_hybrid.optim.option_table import Options, OptionTables, lamb_options, lars_options
 from lightning_hybrid.optim.scaling import Scaling
 
 
@@ -24,7 +24,10 @@ class Engine(Protocol):
         """Whether a tensor is no longer where it was when this was built."""
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
-        """Take the norms; 1.0 if a gradient that is `needed` is inf or nan, else 0.0: float32, 0-dim, on the device."""
+        """Take the norms; 1.0 if a gradient that is `needed` is inf or nan, else 0.0: float32, 0-dim, on the device.
+
+        That may be the `verdict` of `scaling`, and is meaningless without one.
+        """
 
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step, with the gradients and the norms of `measure`."""
@@ -73,6 +76,7 @@ class FusedStep:
         self._signature: list[Any] = []
         self._owned: list[Any] = []
         self._kinds: list[Kind] = []
+        self._tables: list[OptionTables] = []  # one per device
 
     def step(self, optimizer: LayerwiseOptimizer, scaling: Scaling, *, is_checked: bool) -> Scaling | None:
         """Move the parameters; gradients are read, never written. Returns the scaling with the verdict.
@@ -89,18 +93,25 @@ class FusedStep:
                 list(dense_gradients(group))  # raises
         if not self._is_same(optimizer, params, grads) and not self._sort(optimizer, params, grads):
             return None
+        for tables in self._tables:
+            tables.take()
+        given = {} if scaling.verdict is None else {scaling.verdict.device: scaling.verdict}
         verdicts = []
         for kind in self._kinds:
             device = kind.params[0].device
-            kind.options.take(kind.groups, device)
+            here = scaling.to(device)
+            if is_checked:
+                if device not in given:
+                    given[device] = torch.zeros((), device=device)
+                here = replace(here, verdict=given[device])
             needed = [is_checked or self.is_needed(group) for group in kind.groups]
             some = [grads[place] for place in kind.places]
-            verdicts.append(kind.engine.measure(some, kind.options, scaling.to(device), needed))
+            verdicts.append(kind.engine.measure(some, kind.options, here, needed))
         if is_checked and verdicts:
-            first = verdicts[0].device
-            found_inf = verdicts[0]
-            if len(verdicts) > 1:
-                found_inf = torch.stack([one.to(first, non_blocking=True) for one in verdicts]).amax()
+            own = list({id(one): one for one in verdicts}.values())
+            found_inf = own[0]
+            if len(own) > 1:
+                found_inf = torch.stack([one.to(own[0].device, non_blocking=True) for one in own]).amax()
             scaling = Scaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
         moving = self.before_move(self._kinds, scaling)
         for kind in self._kinds:
@@ -143,6 +154,12 @@ class FusedStep:
         for key, kind in kinds.items():
             kind.engine = self.engine_of(kind, optimizer, key[1])
         self._kinds = list(kinds.values())
+        by_device: dict[torch.device, list[Kind]] = {}
+        for kind in self._kinds:
+            by_device.setdefault(kind.params[0].device, []).append(kind)
+        self._tables = [
+            OptionTables([(kind.options, kind.groups) for kind in some], device) for device, some in by_device.items()
+        ]
         self._owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         self._signature = self._signature_of(optimizer, grads)
         return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_hybrid.optim import kernels
-from lightning_hybrid.optim.option_table import Options, to_device_
+from lightning_hybrid.optim.option_table import Options, lars_options, to_device_
 from lightning_hybrid.optim.scaling import Scaling
 from lightning_hybrid.optim.stretches import Stretches, addresses
 
@@ -20,14 +22,14 @@ _DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-_ALIGNMENT = 16  # bytes
 
 
 class KernelEngine:
     """What the kernels of one kind share, on one device: dtypes alike, all with state and copies or all without.
 
     A tensor that does not fill a stretch of memory, or whose gradient has another layout, is stepped in a dense
-    stand-in, which costs copies of it. `chunk`: elements per program, a power of two.
+    stand-in, which costs copies of it. `chunk`: elements per program, a power of two. Triton launches on the current
+    device, whichever the tensors are on, so that it is made theirs for as long.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class KernelEngine:
         index_of = [index for num in num_chunks for index in range(num)]
         total = len(tensor_of)
         self._grid, self._counts = (total,), (len(params), total)
-        self._first_chunk = table_of(torch.tensor([0, *num_chunks]).cumsum(0).tolist(), torch.int32, device)
+        self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
         pointers = [addresses(one) if one else [0] * len(params) for one in dense]
@@ -57,13 +59,14 @@ class KernelEngine:
         self._grad_pointers = table_of([0] * len(params), torch.int64, device)
         self._sums = torch.zeros(2, total, dtype=state, device=device)
         self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
+        self._device = device
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self._ignored = torch.zeros((), device=device)  # a verdict that nobody asks for
         self._are_masters, self._copy = bool(copies), _DTYPES[copies[0].dtype if copies else torch.float16]
         self._common: dict[str, Any] = {
             "WEIGHT": _DTYPES[weight],
             "STATE": _DTYPES[state],
             "CHUNK": chunk,
-            "IS_ALIGNED": _are_aligned(addresses(*dense)),
             "num_warps": 8,
             "enable_fp_fusion": True,  # triton means to change its default, and warns until one is chosen
         }
@@ -75,7 +78,7 @@ class KernelEngine:
         return self._stretches.have_moved()
 
     def _measure(self, options: Options, scaling: Scaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
-        found_inf = torch.zeros((), device=self._one.device)
+        found_inf = self._ignored if scaling.verdict is None else scaling.verdict
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
         if self._grid[0]:
             kernels.norms[self._grid](
@@ -95,24 +98,22 @@ class KernelEngine:
             return
         if _is_capturing():
             raise RuntimeError(
-                "`fused` (=True) inside a CUDA-graph capture needs gradients where they were in the step before: the "
+                "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
                 "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
-                "step on them before the capture."
+                "step on them before the capture; or set fused=False."
             )
         to_device_(self._grad_pointers, torch.tensor(places))
         self._grad_addresses = places
-        self._of_grads["IS_GRAD_ALIGNED"] = _are_aligned(places)
 
 
 class KernelLars(KernelEngine):
     """The step of LARS.
 
-        measure()   `norms`, after one launch that clears the verdict
+        measure()   `norms`
         move()      `finalize`, `update`
 
-    Three kernels and one clearing, whatever the number of tensors; more only after a change: a gradient at another
-    address costs one copy of the table of addresses, a changed learning rate one of the options. The host waits for
-    nothing, and compares addresses only.
+    Three kernels, whatever the number of tensors; more only after a change: a gradient at another address costs one
+    copy of the table of addresses. The host waits for nothing, and compares addresses only.
 
     sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
     writes: an edit shows in `_version`, except one through `.data`. While a CUDA graph is captured it is read anew, for
@@ -135,11 +136,17 @@ class KernelLars(KernelEngine):
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""
-        self._load(grads)
-        return self._measure(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
+        with current(self._device):
+            self._load(grads)
+            return self._measure(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
 
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step; see `fused.Engine`."""
+        with current(self._device):
+            self._move(options, scaling)
+            self._stretches.unload()
+
+    def _move(self, options: Options, scaling: Scaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         if self._grid[0]:
             kernels.finalize[(self._counts[0],)](
@@ -157,7 +164,6 @@ class KernelLars(KernelEngine):
                 **self._common,
                 **self._of_grads,
             )
-        self._stretches.unload()
 
     def _knows_weights(self) -> bool:
         if not self._are_masters or self._stretches.pairs or _is_capturing():
@@ -168,13 +174,22 @@ class KernelLars(KernelEngine):
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on the device, got there without a wait."""
     on_host = torch.tensor(values, dtype=dtype)
-    table = torch.empty_like(on_host, device=device)
+    table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
     return table
 
 
-def _are_aligned(places: Sequence[int]) -> bool:
-    return all(place % _ALIGNMENT == 0 for place in places)
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """For as long, `device` is the one that kernels are launched on; nothing where there is no such choice."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def try_out(device: torch.device | str = "cuda") -> None:
+    """Compile and launch one small kernel; raises whatever Triton raises where it cannot."""
+    options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
+    numbers = torch.zeros(1, kernels.NUM_LARS, dtype=torch.float64, device=device)
+    first_chunk, sums = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(2, device=device)
+    kernels.finalize[(1,)](sums, first_chunk, options, options[0], sums[0], numbers, 1, 0, IS_JOINT=False)
 
 
 def _is_capturing() -> bool:

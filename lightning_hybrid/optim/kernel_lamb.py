@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim import kernels_lamb
-from lightning_hybrid.optim.kernel_engine import KernelEngine, table_of
+from lightning_hybrid.optim.kernel_engine import KernelEngine, current, table_of
 from lightning_hybrid.optim.option_table import Options
 from lightning_hybrid.optim.scaling import Scaling
 from lightning_hybrid.optim.stretches import addresses
@@ -34,15 +34,21 @@ class KernelLamb(KernelEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype, num_numbers=kernels_lamb.NUM_LAMB, chunk=chunk)
-        self._step_addresses = table_of(addresses(self._steps), torch.int64, params[0].device)
+        self._step_places = addresses(self._steps)
+        self._step_addresses = table_of(self._step_places, torch.int64, params[0].device)
         self._rates = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return super().has_moved() or self._step_places != addresses(self._steps)
 
     def measure(self, grads: Sequence[Tensor], options: Options, scaling: Scaling, needed: Sequence[bool]) -> Tensor:
         """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
-        self._load(grads)
-        if not any(needed):
-            return self._zero
-        return self._measure(options, scaling, is_joint=False, has_weight_sums=True)
+        with current(self._device):
+            self._load(grads)
+            if not any(needed):
+                return self._zero
+            return self._measure(options, scaling, is_joint=False, has_weight_sums=True)
 
     def grad_squares(self) -> Tensor:
         """The sum of the squares of all gradients, scaled as they are: float64, 0-dim."""
@@ -50,6 +56,12 @@ class KernelLamb(KernelEngine):
 
     def move(self, options: Options, scaling: Scaling) -> None:
         """The step; see `fused.Engine`."""
+        with current(self._device):
+            self._move(options, scaling)
+            torch.autograd.graph.increment_version(self._steps)
+            self._stretches.unload()
+
+    def _move(self, options: Options, scaling: Scaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
         weights, firsts, seconds, copies = self._pointers
@@ -74,5 +86,3 @@ class KernelLamb(KernelEngine):
                 HAS_COPY=self._are_masters,
                 **self._common,
             )
-        torch.autograd.graph.increment_version(self._steps)
-        self._stretches.unload()

@@ -6,8 +6,14 @@
 
 A chunk is `CHUNK` elements in a row of one tensor's memory. Tensors are reached by their addresses, a table of int64
 on the device; `tensor_of` and `index_of` say of each chunk whose it is and the how many-th. A chunk's squares are added
-in float32 in a tree, the chunks' sums in float64. Whole chunks take a branch of their own without masks: only there
-does the compiler make loads and stores of 128 bits. `WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the
+in float32 in a tree, the chunks' sums in float64. A program takes one of three branches, by what it reads of its chunk:
+
+    whole, all at multiples of 16 bytes       no masks; loads and stores of 128 bits
+    whole, all but the gradient               the same, but for the gradient, which is loaded an element at a time
+    else                                      masks
+
+DDP packs gradients without padding, so that one odd bias puts those behind it off 16 bytes: that costs them, and no
+other. `WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the
 arithmetic. All scalars that may change from step to step (learning rate, scale, verdict) are read on the device: as
 arguments they would be frozen into a captured CUDA graph, and cost a specialisation where they are 1.
 
@@ -28,28 +34,41 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 
 @triton.jit
-def _base(addresses, tensor, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """The address of a tensor; told to be a multiple of 16 bytes, loads and stores become 128 bits wide."""
-    base = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
+def _places(address, at, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Where elements of a tensor are; told that it begins at a multiple of 16 bytes, loads become 128 bits wide.
+
+    The compiler notes that at the pointer, for all who use it: so every branch makes a pointer of its own.
+    """
+    base = address.to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
         base = tl.multiple_of(base, 16)
-    return base
+    return base + at
+
+
+@triton.jit
+def _is_aligned(address):
+    return (address & 15) == 0
 
 
 @triton.jit
 def _squares(
-    grad_at,
-    weight_at,
+    grad,
+    weight,
+    at,
     is_in,
     decay,
     weight_sum,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
     STATE: tl.constexpr,
     IS_JOINT: tl.constexpr,
     HAS_WEIGHT_SUMS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_GRAD_ALIGNED: tl.constexpr,
 ):
-    g = tl.load(grad_at, mask=is_in, other=0.0).to(STATE)
+    g = tl.load(_places(grad, at, GRAD, IS_GRAD_ALIGNED), mask=is_in, other=0.0).to(STATE)
     if IS_JOINT or not HAS_WEIGHT_SUMS:
-        w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
+        w = tl.load(_places(weight, at, WEIGHT, IS_ALIGNED), mask=is_in, other=0.0).to(STATE)
         if not HAS_WEIGHT_SUMS:
             tl.store(weight_sum, tl.sum(w * w, 0))
         if IS_JOINT:
@@ -76,8 +95,6 @@ def norms(
     CHUNK: tl.constexpr,
     IS_JOINT: tl.constexpr,
     HAS_WEIGHT_SUMS: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    IS_GRAD_ALIGNED: tl.constexpr,
 ):
     """Write sums (2, chunks): of w * w, unless they are known from the last update; of g * g, or (d / SCALE) ** 2.
 
@@ -85,9 +102,9 @@ def norms(
     """
     chunk = tl.program_id(0)
     tensor = tl.load(tensor_of + chunk)
-    at = tl.load(index_of + chunk).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    grad_at = _base(grads, tensor, GRAD, IS_GRAD_ALIGNED) + at
-    weight_at = _base(weights, tensor, WEIGHT, IS_ALIGNED) + at
+    begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
+    at = begin + tl.arange(0, CHUNK)
+    grad, weight = tl.load(grads + tensor), tl.load(weights + tensor)
     decay = 0.0
     if IS_JOINT:
         sign = tl.load(options + _SIGN * num_tensors + tensor)
@@ -95,11 +112,26 @@ def norms(
         decay = decay.to(STATE)
     numel = tl.load(numels + tensor)
     weight_sum = sums + chunk
-    if tl.load(index_of + chunk).to(tl.int64) * CHUNK + CHUNK <= numel:
-        is_in = tl.full((CHUNK,), 1, tl.int1)
-        total = _squares(grad_at, weight_at, is_in, decay, weight_sum, STATE, IS_JOINT, HAS_WEIGHT_SUMS)
+    everywhere = tl.full((CHUNK,), 1, tl.int1)
+    is_wide = (begin + CHUNK <= numel) & _is_aligned(weight)
+    if is_wide & _is_aligned(grad):
+        total = _squares(
+            *(grad, weight, at, everywhere, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
+            IS_ALIGNED=True,
+            IS_GRAD_ALIGNED=True,
+        )
+    elif is_wide:
+        total = _squares(
+            *(grad, weight, at, everywhere, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
+            IS_ALIGNED=True,
+            IS_GRAD_ALIGNED=False,
+        )
     else:
-        total = _squares(grad_at, weight_at, at < numel, decay, weight_sum, STATE, IS_JOINT, HAS_WEIGHT_SUMS)
+        total = _squares(
+            *(grad, weight, at, at < numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
+            IS_ALIGNED=False,
+            IS_GRAD_ALIGNED=False,
+        )
     tl.store(sums + num_chunks + chunk, total)
     is_finite = total < float("inf")  # nan is not
     tl.store(found_inf, 1.0, mask=is_finite == 0)
@@ -164,32 +196,38 @@ def finalize(
 
 @triton.jit
 def _move(
-    grad_at,
-    weight_at,
-    buffer_at,
-    copy_at,
+    grad,
+    weight,
+    buffer,
+    copy,
+    at,
     is_in,
     line,
     WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
     COPY: tl.constexpr,
     STATE: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
     HAS_COPY: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_GRAD_ALIGNED: tl.constexpr,
 ):
     scale, decay = tl.load(line).to(STATE), tl.load(line + 1).to(STATE)
     inside, outside = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)
-    g = tl.load(grad_at, mask=is_in, other=0.0).to(STATE)
+    weight_at = _places(weight, at, WEIGHT, IS_ALIGNED)
+    g = tl.load(_places(grad, at, GRAD, IS_GRAD_ALIGNED), mask=is_in, other=0.0).to(STATE)
     w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
     step = inside * (scale * g + decay * w)
     if HAS_MOMENTUM:
         momentum = tl.load(line + 2).to(STATE)
+        buffer_at = _places(buffer, at, STATE, IS_ALIGNED)
         v = momentum * tl.load(buffer_at, mask=is_in, other=0.0) + step
         tl.store(buffer_at, v, mask=is_in)
         step = tl.where(tl.load(line + 5) > 0, momentum * v + step, v)
     moved = (w - outside * step).to(WEIGHT)
     tl.store(weight_at, moved, mask=is_in)
     if HAS_COPY:
-        tl.store(copy_at, moved.to(COPY), mask=is_in)
+        tl.store(_places(copy, at, COPY, IS_ALIGNED), moved.to(COPY), mask=is_in)
     # Of what is stored; lanes outside the tensor hold 0.
     stored = moved.to(STATE)
     return tl.sum(stored * stored, 0)
@@ -214,8 +252,6 @@ def update(
     CHUNK: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
     HAS_COPY: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    IS_GRAD_ALIGNED: tl.constexpr,
 ):
     """Step: d = SCALE * g + DECAY * w, v <- MOMENTUM * v + INSIDE * d, w <- w - OUTSIDE * v; none if `found_inf` > 0.
 
@@ -227,21 +263,29 @@ def update(
         tensor = tl.load(tensor_of + chunk)
         begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
         at = begin + tl.arange(0, CHUNK)
-        grad_at = _base(grads, tensor, GRAD, IS_GRAD_ALIGNED) + at
-        weight_at = _base(weights, tensor, WEIGHT, IS_ALIGNED) + at
-        buffer_at = _base(buffers, tensor, STATE, IS_ALIGNED) + at
-        copy_at = _base(copies, tensor, COPY, IS_ALIGNED) + at
+        grad, weight = tl.load(grads + tensor), tl.load(weights + tensor)
+        buffer, copy = tl.load(buffers + tensor), tl.load(copies + tensor)
         numel = tl.load(numels + tensor)
         line = numbers + tensor * _NUM
-        if begin + CHUNK <= numel:
-            is_in = tl.full((CHUNK,), 1, tl.int1)
+        everywhere = tl.full((CHUNK,), 1, tl.int1)
+        is_wide = (begin + CHUNK <= numel) & _is_aligned(weight | buffer | copy)
+        if is_wide & _is_aligned(grad):
             total = _move(
-                grad_at, weight_at, buffer_at, copy_at, is_in, line, WEIGHT, COPY, STATE, HAS_MOMENTUM, HAS_COPY
+                *(grad, weight, buffer, copy, at, everywhere, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
+                IS_ALIGNED=True,
+                IS_GRAD_ALIGNED=True,
+            )
+        elif is_wide:
+            total = _move(
+                *(grad, weight, buffer, copy, at, everywhere, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
+                IS_ALIGNED=True,
+                IS_GRAD_ALIGNED=False,
             )
         else:
-            is_in = at < numel
             total = _move(
-                grad_at, weight_at, buffer_at, copy_at, is_in, line, WEIGHT, COPY, STATE, HAS_MOMENTUM, HAS_COPY
+                *(grad, weight, buffer, copy, at, at < numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
+                IS_ALIGNED=False,
+                IS_GRAD_ALIGNED=False,
             )
         if HAS_COPY:
             tl.store(sums + chunk, total)

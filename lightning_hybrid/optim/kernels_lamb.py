@@ -12,7 +12,7 @@ They have run in Triton's interpreter, and on no GPU yet.
 import triton
 import triton.language as tl
 
-from lightning_hybrid.optim.kernels import _base, _sum_of
+from lightning_hybrid.optim.kernels import _is_aligned, _places, _sum_of
 
 # In the order of `option_table.lamb_options`; kernels read constants only.
 _DECAY, _EPS, _CLIP, _MULT, _ADAPTED, _SIGN, _BETA1, _BETA2, _CORRECTED = (tl.constexpr(row) for row in range(1, 10))
@@ -59,9 +59,26 @@ def _direction(w, m, v, is_in, line, STATE: tl.constexpr):
 
 
 @triton.jit
-def _take(grad_at, weight_at, first_at, second_at, is_in, line, sums, num_chunks, STATE: tl.constexpr):
-    g = tl.load(line).to(STATE) * tl.load(grad_at, mask=is_in, other=0.0).to(STATE)
-    w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
+def _take(
+    grad,
+    weight,
+    first,
+    second,
+    at,
+    is_in,
+    line,
+    sums,
+    num_chunks,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    STATE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_GRAD_ALIGNED: tl.constexpr,
+):
+    first_at, second_at = _places(first, at, STATE, IS_ALIGNED), _places(second, at, STATE, IS_ALIGNED)
+    g = tl.load(_places(grad, at, GRAD, IS_GRAD_ALIGNED), mask=is_in, other=0.0).to(STATE)
+    g *= tl.load(line).to(STATE)
+    w = tl.load(_places(weight, at, WEIGHT, IS_ALIGNED), mask=is_in, other=0.0).to(STATE)
     m, v = tl.load(first_at, mask=is_in, other=0.0), tl.load(second_at, mask=is_in, other=0.0)
     beta1, beta2 = tl.load(line + 1), tl.load(line + 2)
     m += (1.0 - beta1).to(STATE) * (g - m)
@@ -90,8 +107,6 @@ def moments(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     CHUNK: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    IS_GRAD_ALIGNED: tl.constexpr,
 ):
     """Take the gradients into both moments; sums (2, chunks): of w * w and of u * u. Nothing if it is skipped."""
     if tl.load(found_inf) <= 0:
@@ -99,17 +114,30 @@ def moments(
         tensor = tl.load(tensor_of + chunk)
         begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
         at = begin + tl.arange(0, CHUNK)
-        grad_at = _base(grads, tensor, GRAD, IS_GRAD_ALIGNED) + at
-        weight_at = _base(weights, tensor, WEIGHT, IS_ALIGNED) + at
-        first_at = _base(firsts, tensor, STATE, IS_ALIGNED) + at
-        second_at = _base(seconds, tensor, STATE, IS_ALIGNED) + at
+        grad, weight = tl.load(grads + tensor), tl.load(weights + tensor)
+        first, second = tl.load(firsts + tensor), tl.load(seconds + tensor)
         numel = tl.load(numels + tensor)
         line = numbers + tensor * _NUM
-        if begin + CHUNK <= numel:
-            is_in = tl.full((CHUNK,), 1, tl.int1)
-            _take(grad_at, weight_at, first_at, second_at, is_in, line, sums + chunk, num_chunks, STATE)
+        everywhere = tl.full((CHUNK,), 1, tl.int1)
+        is_wide = (begin + CHUNK <= numel) & _is_aligned(weight | first | second)
+        if is_wide & _is_aligned(grad):
+            _take(
+                *(grad, weight, first, second, at, everywhere, line, sums + chunk, num_chunks, WEIGHT, GRAD, STATE),
+                IS_ALIGNED=True,
+                IS_GRAD_ALIGNED=True,
+            )
+        elif is_wide:
+            _take(
+                *(grad, weight, first, second, at, everywhere, line, sums + chunk, num_chunks, WEIGHT, GRAD, STATE),
+                IS_ALIGNED=True,
+                IS_GRAD_ALIGNED=False,
+            )
         else:
-            _take(grad_at, weight_at, first_at, second_at, at < numel, line, sums + chunk, num_chunks, STATE)
+            _take(
+                *(grad, weight, first, second, at, at < numel, line, sums + chunk, num_chunks, WEIGHT, GRAD, STATE),
+                IS_ALIGNED=False,
+                IS_GRAD_ALIGNED=False,
+            )
 
 
 @triton.jit
@@ -128,10 +156,11 @@ def rates(sums, first_chunk, options, lrs, rates, num_tensors, num_chunks):
 
 @triton.jit
 def _move(
-    weight_at,
-    first_at,
-    second_at,
-    copy_at,
+    weight,
+    first,
+    second,
+    copy,
+    at,
     is_in,
     line,
     rate,
@@ -139,13 +168,16 @@ def _move(
     COPY: tl.constexpr,
     STATE: tl.constexpr,
     HAS_COPY: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
+    weight_at = _places(weight, at, WEIGHT, IS_ALIGNED)
     w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
-    m, v = tl.load(first_at, mask=is_in, other=0.0), tl.load(second_at, mask=is_in, other=0.0)
+    m = tl.load(_places(first, at, STATE, IS_ALIGNED), mask=is_in, other=0.0)
+    v = tl.load(_places(second, at, STATE, IS_ALIGNED), mask=is_in, other=0.0)
     moved = (w - rate * _direction(w, m, v, is_in, line, STATE)).to(WEIGHT)
     tl.store(weight_at, moved, mask=is_in)
     if HAS_COPY:
-        tl.store(copy_at, moved.to(COPY), mask=is_in)
+        tl.store(_places(copy, at, COPY, IS_ALIGNED), moved.to(COPY), mask=is_in)
 
 
 @triton.jit
@@ -165,7 +197,6 @@ def update(
     STATE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_COPY: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
 ):
     """W <- w - rate * u, with u made again: that costs less than to keep it. Nothing if it is skipped."""
     if tl.load(found_inf) <= 0:
@@ -173,15 +204,13 @@ def update(
         tensor = tl.load(tensor_of + chunk)
         begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
         at = begin + tl.arange(0, CHUNK)
-        weight_at = _base(weights, tensor, WEIGHT, IS_ALIGNED) + at
-        first_at = _base(firsts, tensor, STATE, IS_ALIGNED) + at
-        second_at = _base(seconds, tensor, STATE, IS_ALIGNED) + at
-        copy_at = _base(copies, tensor, COPY, IS_ALIGNED) + at
+        weight, copy = tl.load(weights + tensor), tl.load(copies + tensor)
+        first, second = tl.load(firsts + tensor), tl.load(seconds + tensor)
         numel = tl.load(numels + tensor)
         line = numbers + tensor * _NUM
         rate = tl.load(rates + tensor).to(STATE)
-        if begin + CHUNK <= numel:
-            is_in = tl.full((CHUNK,), 1, tl.int1)
-            _move(weight_at, first_at, second_at, copy_at, is_in, line, rate, WEIGHT, COPY, STATE, HAS_COPY)
+        if (begin + CHUNK <= numel) & _is_aligned(weight | first | second | copy):
+            everywhere = tl.full((CHUNK,), 1, tl.int1)
+            _move(weight, first, second, copy, at, everywhere, line, rate, WEIGHT, COPY, STATE, HAS_COPY, True)
         else:
-            _move(weight_at, first_at, second_at, copy_at, at < numel, line, rate, WEIGHT, COPY, STATE, HAS_COPY)
+            _move(weight, first, second, copy, at, at < numel, line, rate, WEIGHT, COPY, STATE, HAS_COPY, False)

@@ -48,7 +48,7 @@ class LAMB(LayerwiseOptimizer):
 
     `fused=True` is two passes over memory for the whole model, moments with |w| and |u|, then the step; three where
     gradients are looked at before, for inf and nan or for `max_grad_norm`. On the CPU they are C++ (`native`), on CUDA
-    Triton (`kernels_lamb`), which has never run on a GPU. Needs, rounding and protocol are those of `LARS(fused=True)`.
+    Triton (`kernels_lamb`), which has never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
 
     `capturable=True` counts steps on the parameters' device and reads nothing on the host, so that a CUDA graph may
     capture the step; capture itself has not been run. A rate that changes between replays has to be a tensor.

@@ -69,9 +69,10 @@ class LARS(LayerwiseOptimizer):
 
     `fused=True` is two passes over memory for the whole model: the norms of gradients, then the step. On the CPU they
     are C++ (`native`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
-    Triton kernels (`kernels`). Without a compiler, or without triton, it is the lists, with a warning. The same rule
-    with other rounding: weights agree with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14.
-    It is an option of the optimizer, not of a group, and tells `torch.amp.GradScaler` that the step unscales and skips
+    Triton kernels (`kernels`). `None` is that on CUDA, and lists elsewhere, as it is with `foreach` or `capturable`
+    set. Without a compiler, or without triton, it is the lists, with a warning. The same rule with other rounding:
+    weights agree with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14.
+    It is an option of the optimizer, not of a group. True tells `torch.amp.GradScaler` that the step unscales and skips
     by itself; Lightning then refuses to clip gradients under "16-mixed". Under `torch.compile(optimizer.step)` it is
     the lists that are compiled.
 

@@ -82,7 +82,7 @@ class LayerwiseOptimizer(Optimizer):
                 )
         self._check_group({**self.defaults, **param_group})
         common = self.defaults["fused"]
-        if bool(own := param_group.get("fused", common)) != bool(common):
+        if (own := param_group.get("fused", common)) != common:
             raise ValueError(
                 f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one verdict on inf and nan, before "
                 f"anything is written, is for all groups together. Give it to {type(self).__name__}, not to a group."
@@ -163,8 +163,19 @@ class LayerwiseOptimizer(Optimizer):
         """What is on the attributes, and whether this step has to look for inf and nan by itself."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
-        inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
-        return Scaling(inverse_scale=inverse_scale, found_inf=found_inf), grad_scale is not None and found_inf is None
+        if grad_scale is None:
+            return Scaling(found_inf=found_inf), False
+        scale = grad_scale.detach().float()
+        if found_inf is None and scale.device.type == "cuda" and not torch.compiler.is_compiling():
+            inverse_scale, verdict = (self._one_and_zero(scale.device) / scale).unbind()  # both in one launch
+            return Scaling(inverse_scale=inverse_scale, verdict=verdict), True
+        return Scaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
+
+    def _one_and_zero(self, device: torch.device) -> Tensor:
+        pair: Tensor | None = self.__dict__.get("_pair")
+        if pair is None or pair.device != device:
+            self._pair = pair = torch.arange(1.0, -1.0, -1.0, dtype=torch.float32, device=device)
+        return pair
 
     def _listed_step(self, is_checked: bool) -> None:
         if is_checked:
@@ -192,11 +203,19 @@ class LayerwiseOptimizer(Optimizer):
         return self._is_fused()
 
     def _is_fused(self) -> bool:
+        """Whether steps are asked to be fused, and can be. Where nobody asked, nobody else need know of it."""
         types = {param.device.type for group in self.param_groups for param in group["params"]}
-        return self._asks_for_fused() and all(has_kernels(device_type) for device_type in types)
+        is_asked_for = bool(self.param_groups) and bool(self.param_groups[0]["fused"])
+        return is_asked_for and all(has_kernels(device_type) for device_type in types)
 
     def _asks_for_fused(self) -> bool:
-        return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
+        """`fused`; None is kernels on CUDA, unless lists or a loop are asked for, or a step that a graph captures."""
+        if not self.param_groups or (fused := self.param_groups[0]["fused"]) is not None:
+            return bool(self.param_groups) and fused
+        return all(
+            group["foreach"] is None and not group["capturable"] and all(param.is_cuda for param in group["params"])
+            for group in self.param_groups
+        )
 
     def _new_fused(self) -> FusedStep:
         """The rule's own fused step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,41 +15,73 @@ class Options:
 
         table (len(names), tensors)    options["weight_decay"] is a row; "lr" is the first
 
-    `names` are those of the rows, `line_of` gives a group's numbers in that order. The table keeps its address, so that
-    a captured graph reads what is in it at replay. `lr` is its first row, or made anew each step where the rate of a
-    group is a tensor: that one is read on the device.
+    `names` are those of the rows, `line_of` gives a group's numbers in that order. `OptionTables` fills it. `lr` is its
+    first row, or made anew each step where the rate of a group is a tensor: that one is read on the device.
     """
 
     def __init__(self, names: Sequence[str], line_of: Callable[[dict[str, Any]], list[float]]) -> None:
         self._row_of = {name: row for row, name in enumerate(names)}
-        self._line_of = line_of
-        self._key: Any = None
-        self.table = torch.empty(0)
+        self.line_of = line_of
+        self.table = self.lr = torch.empty(0)
+        self.rows: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._row_of)
 
     def __getitem__(self, name: str) -> Tensor:
         """One number per tensor."""
-        return self.lr if name == "lr" else self._rows[self._row_of[name]]
+        return self.lr if name == "lr" else self.rows[self._row_of[name]]
 
-    def take(self, groups_of_tensors: Sequence[dict[str, Any]], device: torch.device) -> None:
-        """Read the groups again; unchanged numbers stay on the device, changed ones go there without a wait."""
-        groups = list({id(group): group for group in groups_of_tensors}.values())
-        lines = [self._line_of(group) for group in groups]
-        key = (lines, [id(group) for group in groups_of_tensors], device)
-        if key != self._key:
+
+class OptionTables:
+    """The tables of several kinds of tensors of one device, in one stretch of memory: a change is one copy.
+
+    `kinds`: of each the options, and the group of each tensor. Tables keep their addresses, so that a captured graph
+    reads what is in them at replay.
+    """
+
+    def __init__(self, kinds: Sequence[tuple[Options, Sequence[dict[str, Any]]]], device: torch.device) -> None:
+        self._device, self._lines = device, list[Any]()
+        self._kinds: list[tuple[Options, list[dict[str, Any]], Tensor]] = []
+        self._rate_places: list[Tensor | None] = [None] * len(kinds)
+        for options, groups_of_tensors in kinds:
+            groups = list({id(group): group for group in groups_of_tensors}.values())
             index = {id(group): i for i, group in enumerate(groups)}
-            places = torch.tensor([index[id(group)] for group in groups_of_tensors])
-            table = torch.tensor(lines, dtype=torch.float64).T[:, places].contiguous()
-            if self.table.shape != table.shape or self.table.device != device:
-                self.table = torch.empty_like(table, device=device)
-                self._rows = self.table.unbind()
-            to_device_(self.table, table)
-            self._places = torch.empty_like(places, device=device)
-            to_device_(self._places, places)
-            self._key = key
-        self.lr = self._rows[0]
-        if any(isinstance(group["lr"], Tensor) for group in groups):
-            rates = torch.stack([_on_device(group["lr"], device) for group in groups])
-            self.lr = rates.index_select(0, self._places)
+            self._kinds.append((options, groups, torch.tensor([index[id(group)] for group in groups_of_tensors])))
+        self._memory = torch.empty(self._ends()[-1], dtype=torch.float64, device=device)
+        for (options, _, _), table in zip(self._kinds, self._parts(self._memory), strict=True):
+            options.table, options.rows = table, table.unbind()
+
+    def take(self) -> None:
+        """Read the groups again; unchanged numbers stay on the device, changed ones go there without a wait."""
+        lines = [[options.line_of(group) for group in groups] for options, groups, _ in self._kinds]
+        if lines != self._lines:
+            on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
+            for (_, _, places), some, part in zip(self._kinds, lines, self._parts(on_host), strict=True):
+                part.copy_(torch.tensor(some, dtype=torch.float64).T[:, places])
+            to_device_(self._memory, on_host)
+            self._lines = lines
+        for kind, (options, groups, places) in enumerate(self._kinds):
+            options.lr = options.rows[0]
+            if any(isinstance(group["lr"], Tensor) for group in groups):
+                rates = torch.stack([_on_device(group["lr"], self._device) for group in groups])
+                options.lr = rates.index_select(0, self._places_on_device(kind, places))
+
+    def _ends(self) -> list[int]:
+        """Where the tables begin and the last one ends: at even places, which are multiples of 16 bytes."""
+        sizes = [len(options) * len(places) for options, _, places in self._kinds]
+        return [0, *itertools.accumulate(size + size % 2 for size in sizes)]
+
+    def _parts(self, memory: Tensor) -> Iterator[Tensor]:
+        for begin, (options, _, places) in zip(self._ends(), self._kinds, strict=False):
+            rows, columns = len(options), len(places)
+            yield memory[begin : begin + rows * columns].view(rows, columns)
+
+    def _places_on_device(self, kind: int, places: Tensor) -> Tensor:
+        if (known := self._rate_places[kind]) is None:
+            known = self._rate_places[kind] = torch.empty(places.shape, dtype=places.dtype, device=self._device)
+            to_device_(known, places)
+        return known
 
 
 _LARS = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "trust_clip", "excluded_lr_mult")

@@ -14,14 +14,16 @@ class Scaling:
     """For one step: what gradients are multiplied by, and whether the step is skipped. Both 0-dim, on a device.
 
     `inverse_scale` is None where gradients are not scaled, `found_inf` where a step is never skipped; else
-    `found_inf` is 0 or more than 0, float32, and then nothing is written.
+    `found_inf` is 0 or more than 0, float32, and then nothing is written. `verdict`, 0 so far, is where passes over
+    gradients may write 1.0 if one is inf or nan.
     """
 
     inverse_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    verdict: Tensor | None = None
 
     def to(self, device: torch.device) -> Scaling:
-        """The same on another device."""
+        """The same on another device, but for the verdict: each has its own."""
         inverse_scale = None if self.inverse_scale is None else self.inverse_scale.to(device, non_blocking=True)
         found_inf = None if self.found_inf is None else self.found_inf.to(device, non_blocking=True)
         return Scaling(inverse_scale=inverse_scale, found_inf=found_inf)

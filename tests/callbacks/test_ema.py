@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -106,3 +108,46 @@ def whole_and_resumed(run_dir):
 def test_a_decay_outside_its_range_is_refused():
     with pytest.raises(ValueError, match=r"`decay` \(=1\.5\) must be between 0 and 1"):
         MasterWeightAveraging(decay=1.5)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "meta"), ("cpu", "cpu")])
+def test_the_average_lives_where_the_model_will_be_unless_told_otherwise(given, expected):
+    """When it is made, the model is still on the CPU: there, each step would copy every master over."""
+    ema = MasterWeightAveraging(device=given)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
+    module = toy.Toy()
+    for _ in range(2):
+        ema.setup(trainer, module, "fit")
+        assert {tensor.device.type for tensor in ema._average_model.module.parameters()} == {expected}
+        trainer.strategy.root_device = torch.device("cpu")  # another fit, on another device
+        expected = "cpu"
+    assert {tensor.device.type for tensor in module.parameters()} == {"cpu"}
+
+
+class OnTheHost(int):
+    """In place of torch's own counter of averages, which lives on the device and is read once or twice each time."""
+
+    def to(self, device):
+        return self
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
+    """On "meta", which like a GPU takes no part in an operation of the CPU's, but copies."""
+    module, meta = toy.Toy().to("meta"), torch.device("meta")
+    trainer = toy.trainer(precision=precision)
+    module.trainer, trainer.strategy._lightning_module = trainer, module
+    trainer.precision_plugin.convert_module(module)
+    if precision == "16-true":
+        trainer.precision_plugin.follow_device(meta)
+    ema = MasterWeightAveraging(decay=DECAY)
+    ema.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=meta)), module, "fit")
+    del ema._average_model.n_averaged
+    for num_averaged in range(2):
+        ema._average_model.n_averaged = OnTheHost(num_averaged)
+        ema._average_model.update_parameters(module)
+    ema._swap_models(module)
+    assert {tensor.device for tensor in ema._kept} == {meta}
+    ema._swap_models(module)
+    ema._copy_average_to_current(module)
+    assert {tensor.device for tensor in (*module.parameters(), *ema._average_model.parameters())} == {meta}

@@ -16,9 +16,9 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import CheckReplicas, WatchNumbers
 from lightning_hybrid.callbacks import numbers as numbers_module
 from lightning_hybrid.callbacks.evidence import LayerProbes, describe_batch
-from lightning_hybrid.loss_scale import DynamicLossScale
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
-from tests.test_handover import HostReads
+from tests.precision.test_optimizer_protocol import HostReads
 
 HOST = numbers_module.host_identity()[0]
 
@@ -182,7 +182,7 @@ def with_bad_images():
 def test_images_that_are_not_finite_are_named_with_their_batch():
     error, _ = fit(toy.Toy(), loader=with_bad_images(), num_epochs=60)
     assert error.startswith("EndlessOverflowError: ")
-    assert "[0] float16 [8, 12]: 1 of 96 values not finite, in samples 5; [1] int64 [8]: from 0 to " in error
+    assert "[0] float32 [8, 12]: 1 of 96 values not finite, in samples 5; [1] int64 [8]: from 0 to " in error
 
 
 def test_a_label_that_no_class_has_is_described_and_the_batch_saved(tmp_path):

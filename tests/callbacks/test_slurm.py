@@ -149,7 +149,7 @@ def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch
     trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu")))
 
     def interrupted(asked, op):
-        callback._on_signal(trainer, stop.TO_STOP_AND_REQUEUE, signal.SIGUSR1, None)
+        callback._on_signal(trainer, stop.REQUEUE, signal.SIGUSR1, None)
 
     monkeypatch.setattr(stop.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(stop.dist, "all_reduce", interrupted)

@@ -47,7 +47,7 @@ def test_one_rank_alone_has_nothing_to_wait_for():
 
 def test_a_long_backward_hides_all_but_the_last_bucket():
     found = on_gpus()
-    outcome = simulate(SIXTEEN, found, PLAN, itemsize=2)
+    outcome = simulate(SIXTEEN, found, CommPlan(num_buckets=16), itemsize=2)
     last = outcome.buckets[-1]
     assert len(outcome.buckets) > 8
     assert outcome.exposed_s[0] == pytest.approx(found.alone_s(last.algorithm, last.num_bytes))
@@ -57,7 +57,7 @@ def test_one_bucket_hides_nothing():
     found = on_gpus()
     outcome = simulate(SIXTEEN, found, PLAN, itemsize=2, cuts=[])
     assert len(outcome.buckets) == 1
-    assert outcome.exposed_s[0] == pytest.approx(found.alone_s("two_level", 16 * MIB * 2))
+    assert outcome.exposed_s[0] == pytest.approx(found.alone_s("flat", 16 * MIB * 2))
 
 
 def test_segments_end_where_they_are_cut():
@@ -71,9 +71,12 @@ def test_segments_end_where_they_are_cut():
 
 
 def test_buckets_are_the_plans():
-    caps = PLAN.bucket_caps([2 * MIB] * 16, num_nodes=4)
-    found = buckets_of([MIB] * 16, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=None)
-    assert [bucket.num_bytes for bucket in found] == caps
+    """On GPUs they are DDP's own."""
+    for on_cuda in (False, True):
+        caps = PLAN.bucket_caps([2 * MIB] * 16, num_nodes=4, on_cuda=on_cuda)
+        found = buckets_of([MIB] * 16, on_gpus(), PLAN, itemsize=2, on_cuda=on_cuda, cuts=None)
+        assert [bucket.num_bytes for bucket in found] == caps
+        assert len(caps) == (3 if on_cuda else 16)
 
 
 def test_a_bucket_is_ready_with_its_last_gradient():

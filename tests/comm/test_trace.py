@@ -5,7 +5,7 @@ import pytest
 
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.summary import BucketSummary, CommSummary
-from lightning_hybrid.comm.trace import CommTrace
+from lightning_hybrid.comm.trace import CommTrace, DeviceTimes
 from lightning_hybrid.comm.traffic import Traffic
 
 
@@ -64,10 +64,34 @@ def test_draining_in_mid_flight_splits_the_times():
     assert (second.busy_s, second.exposed_s, second.num_buckets) == (3.0, 3.0, 0)
 
 
-def test_a_stream_is_counted_and_claims_no_times():
-    trace = CommTrace()
-    trace.count_untimed(num_bytes=8, is_last=True)
-    assert trace.drain() == CommSummary(num_steps=1, num_buckets=1, num_bytes=8, busy_s=None, exposed_s=None)
+def test_what_a_device_tells_afterwards_is_counted_as_if_it_had_been_seen():
+    """The same buckets, as their times come and all at once."""
+    clock = Clock()
+    seen, told = CommTrace(clock=clock, keep_events=True), CommTrace(keep_events=True)
+    one_step(seen, clock)
+    kept = [event for event in seen._events if event["row"] == "buckets"]
+    times = {int(event["name"].split()[1]): (event["ts"] / 1e6, event["dur"] / 1e6) for event in kept}
+    last = max(times)
+    told.replay(
+        DeviceTimes(
+            bucket=bucket(index),
+            traffic=TRAFFIC,
+            is_last=index == last,
+            ready_s=begin_s,
+            done_s=begin_s + taken_s,
+        )
+        for index, (begin_s, taken_s) in times.items()
+    )
+    assert told._events == seen._events
+    assert told.drain() == seen.drain()
+
+
+def test_counts_are_read_after_a_look_at_the_device(tmp_path):
+    trace, num_looks = CommTrace(), []
+    trace.look_first(lambda: num_looks.append(1))
+    trace.drain(), trace.total(), trace.total_busy_s, trace.total_busy
+    trace.write(tmp_path / "rank0.json", rank=0)
+    assert len(num_looks) == 5
 
 
 def test_counts_survive_many_threads():
@@ -189,10 +213,20 @@ def test_the_total_is_that_of_all_windows_whoever_drains():
 
 def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
     clock = Clock()
-    timed, stream = CommTrace(clock=clock), CommTrace()
+    timed = CommTrace(clock=clock)
     one_step(timed, clock)
-    stream.count_untimed(num_bytes=8, is_last=True, bucket=bucket(0), traffic=TRAFFIC)
-    total = timed.drain() + stream.drain()
+    untimed = CommSummary(
+        num_steps=1,
+        num_buckets=1,
+        num_bytes=8,
+        busy_s=None,
+        exposed_s=None,
+        least_bytes_across=TRAFFIC.least_across,
+        bytes_across=TRAFFIC.across,
+        bytes_inside=TRAFFIC.inside,
+        buckets=(bucket_summary(0, 1, None, None),),
+    )
+    total = timed.drain() + untimed
     assert (total.num_buckets, total.bytes_across, total.busy_s, total.exposed_s) == (3, 45.0, None, None)
     assert total.buckets == (bucket_summary(0, 2, None, None), bucket_summary(1, 1, 4.0, 3.0))
     assert total.achieved_bytes_per_s is None

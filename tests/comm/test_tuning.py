@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, tuning
 from lightning_hybrid.comm.tuning import CHECK_STEPS, MOST_RETUNES, NUM_WARMUP_STEPS, PlanTuning
 from tests.comm.layouts import integers
+from tests.comm.recording_cuda import Cuda
 
 CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
@@ -245,6 +246,72 @@ def test_a_change_of_communication_is_tuned_for_twice_and_then_warned_of(four_ra
     assert "communication takes 2.00 of what it took when plan" in message
     assert "it is stale, and it has been tuned anew 2 times" in message
     assert [told for _, told, _ in results[1:]] == [[]] * 3
+
+
+class EngineOnCuda:
+    """What tuning asks of an engine, of a device whose steps are counted when it is through with them."""
+
+    def __init__(self):
+        self.topology = Topology(rank=0, nodes=TWO_BY_TWO)
+        self.plan, self.device, self.buckets = CommPlan(), torch.device("cuda"), ()
+        self.dtype_across_nodes, self.trace = None, self
+        self.total_busy, self.prepared = (0.0, 0), []
+
+    @property
+    def total_busy_s(self):
+        return self.total_busy[0]
+
+    def prepare(self, plans):
+        self.prepared.append([plan.algorithm for plan in plans])
+
+    def free_unused(self):
+        pass
+
+
+@pytest.fixture
+def on_cuda():
+    """Tuning that watches, as on CUDA; the tensors are the CPU's."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda, full = Cuda().installed(patch), torch.full
+        patch.setattr(torch, "full", lambda size, value, device: full(size, value))
+        patch.setattr(dist, "broadcast", lambda word, src: None)
+        tuned = PlanTuning(EngineOnCuda(), cache_folder=None, clock=lambda: 0.0)
+        tuned._follow(tuning.Decision(plan=tuned._engine.plan))
+        yield tuned, cuda
+
+
+def test_on_cuda_groups_for_all_trials_are_made_before_the_first_step(on_cuda):
+    assert on_cuda[0]._engine.prepared == [["flat", "parallel_flat", "hierarchical", "two_level"]]
+
+
+def test_on_cuda_communication_is_watched_by_steps_that_the_device_has_finished(on_cuda):
+    """It is through with none, with one, with two at once: what a step takes is the same, and no change is seen."""
+    tuned, _ = on_cuda
+    total_s, num_steps = 0.0, 0
+    for number in range(200):
+        num_new = (0, 1, 2)[number % 3]
+        total_s, num_steps = total_s + 0.1 * num_new, num_steps + num_new
+        tuned._engine.total_busy = total_s, num_steps
+        tuned._watch(1.0)
+    assert tuned._drift.level.seconds == pytest.approx(0.1)
+    assert not tuned._drift.has_changed
+    for _ in range(10):
+        total_s, num_steps = total_s + 0.2, num_steps + 1
+        tuned._engine.total_busy = total_s, num_steps
+        tuned._watch(1.0)
+    assert tuned._drift.has_changed
+
+
+def test_on_cuda_the_word_on_a_change_is_read_one_check_late_and_nobody_waits(on_cuda):
+    tuned, cuda = on_cuda
+    assert tuned._is_stale() is False
+    tuned._drift.has_changed = True
+    assert tuned._is_stale() is False
+    cuda.hang()  # what came after the last check may still be under way
+    assert tuned._is_stale() is True
+    assert cuda.host_waits == ["event"] * 2  # which the stand-in refuses where it would take time
+    tuned._follow(tuning.Decision(plan=tuned._engine.plan))
+    assert tuned._is_stale() is False  # no word is left over
 
 
 # ---- the engine's part -----------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_ot
 
 @needs_dali
 def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
-    loader = prefetch(module_of(root).train_dataloader(), torch.device("cpu"), lambda batch: batch)
+    loader = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
     next(iter(loader))
     assert readers() == []
 
@@ -324,7 +324,7 @@ def test_images_are_decoded_where_they_are_used(root, device):
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(labels, their_labels)
         assert (images.cpu().int() - expected.int()).abs().float().mean() < (1 if device == "cpu" else 4)
-    ahead = prefetch(loader, torch.device(device), lambda batch: batch)
+    ahead = prefetch(loader, torch.device(device))
     for (images, _), (expected, _) in zip(ahead, read(module_epoch(root, 1)), strict=True):
         normalised, _ = NormaliseOnDevice()((expected, None))
         assert (images.cpu() - normalised).abs().mean() < (1 if device == "cpu" else 4) / 57  # levels by 255 * std

@@ -89,7 +89,7 @@ def test_a_resumed_epoch_gives_the_same_pixels(root, stop):
 
 
 def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
-    loader = prefetch(module_of(root, num_batches_ahead=1).train_dataloader(), torch.device("cpu"), lambda batch: batch)
+    loader = prefetch(module_of(root, num_batches_ahead=1).train_dataloader(), torch.device("cpu"))
     next(iter(loader))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
 
@@ -202,7 +202,7 @@ def fit_from(root, path, accumulate):
 
 
 def test_waiting_for_data_is_counted_and_taken(root):
-    ahead = prefetch(module_of(root).train_dataloader(), torch.device("cpu"), lambda batch: batch)
+    ahead = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
     assert ahead.take_wait_s() == 0.0
     iterator = iter(ahead)
     next(iterator)

@@ -1,16 +1,19 @@
-"""One batch ahead: same batches, same order, exact state, and nothing left to move."""
+"""Same batches, same order, exact state, nothing left to move; ahead only where the loader itself is."""
 
 import copy
 import pickle
 import time
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid.data.image_loader import ImageEvalLoader, ImageTrainLoader
+from lightning_hybrid.data.loaders import TrainLoader
 from lightning_hybrid.data.on_device import NormaliseOnDevice
-from lightning_hybrid.data.prefetch import prefetch
+from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
 
 CPU = torch.device("cpu")
 
@@ -45,44 +48,95 @@ class CountingLoader:
 @pytest.mark.parametrize("num_batches", [0, 1, 2, 5])
 def test_batches_come_once_each_and_in_order(num_batches):
     batches = [torch.tensor(i) for i in range(num_batches)]
-    ahead = prefetch(batches, CPU, same)
+    ahead = prefetch(batches, CPU)
     for _ in range(2):
         assert [int(b) for b in ahead] == list(range(num_batches))
     assert len(ahead) == num_batches
 
 
-def test_next_batch_is_fetched_before_the_current_one_is_handed_out():
+def test_a_batch_is_asked_for_when_it_is_due():
     loader = CountingLoader(4)
-    ahead = iter(prefetch(loader, CPU, same))
-    assert next(ahead) == 0
-    assert loader.num_fetched == 2
+    ahead = iter(prefetch(loader, CPU))
+    for due in range(3):
+        assert next(ahead) == due
+        assert loader.num_fetched == due + 1
+
+
+class Refilling:
+    """A loader with a length that hands out the same tensors each time, filled again."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        array = np.zeros(3, dtype=np.float32)
+        inputs, labels = torch.from_numpy(array), torch.zeros(3, dtype=torch.int64)
+        for i in range(4):
+            array[:], labels[:] = i, i
+            yield inputs, labels
+
+
+@pytest.mark.parametrize("num_workers", [0, 7])
+def test_what_a_loader_fills_again_is_read_before(num_workers):
+    """The number of workers is another's than torch's `DataLoader`, and says nothing of the memory."""
+    loader = Refilling()
+    loader.num_workers = num_workers
+    seen = [(inputs.tolist(), labels.tolist()) for inputs, labels in prefetch(loader, CPU)]
+    assert seen == [([i] * 3, [i] * 3) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(TensorDataset(torch.arange(2)), num_workers=1), True),
+        (DataLoader(TensorDataset(torch.arange(2))), False),
+        (CountingLoader(1), False),
+        (Refilling(), False),
+        (ImageEvalLoader, True),
+        (ImageTrainLoader, True),
+        (TrainLoader, True),
+    ],
+    ids=str,
+)
+def test_which_loaders_read_ahead_themselves(loader, expected):
+    assert _reads_ahead(loader) is expected
+
+
+def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out():
+    """As on CUDA, for a loader that reads ahead itself."""
+    loader = CountingLoader(4)
+    ahead = prefetch(loader, CPU)
+    ahead._looks_ahead = True
+    iterator = iter(ahead)
+    assert (int(next(iterator)), loader.num_fetched, ahead.state_dict()) == (0, 2, {"num_fetched": 1})
+    assert [int(b) for b in iterator] == [1, 2, 3]
 
 
 def test_state_is_that_of_the_batch_handed_out():
     loader = CountingLoader(5)
-    ahead = prefetch(loader, CPU, same)
+    ahead = prefetch(loader, CPU)
     iterator = iter(ahead)
     next(iterator), next(iterator)
     assert ahead.state_dict() == {"num_fetched": 2}
-    resumed = prefetch(CountingLoader(5), CPU, same)
+    resumed = prefetch(CountingLoader(5), CPU)
     resumed.load_state_dict(ahead.state_dict())
     assert [int(b) for b in resumed] == [2, 3, 4]
 
 
-def test_prefetched_batch_is_not_moved_or_cast_again():
-    ahead = prefetch([torch.randn(3)], CPU, lambda batch: batch.half())
-    (batch,) = ahead
-    assert batch.dtype is torch.float16
-    assert move_data_to_device(batch, CPU).data_ptr() == batch.data_ptr()
+def test_a_batch_is_not_moved_again_and_keeps_its_dtypes():
+    given = [torch.randn(3), torch.tensor([70_000.0]), torch.tensor([1])]
+    (batch,) = prefetch([given], CPU, torch.float16)
+    assert [one.dtype for one in batch] == [torch.float32, torch.float32, torch.int64]
+    assert all(move_data_to_device(one, CPU).data_ptr() == one.data_ptr() for one in batch)
 
 
 def test_loader_without_state_is_not_taken_for_a_stateful_one():
-    assert not hasattr(prefetch([1, 2], CPU, same), "state_dict")
+    assert not hasattr(prefetch([1, 2], CPU), "state_dict")
 
 
 def test_attributes_are_read_from_and_written_to_the_loader():
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
-    ahead = prefetch(loader, CPU, same)
+    ahead = prefetch(loader, CPU)
     assert ahead.batch_size == 2
     assert ahead.dataset is loader.dataset
     ahead.worker_init_fn = same
@@ -90,23 +144,26 @@ def test_attributes_are_read_from_and_written_to_the_loader():
 
 
 def test_wrapping_twice_is_wrapping_once():
-    once = prefetch([1], CPU, same)
-    assert prefetch(once, CPU, same) is once
+    once = prefetch([1], CPU)
+    assert prefetch(once, CPU) is once
 
 
 def test_copy_and_pickle_keep_the_loader():
-    ahead = prefetch(CountingLoader(3), CPU, same)
+    ahead = prefetch(CountingLoader(3), CPU)
     for twin in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
         assert [int(b) for b in twin] == [0, 1, 2]
 
 
-def test_an_error_of_the_loader_comes_when_its_batch_is_due():
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_an_error_of_the_loader_comes_when_its_batch_is_due(looks_ahead):
     def broken():
         yield torch.tensor(0)
         yield torch.tensor(1)
         raise OSError("disk gone")
 
-    ahead = iter(prefetch(broken(), CPU, same))
+    ahead = prefetch(broken(), CPU)
+    ahead._looks_ahead = looks_ahead
+    ahead = iter(ahead)
     assert [int(next(ahead)), int(next(ahead))] == [0, 1]
     with pytest.raises(OSError, match="disk gone"):
         next(ahead)
@@ -116,9 +173,9 @@ def test_an_error_of_the_loader_comes_when_its_batch_is_due():
 def test_batches_arrive_on_the_gpu_with_the_right_values():
     host = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(8)]
     device = torch.device("cuda", 0)
-    for i, batch in enumerate(prefetch(host, device, lambda b: b.half())):
+    for i, batch in enumerate(prefetch(host, device)):
         assert batch.device == device
-        assert torch.equal(batch.cpu(), host[i].half())
+        assert torch.equal(batch.cpu(), host[i])
 
 
 class Images(list):
@@ -129,14 +186,9 @@ class Images(list):
         return batch / 255
 
 
-def test_what_a_loader_leaves_to_the_device_is_done_between_moving_and_casting():
+def test_what_a_loader_leaves_to_the_device_is_done_after_moving_and_comes_in_the_compute_dtype():
     batches = Images([torch.full((2,), level, dtype=torch.uint8) for level in (0, 51, 255)])
-
-    def cast(batch):
-        assert batch.dtype is torch.float32
-        return batch.half()
-
-    ahead = prefetch(batches, CPU, cast)
+    ahead = prefetch(batches, CPU, torch.float16)
     assert [batch.tolist() for batch in ahead] == [[0.0] * 2, [torch.tensor(0.2).half().item()] * 2, [1.0] * 2]
     assert [batch.dtype for batch in copy.deepcopy(ahead)] == [torch.float16] * 3
 
@@ -147,16 +199,13 @@ def test_waiting_for_the_loader_adds_up_until_it_is_taken():
             time.sleep(0.02)
             yield torch.tensor(i)
 
-    ahead = prefetch(slow(), CPU, same)
+    ahead = prefetch(slow(), CPU)
     iterator = iter(ahead)
     assert ahead.take_wait_s() == 0.0
-    next(iterator)  # two batches: one handed out, one ahead
-    assert 0.04 <= ahead.take_wait_s() < 5
-    time.sleep(0.05)  # the consumer's own time
     next(iterator)
     assert 0.02 <= ahead.take_wait_s() < 5
-    next(iterator)  # the last one came before
-    assert ahead.take_wait_s() < 0.02
+    time.sleep(0.05)  # the consumer's own time
+    assert ahead.take_wait_s() == 0.0
 
 
 @pytest.mark.gpu
@@ -166,7 +215,7 @@ def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
     loader = Images([(images.pin_memory(), labels.pin_memory())] * 4)
     loader.on_device = NormaliseOnDevice()
     expected, _ = NormaliseOnDevice()((images, labels))
-    for found, found_labels in prefetch(loader, device, same):
+    for found, found_labels in prefetch(loader, device):
         assert found.device == found_labels.device == device
         assert found.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(found.cpu(), expected)

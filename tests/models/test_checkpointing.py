@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hybrid.half_arithmetic import HalfOperandsFullArithmetic
 from lightning_hybrid.models import AlexNet, AlexNetBN, ResNet
 from lightning_hybrid.models.checkpointing import checkpointed, run_stages
+from lightning_hybrid.precision.fp16_emulation import HalfOperandsFullArithmetic
 
 NETWORKS = {
     "ResNet-18": lambda: ResNet(depth=18, num_classes=4, in_channels=1, width=0.125, stem="small"),

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay, fused
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
-from lightning_hybrid.optim.option_table import lars_options
+from lightning_hybrid.optim.option_table import OptionTables, lars_options
 from lightning_hybrid.optim.scaling import Scaling
 from tests.optim.families import distance_from
 from tests.optim.test_lars import normals, set_grads
@@ -290,8 +290,12 @@ def test_the_kernels_of_lamb_are_the_rule(device, options, dtype):
 
 @on_devices
 def test_layouts_missing_gradients_and_moved_memory(device):
-    """Channels last, a transposed gradient, an expanded one, one off any alignment, a weight with gaps in memory."""
-    params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,)])
+    """Channels last, a transposed gradient, an expanded one, two off any alignment, a weight with gaps in memory.
+
+    Of the long one whole chunks are off alignment, of the short one a rest.
+    """
+    long = 200 if device == "cpu" else 9000
+    params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,), (long,)])
     params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
     params[4] = nn.Parameter(params[4].detach()[::2])
     others = twins(params)
@@ -302,13 +306,44 @@ def test_layouts_missing_gradients_and_moved_memory(device):
         params[2].grad = others[2].grad = None
         params[2].grad = torch.full((), 0.5, device=device).expand(9)
         others[2].grad = torch.full((9,), 0.5)
-        params[3].grad = torch.cat([params[3].grad.new_zeros(1), params[3].grad])[1:]
+        for off in (params[3], params[5]):
+            off.grad = torch.cat([off.grad.new_zeros(1), off.grad])[1:]
         if step == 2:
             params[3].grad = others[3].grad = None
             params[1].data = params[1].data.clone()
         ours.step()
         theirs.step()
     assert_close(params, others, 1e-6)
+
+
+@on_devices
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_a_gradient_off_alignment_is_stepped_as_any_other(device, rule):
+    """Half-precision ones, as DDP packs them behind a bias of three elements; weights off alignment beside them."""
+    ends = []
+    for offset in (0, 3):
+        params = parameters(device)
+        memory = torch.empty(3 + params[0].numel(), device=device)
+        params[0].data = memory[offset:][: params[0].numel()].copy_(params[0].data.view(-1)).view_as(params[0])
+        optimizer = rule(params, lr=0.1, weight_decay=0.01, fused=True)
+        optimizer.copies = {param: param.detach().half() for param in params}
+        for step in range(3):
+            give_grads(params, twins(params), step, 1024.0, torch.float16)
+            for param in params:
+                grad = param.grad
+                packed = torch.cat([grad.new_zeros(offset), grad.view(-1)])
+                param.grad = packed[offset:].view_as(grad)
+            optimizer.grad_scale = torch.tensor(1024.0, device=device)
+            optimizer.step()
+        ends.append(params)
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@on_devices
+def test_the_first_kernel_that_is_tried_can_be_launched(device):
+    from lightning_hybrid.optim.kernel_engine import try_out
+
+    try_out(device)
 
 
 @on_devices
@@ -322,7 +357,7 @@ def test_finalize_makes_the_coefficients(device):
         param.grad = torch.randn_like(param)
     options = LARS(params, lr=3.0, weight_decay=0.1, trust_clip=1e-3, momentum_form="lr_outside").param_groups[0]
     engine, table = KernelLars(params, [], [], torch.float32, is_joint=False), lars_options()
-    table.take([options] * len(params), params[0].device)
+    OptionTables([(table, [options] * len(params))], params[0].device).take()
     scaling = Scaling(inverse_scale=torch.tensor(0.25, device=device))
     engine.measure([param.grad for param in params], table, scaling, [True] * len(params))
     engine.move(table, scaling)

@@ -1,6 +1,7 @@
 """The kernels of the fused step where only a GPU or the compiler for it can tell: code, launches, waits, graphs."""
 
 import re
+import subprocess
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ TYPES = {
     **dict.fromkeys(("inverse_scale", "found_inf", "sums"), "*fp32"),
     **dict.fromkeys(("num_tensors", "num_chunks"), "i32"),
 }
-FLAGS = ("IS_JOINT", "IS_ALIGNED", "IS_GRAD_ALIGNED", "HAS_MOMENTUM", "HAS_COPY")
+FLAGS = ("IS_JOINT", "HAS_MOMENTUM", "HAS_COPY")
 
 
 @pytest.fixture
@@ -43,19 +44,20 @@ def compiled(tmp_path, monkeypatch):
     return compiled
 
 
-# Of 16 elements of each thread: w, v and m of 4 bytes, g and the copy of 2.
+# Of 16 elements of each thread: w, v and m of 4 bytes, g and the copy of 2. First where all tensors of a chunk are
+# aligned, then where the gradient alone is not: all others are still loaded and stored 16 bytes at once.
 WIDE = {
-    "kernels.norms": (4 + 2, 0),
-    "kernels.finalize": (0, 0),
-    "kernels.update": (4 + 4 + 2, 4 + 4 + 2),
-    "kernels_lamb.count": (0, 0),
-    "kernels_lamb.moments": (4 + 4 + 4 + 2, 4 + 4),
-    "kernels_lamb.rates": (0, 0),
-    "kernels_lamb.update": (4 + 4 + 4, 4 + 2),
+    "kernels.norms": [(4 + 2, 0), (4, 0)],
+    "kernels.finalize": [],
+    "kernels.update": [(4 + 4 + 2, 4 + 4 + 2), (4 + 4, 4 + 4 + 2)],
+    "kernels_lamb.count": [],
+    "kernels_lamb.moments": [(4 + 4 + 4 + 2, 4 + 4), (4 + 4 + 4, 4 + 4)],
+    "kernels_lamb.rates": [],
+    "kernels_lamb.update": [(4 + 4 + 4, 4 + 2)],  # has no gradient
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", WIDE)
 def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability, compiled):
     """Without a GPU: to PTX, and that to machine code."""
@@ -65,17 +67,32 @@ def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability
     module, _, function = name.partition(".")
     kernel = getattr({"kernels": kernels, "kernels_lamb": kernels_lamb}[module], function)
     ptx = compiled(kernel, capability)
-    loads, stores = WIDE[name]
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == loads
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stores
-    if function == "update":  # to nearest: the interpreter cannot show it
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == sum(loads for loads, _ in WIDE[name])
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == sum(stores for _, stores in WIDE[name])
+    # Gradients off alignment, and what is masked, are read an element at a time: a wider load there would be a fault.
+    narrow = 16 * max(0, len(WIDE[name]) - 1) + (16 if "grads" in kernel.arg_names else 0)
+    assert len(re.findall(r"ld\.global\.b16", ptx)) == narrow
+    assert not re.search(r"ld\.global\.v2\.b", ptx)
+    if function == "update" and capability == 90:  # to nearest: the interpreter cannot show it
         assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, COPY=tl.bfloat16))
 
 
-def test_without_triton_fused_on_cuda_warns_once_and_uses_lists(monkeypatch):
+def no_triton(monkeypatch):
     monkeypatch.setattr(fused_devices.importlib.util, "find_spec", lambda name: None)
+
+
+def no_compiler(monkeypatch):
+    def try_out():
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
+
+    monkeypatch.setattr("lightning_hybrid.optim.kernel_engine.try_out", try_out)
+
+
+@pytest.mark.parametrize(("lack", "said"), [(no_triton, "needs triton"), (no_compiler, ".*CalledProcessError.*gcc")])
+def test_where_kernels_cannot_be_had_on_cuda_one_warning_says_so_and_it_is_the_lists(lack, said, monkeypatch):
+    lack(monkeypatch)
     fused_devices.has_kernels.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"`fused` \(=True\) on CUDA needs triton"):
+    with pytest.warns(RuntimeWarning, match=rf"`fused` \(=True or None\) on CUDA {said}.*the lists are used"):
         assert not fused_devices.has_kernels("cuda")
     assert not fused_devices.has_kernels("cuda")
     assert fused_devices.has_kernels("cpu")

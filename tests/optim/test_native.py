@@ -12,7 +12,7 @@ import torch
 
 from lightning_hybrid.optim import LAMB, LARS, fused_devices
 from lightning_hybrid.optim.native import build
-from lightning_hybrid.optim.option_table import lars_options
+from lightning_hybrid.optim.option_table import OptionTables, lars_options
 from lightning_hybrid.optim.scaling import Scaling
 from tests.optim.test_fused import close, masters, set_scaled_grads
 from tests.optim.test_lars import copies_of, parameters, run
@@ -112,7 +112,7 @@ def test_the_numbers_per_tensor_are_those_of_torchs_own_operations(options, is_j
     groups = [LARS(parameters((4,)), lr=3.0, weight_decay=0.1, **options).param_groups[0] for _ in range(3)]
     groups[2] |= {"trust_ratio": False, "excluded_lr_mult": 0.25, "nesterov": True}
     table = lars_options()
-    table.take(groups, torch.device("cpu"))
+    OptionTables([(table, groups)], torch.device("cpu")).take()
     sums = torch.tensor([[4.0, 0.0, 9.0], [0.25, 1.0, 0.0]], dtype=torch.float64)
     scale = torch.tensor(0.25, dtype=torch.float64)
     numbers = torch.empty(3, 6, dtype=torch.float64)

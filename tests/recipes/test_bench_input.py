@@ -74,7 +74,7 @@ class Paced:
 
 
 def test_a_step_waits_for_what_it_is_shorter_than_its_data():
-    ahead = prefetch(Paced(0.02), torch.device("cpu"), lambda batch: batch)
+    ahead = prefetch(Paced(0.02), torch.device("cpu"))
     waits_s = list(bench_inputs._waits(ahead, step_s=0.005, num_steps=6))
     assert len(waits_s) == 6
     assert np.median(waits_s) >= 0.014  # 20 ms less the step of 5 ms

@@ -41,6 +41,24 @@ def test_every_choice_of_a_group_can_be_built(optim, strategy):
     assert trainer.log_every_n_steps == 5
 
 
+@pytest.mark.parametrize(
+    ("trainer", "more", "every", "question"),
+    [
+        ("cpu", [], 5, 1),
+        ("auto", ["trainer.devices=2"], 50, 1),  # no GPU here
+        ("gpu", ["trainer.devices=2"], 50, 20),
+        ("gpu", ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"], 50, 1),  # steps of 4 batches
+    ],
+)
+def test_on_gpus_the_host_seldom_waits(trainer, more, every, question, monkeypatch):
+    """And cuDNN may try its convolutions. Only composed: there is no GPU to build a trainer for."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cfg = configured(f"trainer={trainer}", *more)
+    assert cfg.trainer.log_every_n_steps == every
+    assert cfg.callbacks.stop.every_n_steps == question
+    assert cfg.trainer.get("benchmark", False) is (trainer != "cpu")
+
+
 @pytest.mark.parametrize("logger", ["wandb", "csv"])
 def test_every_logger_writes_into_the_run_directory(logger, tmp_path):
     trainer, _, _ = build(configured(f"logger={logger}", f"run_dir={tmp_path}"))

@@ -32,6 +32,13 @@ def test_memory_freed_out_of_sight_is_not_counted():
     assert memory_census._alive([(address, 8), (address + 8, 8)]) == {address: 8, address + 8: 8}
 
 
+@pytest.mark.parametrize(("num_devices", "num_ranks"), [(1, 1), (2, 2), (8, 2)])
+def test_by_default_no_more_ranks_are_asked_for_than_there_are_devices(monkeypatch, num_devices, num_ranks):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
+    assert memory_census.most_ranks("cuda") == num_ranks
+    assert memory_census.most_ranks("cpu") == 2
+
+
 @pytest.mark.long
 def test_census_finds_weights_masters_gradients_and_state(tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "memory.py"), f"hydra.run.dir={tmp_path}"]

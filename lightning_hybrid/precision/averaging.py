@@ -1,0 +1,49 @@
+"""Averages of weights are averages of the fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+
+class AverageOfMasters(AveragedModel):
+    """torch's averaged model, of a LightningModule's masters where it has some."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Average the fp32 values: half-precision ones cannot be averaged with fp32 in lists, and are rounded."""
+        super().update_parameters(_Masters(model))
+
+
+def average_masters(callbacks: Iterable[Callback]) -> None:
+    """Let Lightning's averaging callbacks average masters."""
+    for callback in callbacks:
+        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+        if type(average) is AveragedModel:
+            average.__class__ = AverageOfMasters
+
+
+def master_of(module: Any, tensor: Tensor) -> Tensor:
+    """The master of a LightningModule's parameter, or ``tensor`` itself where there is none."""
+    masters = getattr(module.trainer.precision_plugin, "masters", None)
+    twin = None if masters is None else masters.twin_of(tensor)
+    return tensor if twin is None else twin.master
+
+
+class _Masters(nn.Module):
+    """A module whose tensors are the masters of another's, where it has some."""
+
+    of: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "of", model)  # not a submodule
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return (master_of(self.of, tensor) for tensor in self.of.parameters())
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return self.of.buffers()

@@ -1,0 +1,112 @@
+"""fp16 matrix products on a CPU, as tensor cores compute them.
+
+CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. A tensor
+core multiplies fp16 operands and accumulates in fp32; so does this mode: operands rounded to fp16, arithmetic in fp32,
+result rounded to fp16, in forward and (through autograd's casts) in backward. The numbers are those of a GPU up to the
+order of summation, at fp32 speed, so that a test on a CPU says something about the run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# The matrix-product family by name: functional, method and operator spellings. Recurrent cells and attention run
+# whole in fp32 between two roundings: their inner products never surface as calls of their own.
+_MATRIX_PRODUCTS = frozenset(
+    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution "
+    "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot tensordot "
+    "dot vdot inner outer scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
+)
+
+# Autocast makes these in fp32 on CUDA; on a CPU it leaves them alone, and they take no half-precision weights.
+_IN_FP32 = frozenset("layer_norm group_norm rms_norm".split())
+
+# Of fp32 operands alone, autocast makes these in fp32 on CUDA too.
+_NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
+
+
+class HalfOperandsFullArithmetic(TorchFunctionMode):
+    """Run the matrix-product family on fp16 operands with fp32 arithmetic.
+
+        y = half( f( float(half(x)), float(half(w)) ) )
+
+    A call is taken over when one of its tensors is fp16, or where ``torch.autocast`` is on, which would round fp32
+    operands to fp16. Calls with ``out=`` and all other functions run unchanged.
+
+    Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
+
+    Args:
+        with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.
+
+    >>> x = torch.full((1, 2048), 1.0, dtype=torch.float16)
+    >>> with HalfOperandsFullArithmetic():
+    ...     torch.nn.functional.linear(x, x)   # 2048 ones: exact in fp32, and 2048 is a fp16 number
+    tensor([[2048.]], dtype=torch.float16)
+    """
+
+    def __init__(self, *, with_products: bool = True) -> None:
+        super().__init__()
+        self._with_products = with_products
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take over ``func`` if it is a matrix product of fp16 tensors."""
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` computes again would differ.
+            with self:
+                return _backward(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        if not self._with_products or name not in _MATRIX_PRODUCTS or "out" in kwargs:
+            return func(*args, **kwargs)
+        dtypes = _dtypes_of((args, kwargs))
+        is_autocast = torch.is_autocast_enabled("cpu")
+        if not is_autocast and dtypes == {torch.float16, torch.float32}:
+            return func(*args, **kwargs)  # refused, as on a GPU
+        if torch.float16 not in dtypes and not (is_autocast and torch.float32 in dtypes and name not in _NOT_CAST):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, _operand, (args, kwargs))
+        with torch.autocast("cpu", enabled=False):
+            result = func(*args, **kwargs)
+        return tree_map_only(Tensor, _round, result)
+
+
+def _backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward`, of which each Python layer would leave the mode."""
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    _engine_run_backward(
+        (tensor,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _dtypes_of(arguments: Any) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _operand(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.float32:
+        return tensor.half().float()
+    return tensor.float() if tensor.dtype is torch.float16 else tensor
+
+
+def _round(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.dtype is torch.float32 else tensor

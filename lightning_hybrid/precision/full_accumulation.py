@@ -1,0 +1,40 @@
+"""Half-precision matrix products on CUDA add up in fp32, all the way, for as long as a fit lasts."""
+
+from __future__ import annotations
+
+import torch
+
+_FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
+
+class FullAccumulation:
+    """Forbids cuBLAS to add the parts of a split product in half precision; afterwards the user's flags are back.
+
+    torch allows it by default. A weight gradient of a large batch is such a product: long in the direction in which it
+    is summed. Under a loss scale its parts can exceed 65,504 where the sum does not, and they are rounded besides. The
+    flags belong to the process, and exist without CUDA too. Both methods may be called again.
+
+    >>> matmul, full = torch.backends.cuda.matmul, FullAccumulation()
+    >>> before = matmul.allow_fp16_reduced_precision_reduction
+    >>> full.begin()
+    >>> matmul.allow_fp16_reduced_precision_reduction
+    False
+    >>> full.end()
+    >>> matmul.allow_fp16_reduced_precision_reduction == before
+    True
+    """
+
+    def __init__(self) -> None:
+        self._forbidden: list[str] = []
+
+    def begin(self) -> None:
+        """Forbid what is allowed."""
+        for flag in _FLAGS:
+            if getattr(torch.backends.cuda.matmul, flag):
+                setattr(torch.backends.cuda.matmul, flag, False)
+                self._forbidden.append(flag)
+
+    def end(self) -> None:
+        """Allow it again."""
+        while self._forbidden:
+            setattr(torch.backends.cuda.matmul, self._forbidden.pop(), True)

@@ -1,0 +1,261 @@
+"""Loss scales: the factor that keeps small fp16 gradients above the underflow threshold.
+
+    scaled_loss = scale * loss        =>  every gradient is `scale` times too large, and is divided back in fp32
+
+The scale is always a power of two, so scaling and unscaling are exact in fp16 and fp32 as long as nothing overflows
+(Micikevicius et al. 2017, arXiv:1710.03740). All state lives in 0-dim device tensors and is updated with device
+arithmetic only: neither class ever makes the host wait.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LossScale(ABC):
+    """A power-of-two factor for the loss, with its own rule for following overflows."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = torch.tensor(float(scale), dtype=torch.float32)
+
+    @property
+    def value(self) -> float:
+        """The scale as a Python number. Waits for the device: for logging, not for every step."""
+        return float(self.scale)
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to ``device``."""
+        self.scale = self.scale.to(device)
+
+    @abstractmethod
+    def update(self, found_inf: Tensor) -> None:
+        """Follow the outcome of one training step.
+
+        Args:
+            found_inf: bool, 0-dim, on the scale's device: whether any gradient of the step was inf or nan.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers, so that a checkpoint loads with ``weights_only=True``."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+
+
+class StaticLossScale(LossScale):
+    """The same scale for the whole run. A step that overflows is still skipped.
+
+    Args:
+        loss_scale: a power of two.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> StaticLossScale(1024.0).value
+    1024.0
+    """
+
+    def __init__(self, loss_scale: float) -> None:
+        _check_power_of_two("loss_scale", loss_scale)
+        super().__init__(loss_scale)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Nothing follows: the scale is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale."""
+        return {"scale": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the configured scale: what the user asks for now wins over what the checkpoint had."""
+
+
+class DynamicLossScale(LossScale):
+    """Halve the scale on overflow, double it after ``growth_interval`` clean steps in a row.
+
+        overflow:                        clean <- 0;  left <- max(left - 1, 0)
+            and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
+        ``growth_interval`` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
+
+    The rule of ``torch.amp.GradScaler`` (same defaults), with two bounds that it lacks: without them a long run
+    can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
+
+    ``hysteresis`` is the rule of Megatron and DeepSpeed: between two growths, ``hysteresis - 1`` overflows are skipped
+    without a lower scale, every further one lowers it. So a single bad batch does not, and the rate of growth tells
+    how many are single. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
+
+    Args:
+        init_scale: first scale; a power of two.
+        growth_factor: power of two, at least 1.
+        backoff_factor: power of two below 1.
+        growth_interval: clean steps before the scale grows; steps.
+        min_scale: lower bound.
+        max_scale: upper bound.
+        hysteresis: which overflow since the last growth is the first to lower the scale; 1: each lowers it.
+
+    Raises:
+        ValueError: for a value that is not a power of two, out of order, or not positive.
+
+    >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
+    >>> scale.update(torch.tensor(True)); scale.value
+    4.0
+    >>> for _ in range(2): scale.update(torch.tensor(False))
+    >>> scale.value
+    8.0
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+    ) -> None:
+        _check_power_of_two("init_scale", init_scale)
+        super().__init__(init_scale)
+        for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
+            _check_power_of_two(name, value)
+        for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
+            _check_power_of_two(name, value)
+        if growth_factor < 1.0:
+            raise ValueError(
+                f"`growth_factor` (={growth_factor}) must be at least 1: a clean step never lowers the scale."
+            )
+        if backoff_factor >= 1.0:
+            raise ValueError(
+                f"`backoff_factor` (={backoff_factor}) must be below 1: after an overflow the scale has to fall, or "
+                "every later step overflows too. The usual value is 0.5."
+            )
+        if not isinstance(growth_interval, int) or growth_interval < 1:
+            raise ValueError(f"`growth_interval` (={growth_interval!r}) must be a whole number of steps, at least 1.")
+        if not isinstance(hysteresis, int) or hysteresis < 1:
+            raise ValueError(
+                f"`hysteresis` (={hysteresis!r}) must be a whole number of overflows, at least 1: it says which one is "
+                "the first to lower the scale. 1 is every one, 2 is usual elsewhere."
+            )
+        if not min_scale <= init_scale <= max_scale:
+            raise ValueError(
+                f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
+                f"(={max_scale})."
+            )
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self.hysteresis = hysteresis
+        self.num_clean_steps = torch.tensor(0, dtype=torch.int32)
+        self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to ``device``."""
+        super().to(device)
+        self.num_clean_steps = self.num_clean_steps.to(device)
+        self.hysteresis_left = self.hysteresis_left.to(device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Follow the outcome of one step, on the device."""
+        scale = self.scale.clone()  # gradients that wait for a step still have the old one
+        if self.hysteresis == 1:  # then it is torch's rule, in one launch
+            torch._amp_update_scale_(
+                *(scale, self.num_clean_steps, found_inf.float()),
+                *(self.growth_factor, self.backoff_factor, self.growth_interval),
+            )
+        else:
+            self.num_clean_steps.add_(1).masked_fill_(found_inf, 0)
+            grow = self.num_clean_steps >= self.growth_interval
+            self.hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
+            back = found_inf & (self.hysteresis_left == 0)
+            factor = torch.ones_like(scale).masked_fill_(back, self.backoff_factor)
+            scale.mul_(factor.masked_fill_(grow, self.growth_factor))
+            self.num_clean_steps.masked_fill_(grow, 0)
+            self.hysteresis_left.masked_fill_(grow, self.hysteresis)
+        self.scale = scale.clamp_(self.min_scale, self.max_scale)
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale, clean steps since the last overflow or growth, what is left of the hysteresis."""
+        return {
+            "scale": self.value,
+            "num_clean_steps": int(self.num_clean_steps),
+            "hysteresis_left": int(self.hysteresis_left),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's scale, kept within this object's bounds."""
+        scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
+        _check_power_of_two("scale", scale)
+        self.scale = torch.full_like(self.scale, scale)
+        clean = min(int(state.get("num_clean_steps", 0)), self.growth_interval - 1)  # the next one is then enough
+        self.num_clean_steps = torch.full_like(self.num_clean_steps, clean)
+        left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
+        self.hysteresis_left = torch.full_like(self.hysteresis_left, left)
+
+
+def loss_scale_from(setting: str | float | LossScale) -> LossScale:
+    """The loss scale that a user's setting asks for.
+
+    Args:
+        setting: ``"dynamic"``, a power of two for a fixed scale, or a :class:`LossScale`.
+
+    Raises:
+        ValueError: for anything else.
+
+    >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value
+    ('DynamicLossScale', 128.0)
+    """
+    if isinstance(setting, LossScale):
+        return setting
+    if setting == "dynamic":
+        return DynamicLossScale()
+    if isinstance(setting, bool) or not isinstance(setting, (int, float)):
+        raise ValueError(
+            f'`loss_scale` (={setting!r}) must be "dynamic", a power of two such as 1024, or a LossScale object.'
+        )
+    return StaticLossScale(float(setting))
+
+
+def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
+    """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as ``GradScaler`` does.
+
+    Args:
+        gradients: one or more, on one device, fp32 or wider.
+        scale: 0-dim fp32, a power of two, on that device.
+
+    Returns:
+        1.0 if an element was inf or nan, else 0.0: 0-dim fp32, on that device.
+
+    >>> gradients = [torch.tensor([8.0, -2.0]), torch.tensor([float("nan")])]
+    >>> unscale_(gradients[:1], torch.tensor(4.0)), gradients[0]
+    (tensor(0.), tensor([ 2.0000, -0.5000]))
+    >>> unscale_(gradients, torch.tensor(4.0))
+    tensor(1.)
+    """
+    found_inf, inverse_scale = torch.zeros((), device=scale.device), scale.reciprocal()
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        by_dtype.setdefault(real.dtype, []).append(real)
+    for alike in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse_scale)
+    return found_inf
+
+
+def _check_power_of_two(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise ValueError(f"`{name}` (={value!r}) must be a positive power of two.")
+    lower = 2.0 ** math.floor(math.log2(value))
+    if value != lower:
+        raise ValueError(
+            f"`{name}` (={value}) must be a power of two: only then is scaling exact in fp16. Nearest: {lower:g} or "
+            f"{2 * lower:g}."
+        )

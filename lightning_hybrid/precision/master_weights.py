@@ -1,0 +1,323 @@
+"""A half-precision module and the fp32 masters behind it.
+
+Every trained floating-point parameter of the module has a *twin*: the low-precision tensor that forward and backward
+use, and its fp32 ``master``, the value that is trained, saved and restored. Normalisation layers, reparametrised
+weights, buffers and, in a fit, frozen parameters keep their own dtype and have no twin.
+
+The low tensor keeps its identity and its place in the optimizer's ``param_groups``; the masters stand in only while
+``Optimizer.step`` or ``load_state_dict`` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_hybrid.precision.module_hooks import ModuleHooks
+from lightning_hybrid.precision.optimizer_protocol import optimizers_within
+from lightning_hybrid.precision.write_tracking import is_untouched, settle, unwatch, watch
+
+# Elements compared at once on a CPU: the expected values (2 MiB) then stay in cache, where those of a large layer would
+# be fresh pages in every step.
+_BLOCK = 1 << 20
+
+NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+_BROADCAST_BYTES = 25 * 2**20
+
+
+@dataclass(eq=False)
+class Twin:
+    """One tensor in two precisions: ``master`` is fp32 and is the truth, ``low == master.to(low.dtype)``."""
+
+    low: Tensor
+    master: Tensor
+    original_dtype: torch.dtype
+    _gradient: Tensor | None = field(default=None, repr=False)
+    _sum: Tensor | None = field(default=None, repr=False)
+    _master_version: int | None = field(default=None, repr=False)
+
+    @torch.no_grad()
+    def gradient_fp32(self) -> Tensor:
+        """The low tensor's gradient in fp32.
+
+        On a CPU always in the same memory: fresh pages cost there 50 times what the conversion does. On CUDA the
+        allocator keeps memory at hand, and between steps others can use it.
+        """
+        assert self.low.grad is not None
+        if self.low.is_cuda:
+            return self.low.grad.float()
+        if self._gradient is None:
+            self._gradient = torch.empty_like(self.low.grad, dtype=torch.float32)
+        return self._gradient.copy_(self.low.grad)
+
+    @torch.no_grad()
+    def sum_gradient(self) -> None:
+        """Take the low tensor's gradient away and add it to those taken before: in fp32.
+
+        In half precision every addition would round, and of n batches each is about 1 / n of the sum: beyond 2048 of
+        them in fp16, or 256 in bf16, nothing would be left of one.
+        """
+        gradient = self.low.grad
+        if gradient is None or gradient.dtype is not self.low.dtype or gradient.layout is not torch.strided:
+            return
+        self._sum = self.gradient_fp32() if self._sum is None else self._sum.add_(gradient)
+        self.low.grad = None
+
+    @torch.no_grad()
+    def hand_over_sum(self) -> None:
+        """The sum becomes the low tensor's gradient, rounded once: another backward adds its own to it."""
+        if self._sum is not None:
+            gradient, self._sum = self._sum.to(self.low.dtype), None
+            self.low.grad = gradient if self.low.grad is None else self.low.grad.add_(gradient)
+
+    @torch.no_grad()
+    def resync_(self) -> None:
+        """Take over what was written from outside: to ``low``, element by element, or to the master alone.
+
+            master = where(low == low_dtype(master), master, low)
+
+        Stochastic weight averaging, EMA, weight clamps and pruning write the module's tensors. Without this the next
+        copy from the masters would undo them. Elements that nobody touched keep their fp32 bits. Where nobody can have
+        written (``write_tracking``) no memory is read. The master alone is written by who writes into a state dict.
+        """
+        if self._master_version not in (None, self.master._version) and not _was_written(self.low):
+            self.low.copy_(self.master)
+            self.settle()
+        if is_untouched(self.low):
+            return
+        # On a CPU nobody waits for this answer, and it saves four passes over memory where nothing was written.
+        if self.low.device.type != "cpu" or not _is_rounded(self.low, self.master):
+            torch.where(self.low == self.master.to(self.low.dtype), self.master, self.low, out=self.master)
+
+    def settle(self) -> None:
+        """Both tensors are known to agree; from now on writes are looked for."""
+        settle(self.low)
+        self._master_version = self.master._version
+
+    def exact(self) -> Tensor:
+        """The value in the dtype that the parameter had before the conversion: what copies and pickles hold."""
+        self.resync_()
+        return self.master.detach().to(self.original_dtype)
+
+
+class MasterWeights:
+    """Converts a module to half precision in place, keeping fp32 masters; undoes it in :meth:`restore`.
+
+    Args:
+        module: the module to convert. Values must be the final fp32 ones (after a checkpoint was loaded).
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        keep_fp32: module types that stay fp32 beside the normalisation layers. Their submodules are converted.
+        frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
+            averages are written there, in steps that half precision would round away.
+
+    BatchNorm takes half-precision activations beside fp32 parameters by itself. Other normalisation layers get hooks
+    that compute in fp32 and return the compute dtype. Weights that are computed from others (``parametrizations``,
+    ``weight_norm``, ``spectral_norm``) are computed in fp32. ``torchmetrics`` objects are left alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        keep_fp32: tuple[type[nn.Module], ...] = (),
+        frozen: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self.twins: dict[int, Twin] = {}
+        self.hooks = ModuleHooks(self.twin_of, dtype)
+        for child in _modules_outside_metrics(module):
+            if isinstance(child, NORMALISATION_TYPES):
+                if not isinstance(child, _BatchNorm):
+                    self.hooks.compute_in_fp32(child)
+                continue
+            if _is_reparametrised(child) or (keep_fp32 and isinstance(child, keep_fp32)):
+                continue
+            for parameter in child.parameters(recurse=False):
+                is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
+                if is_real and (frozen or parameter.requires_grad):
+                    if id(parameter) not in self.twins:
+                        self.twins[id(parameter)] = self._convert_(parameter)
+                    self.hooks.show_masters(child)
+        self.hooks.compute_as_in_a_step(module)
+
+    def _convert_(self, parameter: nn.Parameter) -> Twin:
+        original_dtype = parameter.dtype
+        # The clone comes first: at this moment the module holds exact fp32 values, after the cast it does not.
+        value = parameter.detach().to(torch.float32, copy=True)
+        master = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        master.grad_dtype = None  # an optimizer may be handed half gradients
+        # A gradient left over from before would have the wrong dtype for the converted parameter.
+        parameter.grad = None
+        parameter.data = parameter.data.to(self.dtype)
+        parameter.grad_dtype = self.dtype  # backward casts what it brings
+        return Twin(low=parameter, master=master, original_dtype=original_dtype)
+
+    def follow_device(self) -> None:
+        """Move each master to where its low tensor is; watch for outside writes.
+
+        Call after the module was moved and before it is wrapped by ``DistributedDataParallel``: the wrapper's
+        gradient accumulators are made for the parameters as they are then.
+        """
+        for twin in self.twins.values():
+            twin.master.data = twin.master.data.to(twin.low.device)
+            watch(twin.low, twin)
+
+    def sum_gradients(self) -> None:
+        """See :meth:`Twin.sum_gradient`."""
+        for twin in self.twins.values():
+            twin.sum_gradient()
+
+    def hand_over_sums(self) -> None:
+        """See :meth:`Twin.hand_over_sum`."""
+        for twin in self.twins.values():
+            twin.hand_over_sum()
+
+    def drop_sums(self) -> None:
+        """Forget the gradients that were summed so far."""
+        for twin in self.twins.values():
+            twin._sum = None
+
+    def twin_of(self, parameter: Tensor) -> Twin | None:
+        """The twin of ``parameter``, or None where it is kept in fp32 or unknown."""
+        return self.twins.get(id(parameter))
+
+    def gradient_fp32(self, parameter: Tensor) -> Tensor:
+        """The gradient of a half-precision parameter in fp32: see :meth:`Twin.gradient_fp32`."""
+        twin = self.twin_of(parameter)
+        assert parameter.grad is not None
+        return parameter.grad.float() if twin is None else twin.gradient_fp32()
+
+    def to_fp32(self, outputs: Any) -> Any:
+        """``outputs`` with its tensors of the compute dtype in fp32."""
+        return self.hooks.to_fp32(outputs)
+
+    def of(self, optimizer: Optimizer) -> list[Twin]:
+        """Twins of the parameters in ``optimizer``, in the order of its groups."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [twin for parameter in parameters if (twin := self.twin_of(parameter)) is not None]
+
+    @contextmanager
+    def in_place_of_low(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let the masters stand in ``param_groups`` and key ``optimizer.state``, for the time of one call."""
+        twins, optimizers = self.of(optimizer), optimizers_within(optimizer)
+        for each in optimizers:
+            _exchange_(each, [(twin.low, twin.master) for twin in twins])
+        try:
+            yield
+        finally:
+            for each in optimizers:
+                _exchange_(each, [(twin.master, twin.low) for twin in twins])
+
+    @torch.no_grad()
+    def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
+        """Take rank zero's values, those of names in ``ignored`` excepted.
+
+        Collective: every rank of WORLD must call it. ``DistributedDataParallel`` gives every rank rank zero's weights
+        when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
+        their masters would keep other lower digits, and the ranks would part.
+        """
+        twins = [self.twin_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        masters = [twin.master.detach() for twin in twins if twin is not None]
+        if masters:
+            assert dist.group.WORLD is not None
+            # Flattened: NCCL refuses tensors that are not contiguous, and one call is not one for each.
+            dist._broadcast_coalesced(dist.group.WORLD, masters, _BROADCAST_BYTES, 0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the masters back into the module: dtypes, values and hooks are as before the conversion."""
+        for twin in self.twins.values():
+            if twin.master.device != twin.low.device:  # the module was moved without its masters
+                twin.master.data = twin.master.data.to(twin.low.device)
+            twin.resync_()
+            unwatch(twin.low)
+            gradient = twin.low.grad
+            twin.low.grad = None
+            twin.low.data = twin.master.data.to(twin.original_dtype)
+            twin.low.grad_dtype = twin.original_dtype
+            if gradient is not None and gradient.dtype is twin.original_dtype:
+                twin.low.grad = gradient
+        self.hooks.remove()
+        self.twins.clear()
+
+
+@torch.no_grad()
+def copy_to_low_(twins: list[Twin]) -> None:
+    """Give the low tensors the masters' values, rounded."""
+    if twins:
+        torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
+
+
+def _is_rounded(low: Tensor, master: Tensor) -> bool:
+    """Whether ``low`` holds the bits of ``master`` rounded to its dtype.
+
+    >>> master = torch.rand(3 * _BLOCK + 5)
+    >>> low = master.half()
+    >>> before = _is_rounded(low, master)
+    >>> low[-1] = 2.0
+    >>> before, _is_rounded(low, master)
+    (True, False)
+    """
+    if low.numel() <= _BLOCK or not (low.is_contiguous() and master.is_contiguous()):
+        return _same_bits(low, master.to(low.dtype))
+    blocks = zip(low.view(-1).split(_BLOCK), master.view(-1).split(_BLOCK), strict=True)
+    return all(_same_bits(some_low, some_master.to(low.dtype)) for some_low, some_master in blocks)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two 16-bit tensors hold the same bits. Four elements at a time: ``torch.equal`` takes them one by one.
+
+    >>> _same_bits(torch.ones(5).half(), torch.ones(5).half()), _same_bits(torch.ones(5).half(), torch.zeros(5).half())
+    (True, False)
+    """
+    if one.numel() % 4 or one.storage_offset() % 4 or not (one.is_contiguous() and other.is_contiguous()):
+        return torch.equal(one.view(torch.int16), other.view(torch.int16))
+    return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
+
+
+def _was_written(low: Tensor) -> bool:
+    """Whether torch counted a write to ``low`` since its twin was settled."""
+    return getattr(low, "version_settled", None) != low._version
+
+
+def _is_reparametrised(module: nn.Module) -> bool:
+    """Whether the parameters of ``module`` are what a weight is computed from."""
+    return isinstance(module, parametrize.ParametrizationList) or any(
+        isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
+
+
+def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and its descendants, without ``torchmetrics`` objects and what they hold."""
+    seen: set[int] = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen or isinstance(current, Metric):
+            continue
+        seen.add(id(current))
+        yield current
+        stack.extend(reversed(list(current.children())))
+
+
+def _exchange_(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Put the second of each pair where the first is: in groups (``load_state_dict`` makes new ones) and in state."""
+    substitute = {id(old): new for old, new in pairs}
+    for group in optimizer.param_groups:
+        group["params"] = [substitute.get(id(parameter), parameter) for parameter in group["params"]]
+    for old, new in pairs:
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)

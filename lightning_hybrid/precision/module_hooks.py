@@ -1,0 +1,156 @@
+"""What is hooked to the modules of a half-precision model, so that user code sees fp32 where mixed precision shows it.
+
+normalisation layers     compute in fp32 and return the compute dtype
+state dicts              hold and take the fp32 masters, of any part of the model
+a call outside of a step is made as in a step, and returns fp32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+class Pair(Protocol):
+    """A low-precision parameter and its master."""
+
+    low: Any
+    master: Any
+
+    def resync_(self) -> None:
+        """Take over what was written from outside."""
+
+
+class ModuleHooks:
+    """The hooks of one conversion.
+
+    They reach it through a link that copies and pickles of a module do not have: there the hooks do nothing.
+
+    Args:
+        pair_of: the pair of a parameter, or None.
+        dtype: the compute dtype.
+    """
+
+    def __init__(self, pair_of: Callable[[Tensor], Pair | None], dtype: torch.dtype) -> None:
+        self.pair_of = pair_of
+        self.dtype = dtype
+        self.is_in_step = False
+        self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.opened: list[tuple[nn.Module, ExitStack]] = []
+        self._link = _Link(self)
+        self._handles: list[Any] = []
+        self._shown: set[nn.Module] = set()
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """What runs inside is part of a step: normalisation layers return the compute dtype."""
+        before, self.is_in_step = self.is_in_step, True
+        try:
+            yield
+        finally:
+            self.is_in_step = before
+
+    def compute_in_fp32(self, module: nn.Module) -> None:
+        """Let a normalisation layer compute in fp32 and return the compute dtype."""
+        self._handles += [
+            module.register_forward_pre_hook(partial(_inputs_to_fp32, self._link), with_kwargs=True),
+            module.register_forward_hook(partial(_outputs_to_low, self._link)),
+        ]
+
+    def show_masters(self, module: nn.Module) -> None:
+        """Let the state dict of ``module`` hold the masters of its own parameters, and loading reach them."""
+        if module not in self._shown:
+            self._shown.add(module)
+            self._handles += [
+                module.register_state_dict_post_hook(partial(_give_masters, self._link)),
+                module.register_load_state_dict_pre_hook(partial(_take_masters, self._link)),
+            ]
+
+    def compute_as_in_a_step(self, module: nn.Module) -> None:
+        """Let a call of ``module``, or of a child of its, outside of a step run in the context of one."""
+        children = [child for child in module.children() if child.forward != nn.Module.forward]
+        for child in (module, *children):
+            self._handles += [
+                child.register_forward_pre_hook(partial(_enter_step, self._link), prepend=True),
+                child.register_forward_hook(partial(_leave_step, self._link), always_call=True),
+            ]
+
+    def to_fp32(self, values: Any) -> Any:
+        """``values`` with its tensors of the compute dtype in fp32."""
+        return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, values)
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._shown.clear()
+
+
+class _Link:
+    """The way from a hook to its conversion; a copy leads nowhere."""
+
+    def __init__(self, hooks: ModuleHooks | None = None) -> None:
+        self.hooks = hooks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        return _Link()
+
+    def __reduce__(self) -> Any:
+        return _Link, ()
+
+
+def _inputs_to_fp32(link: _Link, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if link.hooks is None or not link.hooks.is_in_step:
+        return None
+    return link.hooks.to_fp32((args, kwargs))
+
+
+def _outputs_to_low(link: _Link, module: nn.Module, args: Any, output: Any) -> Any:
+    if link.hooks is None or not link.hooks.is_in_step:
+        return None
+    low = link.hooks.dtype
+    return tree_map_only(Tensor, lambda t: t.to(low) if t.dtype is torch.float32 else t, output)
+
+
+def _give_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if link.hooks is None:
+        return
+    for name, parameter in module._parameters.items():
+        pair = None if parameter is None else link.hooks.pair_of(parameter)
+        if pair is not None and state.get(prefix + name, parameter) is not parameter:  # itself: `keep_vars=True`
+            pair.resync_()
+            state[prefix + name] = pair.master.detach()
+
+
+@torch.no_grad()
+def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if link.hooks is None:
+        return
+    for name, parameter in module._parameters.items():
+        pair = None if parameter is None else link.hooks.pair_of(parameter)
+        value = state.get(prefix + name)
+        if pair is not None and isinstance(value, Tensor) and value.shape == pair.master.shape:
+            pair.resync_()
+            pair.master.copy_(value)
+
+
+def _enter_step(link: _Link, module: nn.Module, args: Any) -> None:
+    if link.hooks is None or link.hooks.is_in_step:
+        return
+    stack = ExitStack()
+    stack.enter_context(link.hooks.step_context())
+    link.hooks.opened.append((module, stack))
+
+
+def _leave_step(link: _Link, module: nn.Module, args: Any, output: Any) -> Any:
+    if link.hooks is None or not link.hooks.opened or link.hooks.opened[-1][0] is not module:
+        return None
+    link.hooks.opened.pop()[1].close()
+    return link.hooks.to_fp32(output)

@@ -1,0 +1,380 @@
+"""Half-precision training with fp32 master weights, as a Lightning precision plugin.
+
+Methods stand in the order in which a run calls them: module conversion, then per step forward, backward, optimizer
+step, then checkpoint, then teardown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.precision.averaging import average_masters
+from lightning_hybrid.precision.fp16_emulation import HalfOperandsFullArithmetic
+from lightning_hybrid.precision.full_accumulation import FullAccumulation
+from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
+from lightning_hybrid.precision.master_step import MasterStep
+from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.optimizer_protocol import (
+    DirectSteps,
+    does_all_by_itself,
+    gradients_are_looked_at,
+    is_between_batches_of_a_step,
+    refuse_unless_it_can_be_skipped,
+)
+from lightning_hybrid.precision.schedule_guard import ScheduleGuard
+from lightning_hybrid.precision.skipped_steps import Outcome, StepRecord, StepRecords, parameters_of, raise_if_stuck
+from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
+
+
+class MasterWeightPrecision(Precision):
+    """fp16 (or bf16) model, gradients and communication; fp32 masters, optimizer state and normalisation layers.
+
+    One step, with scale ``s``, masters ``w`` and the loss ``L``:
+
+        forward, backward   g16 = grad of s * L at half(w)              fp16; matrix products accumulate in fp32
+        all-reduce          g16 <- mean over ranks of g16
+        unscale             g   = fp32(g16) / s                         what hooks and clipping see in ``p.grad``
+        skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
+        copy                model <- half(w)
+
+    Of a step of several batches (``accumulate_grad_batches``) the gradients are added up in fp32 and rounded once:
+    after each batch but the last they are taken out of ``p.grad``, and into the last backward they go back as a sum.
+
+    LARS and LAMB (on a CPU: if ``fused=True``) take over all from *unscale* to *copy*, unless clipping or a hook is
+    promised fp32 gradients (``optimizer_protocol.gradients_are_looked_at``); ``p.grad`` is then scaled fp16 after the
+    step too. Where the host waits for the device: `README.md` beside this file.
+
+    In manual optimization ``p.grad`` is fp32 and unscaled after each ``manual_backward``, and each optimizer has a loss
+    scale of its own. A backward takes the smallest of those whose parameters require gradients at that moment, and
+    they go on from it: with ``toggle_optimizer`` just one.
+
+    Parameters keep their identity and their place in ``param_groups``; checkpoints hold the fp32 masters and load
+    anywhere. After fit, validate, test and predict the module is fp32 again.
+
+    Args:
+        precision: ``"16-true"``, or ``"bf16-true"``, which has fp32's range and therefore no loss scale.
+        loss_scale: ``"dynamic"``, a power of two for a fixed scale, or a
+            :class:`~lightning_hybrid.precision.loss_scale.LossScale`.
+        keep_fp32: module types that stay fp32 beside the normalisation layers (their own tensors, not submodules').
+
+    Raises:
+        ValueError: unknown ``precision``; a ``loss_scale`` that is no power of two; a ``loss_scale`` with bf16.
+        RuntimeError: in training, after 40 skipped steps in a row; asked at logged steps and at the end.
+
+    Source: Micikevicius et al. 2017 (arXiv:1710.03740); LARS on masters: Jia et al. 2018 (arXiv:1807.11205).
+    """
+
+    precision: Literal["16-true", "bf16-true"]
+
+    def __init__(
+        self,
+        precision: Literal["16-true", "bf16-true"] = "16-true",
+        loss_scale: str | float | LossScale | None = None,
+        keep_fp32: tuple[type[nn.Module], ...] = (),
+    ) -> None:
+        if precision not in ("16-true", "bf16-true"):
+            raise ValueError(f'`precision` (={precision!r}) must be "16-true" or "bf16-true" for master weights.')
+        if precision == "bf16-true" and loss_scale is not None:
+            raise ValueError(
+                f'`loss_scale` (={loss_scale!r}) has no meaning with precision="bf16-true": bf16 has the range of fp32 '
+                "and gradients do not underflow. Leave it out."
+            )
+        self.precision = precision
+        self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
+        self.keep_fp32 = tuple(keep_fp32)
+        scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
+        self.records = StepRecords(scale if precision == "16-true" else None)
+        self.masters: MasterWeights | None = None
+        self._module: nn.Module | None = None
+        self._device = torch.device("cpu")
+        self._schedules = ScheduleGuard(self._outcomes_of, self._may_put_off_schedules)
+        self._num_schedules = 0
+        self._unscaled = UnscaledGradients()
+        self._last_loss: Tensor | None = None
+        self._scale: Tensor | None = None  # of the loss in the last backward
+        self._step: MasterStep | None = None
+        self._full_accumulation = FullAccumulation()
+        self._direct_steps: list[DirectSteps] = []
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale of the first optimizer; None with bf16."""
+        return self.records[0].loss_scale
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """The loss scales of all optimizers; none with bf16."""
+        return [record.loss_scale for record in self.records if record.loss_scale is not None]
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps skipped so far, of all optimizers. Waits for the device."""
+        return sum(int(record.num_skipped) for record in self.records)
+
+    # ---- before training -------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert in place; fp32 values are cloned before the cast. In a fit it waits for :meth:`follow_device`."""
+        if self.masters is not None:
+            self.masters.restore()
+        self._module = module
+        if not self._is_fit:
+            self._convert()
+        return module
+
+    @property
+    def _is_fit(self) -> bool:
+        return isinstance(self._module, LightningModule) and self._module.trainer.state.fn == TrainerFn.FITTING
+
+    def _convert(self) -> None:
+        assert self._module is not None
+        is_evaluated = isinstance(self._module, LightningModule) and not self._is_fit
+        self.masters = MasterWeights(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
+        self.masters.hooks.step_context = self.forward_context
+
+    def follow_device(self, device: torch.device) -> None:
+        """The module was moved to ``device``: masters and loss scale follow.
+
+        In a fit the module is converted now. Its optimizers were made before, so that what their constructors make of
+        parameters, such as accumulators and slow weights, is fp32.
+        """
+        self._device = device
+        self._full_accumulation.begin()
+        if self._is_fit:
+            self._convert()
+        if self.masters is not None:
+            self.masters.follow_device()
+            self._step = MasterStep(self.masters, device)
+        self.records.to(device)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
+        trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
+        if trainer is not None and not getattr(trainer.strategy, "carries_master_weights", False):
+            raise MisconfigurationException(
+                f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
+                "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
+                "with one device as well."
+            )
+        for optimizer in optimizers:
+            refuse_unless_it_can_be_skipped(optimizer, self.precision)
+            self.records.of(optimizer)
+            step = partial(self._step_past_lightning, optimizer)
+            self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_made))
+        average_masters(trainer.callbacks if trainer is not None else ())  # type: ignore[attr-defined]
+        self._num_schedules = len(lr_schedulers)
+        if self.loss_scale is not None:
+            for config in lr_schedulers:
+                self._schedules.guard(config)
+        return model, optimizers, lr_schedulers
+
+    # ---- forward and backward --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Autocast: matrix products take half operands, losses and other delicate functions are fp32.
+
+        The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
+        their dtypes too: operands are cast where they are used, targets are not.
+        """
+        with torch.autocast(self._device.type, dtype=self.dtype), self._arithmetic():
+            yield
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """What runs inside computes as a step does; on a CPU fp16 matrix products are emulated: ``fp16_emulation``."""
+        with ExitStack() as stack:
+            if self.masters is not None and not self.masters.hooks.is_in_step:
+                stack.enter_context(self.masters.hooks.in_step())
+                if self._device.type == "cpu":
+                    stack.enter_context(HalfOperandsFullArithmetic(with_products=self.dtype is torch.float16))
+            yield
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """The loss times the scale (fp32), and the hooks ``on_before_backward``."""
+        assert self.masters is not None
+        is_manual, averages = not module.automatic_optimization, not is_between_batches_of_a_step(module)
+        self._scale = None if self.loss_scale is None else self.records.scale_for_backward()
+        self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
+        if averages:
+            self.masters.hand_over_sums()
+        if self._scale is not None:
+            self._last_loss = tensor.detach()
+            tensor = tensor.float() * self._scale
+        return super().pre_backward(tensor, module)
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; activations that ``torch.utils.checkpoint`` computes again are computed as in forward."""
+        with self._arithmetic():
+            super().backward(tensor, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """The hooks ``on_after_backward``; gradients of a batch that is not its step's last go into fp32 sums.
+
+        In manual optimization they are unscaled: user code may read, clip and change them from now on.
+        """
+        loss = super().post_backward(tensor, module)
+        assert self.masters is not None
+        is_local = is_between_batches_of_a_step(module)
+        if not module.automatic_optimization:
+            owned = [list(parameters_of(record.optimizer)) for record in self.records]
+            theirs = {id(parameter) for parameters in owned for parameter in parameters}
+            owned.append([parameter for parameter in module.parameters() if id(parameter) not in theirs])
+            for parameters in owned:
+                self._unscaled.unscale(parameters, self._scale, to_fp32=self.masters.gradient_fp32, is_local=is_local)
+            self._unscaled.put_back()
+        elif is_local:
+            self.masters.sum_gradients()
+        return loss
+
+    # ---- optimizer step --------------------------------------------------------------------------------------------
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Steppable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Closure, unscale, hooks and clipping, then step on the masters, or skip it whole.
+
+        Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks decide
+        alike with no further collective.
+        """
+        assert isinstance(optimizer, Optimizer)
+        assert self._step is not None
+        assert self.masters is not None
+        record = self.records.of(optimizer)
+        closure_result = closure()
+        self.settle_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
+        record.outcome = None
+        if closure_result is None and model.automatic_optimization:
+            # `training_step` returned None: there was no backward; earlier batches' gradients go, as by `zero_grad`.
+            self.masters.drop_sums()
+            self._after_closure(model, optimizer)
+            return closure_result
+        if self._may_hand_over(optimizer, model):
+            self._after_closure(model, optimizer)
+            found_inf = self._step.in_one_pass(optimizer, record, **kwargs)
+        else:
+            found_inf = self._unscale_(optimizer, record)
+            self._after_closure(model, optimizer)
+            self._step.from_unscaled(optimizer, record, found_inf, **kwargs)
+        if found_inf is not None:
+            record.count(found_inf)
+            if record.outcome is None and len(self._schedules) > 0:
+                record.outcome = Outcome(found_inf)
+            self._stop_if_stuck(record, model)
+        return closure_result
+
+    def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
+        return (
+            self._is_automatic
+            and does_all_by_itself(optimizer, self._device)
+            and not gradients_are_looked_at(optimizer, model)
+            and not any(self._unscaled.of(parameter) for parameter in parameters_of(optimizer))
+        )
+
+    def _unscale_(self, optimizer: Optimizer, record: StepRecord) -> Tensor | None:
+        """Put fp32 gradients, divided by the scale, into ``p.grad``; say whether any is inf or nan: 1.0 or 0.0."""
+        assert self.masters is not None
+        parameters, scale = list(parameters_of(optimizer)), None
+        if record.loss_scale is not None:
+            # In manual optimization backward has unscaled its own: any others are the user's, and were never scaled.
+            is_scaled = record.grad_scale is not None and self._is_automatic
+            scale = record.grad_scale if is_scaled else torch.ones((), device=self._device)
+        self._unscaled.unscale(parameters, scale, to_fp32=self.masters.gradient_fp32)
+        found_inf = self._unscaled.found_inf(parameters)
+        return torch.zeros((), device=self._device) if found_inf is None and scale is not None else found_inf
+
+    @property
+    def _is_automatic(self) -> bool:
+        return not isinstance(self._module, LightningModule) or self._module.automatic_optimization
+
+    @contextmanager
+    def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
+        """User code steps ``optimizer``, which is ``outer`` or within it, by itself: on the masters, or on nothing."""
+        record = self.records.of(outer)
+        found_inf = self._unscale_(optimizer, record)
+        assert self._step is not None
+        with self._step.made_by_others(optimizer, is_skipped=found_inf is not None and bool(found_inf)):
+            yield
+        if found_inf is not None:
+            record.count(found_inf)
+
+    def _stop_if_stuck(self, record: StepRecord, model: LightningModule) -> None:
+        """Look for endless overflow where the host knows of a skip, and at logged steps; see :meth:`on_train_end`."""
+        outcome, every = record.outcome, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
+        if is_logged or (outcome is not None and outcome.is_known and outcome.was_skipped()):
+            raise_if_stuck(record, model, self._last_loss)
+
+    # ---- schedules -------------------------------------------------------------------------------------------------
+
+    def _outcomes_of(self, optimizer: Optimizer | None) -> Iterable[Outcome]:
+        records = self.records if optimizer is None else [self.records.of(optimizer)]
+        return [record.outcome for record in records if record.outcome is not None]
+
+    def _may_put_off_schedules(self) -> bool:
+        """On CUDA, unless the rate is looked at before the next step: logged, or scheduled by epochs as well."""
+        assert isinstance(self._module, LightningModule)
+        trainer, every = self._module.trainer, self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
+        all_by_steps = len(self._schedules) == self._num_schedules
+        return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
+
+    def settle_schedules(self) -> None:
+        """Make the schedules' steps that wait for an optimizer step's outcome: before a checkpoint, and at the end."""
+        self._schedules.settle()
+
+    def on_train_end(self) -> None:
+        """Settle schedules; endless overflow that no logged step has seen is an error now.
+
+        Raises:
+            RuntimeError: the last 40 steps or more were all skipped.
+        """
+        self.settle_schedules()
+        for record in self.records:
+            assert isinstance(self._module, LightningModule)
+            raise_if_stuck(record, self._module, self._last_loss)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale and skip counters, the first optimizer's and then the others': plain numbers."""
+        return {} if self.loss_scale is None else self.records.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the checkpoint's loss scales and counters."""
+        if state_dict:
+            self.records.load_state_dict(state_dict)
+
+    # ---- after training --------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """The module is fp32 again, with the masters' values; schedulers have their own class back."""
+        if self.masters is not None:
+            self.masters.restore()
+            self.masters = self._step = self._module = None
+        self._full_accumulation.end()
+        for steps in self._direct_steps:
+            steps.remove()
+        self._direct_steps.clear()
+        self._schedules.release()
+        self._unscaled.clear()
+        self.records.release()
+        self._last_loss = self._scale = None

@@ -1,0 +1,207 @@
+"""What is kept per optimizer about its steps: loss scale, how the last step ended, how many were skipped.
+
+All of it lives on the device. The host learns of it where it asks: at a logged step, at a checkpoint, at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.precision.loss_scale import LossScale
+
+# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Whoever still
+# overflows after 40 steps in a row has non-finite numbers that no scale can cure.
+MAX_SKIPPED_STEPS_IN_A_ROW = 40
+
+
+class EndlessOverflowError(RuntimeError):
+    """Every step is skipped, and no loss scale can cure it."""
+
+
+class Outcome:
+    """Whether one step was skipped, on its way from the device to the host.
+
+    On CUDA the answer is copied to pinned memory behind the step's own work, and an event tells when it is there.
+
+    Args:
+        found_inf: 0-dim tensor, more than 0 if the step was skipped; or a bool, if the host knows already.
+    """
+
+    def __init__(self, found_inf: Tensor | bool) -> None:
+        self._answer: Tensor | bool = found_inf
+        self._arrival: torch.cuda.Event | None = None
+        if isinstance(found_inf, Tensor) and found_inf.is_cuda:
+            self._answer = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
+            self._answer.copy_(found_inf, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host was told, so that :meth:`was_skipped` reads nothing."""
+        return isinstance(self._answer, bool)
+
+    def was_skipped(self) -> bool:
+        """The answer. Waits for this step, not for what was queued after it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        if isinstance(self._answer, Tensor):
+            self._answer = bool(self._answer > 0)
+        return self._answer
+
+
+@dataclass(eq=False)
+class StepRecord:
+    """One optimizer's loss scale and counters.
+
+    loss_scale      of the next backward;  None with bf16
+    grad_scale      what the gradients waiting for the next step were multiplied by
+    outcome         of the last step;  None: it was not skipped
+    """
+
+    loss_scale: LossScale | None
+    optimizer: Optimizer | None = None
+    grad_scale: Tensor | None = None
+    outcome: Outcome | None = None
+    num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+
+    def to(self, device: torch.device) -> None:
+        """Move what is kept to ``device``."""
+        self.num_skipped, self.num_in_a_row = self.num_skipped.to(device), self.num_in_a_row.to(device)
+        if self.loss_scale is not None:
+            self.loss_scale.to(device)
+
+    def count(self, found_inf: Tensor) -> None:
+        """Follow one step, on the device, in few operations: each of one element is a launch there.
+
+        >>> record = StepRecord(loss_scale=None)
+        >>> for overflow in (1.0, 0.0, 1.0, 1.0): record.count(torch.tensor(overflow))
+        >>> record.num_skipped, record.num_in_a_row
+        (tensor(3), tensor(2))
+        """
+        skipped = found_inf > 0
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped)
+        self.num_skipped.add_(skipped)
+        self.num_in_a_row.add_(1).mul_(skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, so that a checkpoint loads with ``weights_only=True``. Waits for the device."""
+        return {
+            "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
+            "num_skipped_steps": int(self.num_skipped),
+            "num_skipped_in_a_row": int(self.num_in_a_row),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self.num_skipped = torch.full_like(self.num_skipped, int(state["num_skipped_steps"]))
+        self.num_in_a_row = torch.full_like(self.num_in_a_row, int(state["num_skipped_in_a_row"]))
+
+
+class StepRecords(list[StepRecord]):
+    """The records of all optimizers, in the trainer's order. Further ones start as copies of the first.
+
+    Args:
+        loss_scale: of the first optimizer, which the others copy; None with bf16.
+    """
+
+    def __init__(self, loss_scale: LossScale | None) -> None:
+        super().__init__([StepRecord(loss_scale=loss_scale)])
+        self._device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> None:
+        """Move all to ``device``."""
+        self._device = device
+        for record in self:
+            record.to(device)
+
+    def of(self, optimizer: Optimizer) -> StepRecord:
+        """The record of ``optimizer``: its own, or the first that has none, or a new one."""
+        for record in self:
+            if record.optimizer is optimizer:
+                return record
+        for record in self:
+            if record.optimizer is None:
+                record.optimizer = optimizer
+                return record
+        new = StepRecord(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
+        new.to(self._device)
+        self.append(new)
+        return new
+
+    @torch.no_grad()
+    def scale_for_backward(self) -> Tensor:
+        """The smallest scale of all optimizers whose parameters a backward can reach now; they all go on from it."""
+        reached = list(self)
+        if len(reached) > 1:
+            reached = [one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))] or reached
+        scales = [record.loss_scale for record in reached if record.loss_scale is not None]
+        scale = scales[0].scale if len(scales) == 1 else torch.stack([one.scale for one in scales]).amin()
+        for record, loss_scale in zip(reached, scales, strict=True):
+            loss_scale.scale = record.grad_scale = scale
+        return scale
+
+    def release(self) -> None:
+        """Let go of the optimizers and of what concerned their last step; scales and counters stay."""
+        for record in self:
+            record.optimizer = record.outcome = record.grad_scale = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first record's state, with those of the others beside it."""
+        first, *others = (record.state_dict() for record in self)
+        return {**first, "other_optimizers": others} if others else first
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore as many as there are in both."""
+        for record, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
+            record.load_state_dict(own)
+
+
+def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
+    """The parameters in the groups of ``optimizer``, in order; none for None."""
+    return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
+
+
+def raise_if_stuck(record: StepRecord, model: LightningModule, last_loss: Tensor | None) -> None:
+    """End a run whose overflows no scale seems to cure. Waits for the device.
+
+    Raises:
+        EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
+            see it here. The callback ``WatchNumbers`` adds layer, batch and rank.
+    """
+    if record.loss_scale is None or last_loss is None or int(record.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    bad = [
+        names.get(id(parameter), "?")
+        for parameter in parameters_of(record.optimizer)
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+    ]
+    loss = float(last_loss.float().sum())
+    finite = torch.isfinite(last_loss).all()
+    cause = (
+        "The loss itself is finite, so the gradients overflow in backward: look for a division by zero, a log or "
+        "square root at 0, or fp16 activations above 65504 in the layers named."
+        if finite
+        else "The loss itself is not finite: look at the learning rate, at the data of this step, and for a log or "
+        "division of 0 in the loss."
+    )
+    raise EndlessOverflowError(
+        f"Gradients were inf or nan for {int(record.num_in_a_row)} steps in a row, up to global step "
+        f"{model.trainer.global_step}; the loss scale is {record.loss_scale.value:g} and no scale can cure this. "
+        f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
+        f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
+        "checkpoint after the cure."
+    )

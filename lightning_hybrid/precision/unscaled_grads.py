@@ -1,0 +1,155 @@
+"""Which gradients were divided by the loss scale: none is divided twice, and what outlives its step can go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.precision.loss_scale import unscale_
+
+
+@dataclass(eq=False)
+class Unscaled:
+    """An fp32 gradient in ``p.grad`` that was divided by a loss scale.
+
+    found_inf   whether it or one of those divided with it is inf or nan;  None: not known, or there is no scale
+    is_local    it is this rank's alone: the next backward that averages has to average it too
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    found_inf: Tensor | None = None
+    is_local: bool = False
+
+
+class UnscaledGradients:
+    """Fp32 gradients in ``p.grad`` that were divided by a loss scale.
+
+    >>> unscaled, parameter = UnscaledGradients(), torch.nn.Parameter(torch.zeros(1))
+    >>> parameter.grad = torch.tensor([2.0])
+    >>> unscaled.unscale([parameter], torch.tensor(8.0)); parameter.grad, unscaled.found_inf([parameter])
+    (tensor([0.2500]), tensor(0.))
+    >>> unscaled.prepare_for_backward(torch.tensor(4.0)); parameter.grad, unscaled.of(parameter)
+    (tensor([1.]), None)
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, Unscaled] = {}
+        self._aside: dict[int, Unscaled] = {}
+
+    @torch.no_grad()
+    def unscale(
+        self,
+        parameters: Iterable[Tensor],
+        scale: Tensor | None,
+        *,
+        to_fp32: Callable[[Tensor], Tensor] | None = None,
+        is_local: bool = False,
+    ) -> None:
+        """Put fp32 gradients, divided by ``scale``, into ``p.grad``, and add to them what waited aside.
+
+        Args:
+            parameters: of one optimizer: one of their gradients that is inf or nan makes it skip its step. Those whose
+                gradient was unscaled before are left alone.
+            scale: what the gradients were multiplied by; None: they need no division and no check.
+            to_fp32: the gradient of a half-precision parameter in fp32; None: a new tensor.
+            is_local: the gradients were not averaged over ranks.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        new = [p for p in parameters if p.grad is not None and self.of(p) is None]
+        asides = [self._aside.pop(id(parameter), None) for parameter in new]
+        gradients = []
+        for parameter, aside in zip(new, asides, strict=True):
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"A gradient of shape {tuple(gradient.shape)} is sparse (layout={gradient.layout}): master weights "
+                    "and the all-reduce of buckets need dense gradients. Build the embedding with `sparse=False`."
+                )
+            if gradient.dtype.itemsize == 2:  # half precision
+                gradient = gradient.float() if to_fp32 is None or aside is not None else to_fp32(parameter)
+            gradients.append(gradient)
+        found_inf = None
+        if scale is not None and (filled := [gradient for gradient in gradients if gradient.numel() > 0]):
+            found_inf = unscale_(filled, scale)
+            earlier = [aside.found_inf for aside in asides if aside is not None and aside.found_inf is not None]
+            found_inf = torch.stack([found_inf, *earlier]).amax() if earlier else found_inf
+        for parameter, gradient, aside in zip(new, gradients, asides, strict=True):
+            total = gradient if aside is None else aside.gradient.add_(gradient)
+            self._put(Unscaled(parameter, total, found_inf, is_local))
+
+    def _put(self, unscaled: Unscaled) -> None:
+        parameter = unscaled.parameter
+        if unscaled.gradient is not parameter.grad:
+            parameter.grad_dtype = None
+            parameter.grad = unscaled.gradient
+        self._held[id(parameter)] = unscaled
+
+    def found_inf(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """1.0 if one of the gradients was inf or nan, else 0.0; None: none was looked at."""
+        held = (self.of(parameter) for parameter in parameters)
+        found = {id(one.found_inf): one.found_inf for one in held if one is not None and one.found_inf is not None}
+        return torch.stack(list(found.values())).amax() if len(found) > 1 else next(iter(found.values()), None)
+
+    def of(self, parameter: Tensor) -> Unscaled | None:
+        """What is known of ``p.grad``; None where that is another gradient.
+
+        DDP, once it knows the order of gradients, makes its buckets again and copies into them what is in ``p.grad``,
+        rounded: the gradient itself is put back.
+        """
+        held = self._held.get(id(parameter))
+        if held is None or parameter.grad is None:
+            return None
+        if held.gradient is parameter.grad:
+            return held
+        if torch.equal(parameter.grad, held.gradient.to(parameter.grad.dtype)):
+            self._put(held)
+            return held
+        return None
+
+    @torch.no_grad()
+    def prepare_for_backward(self, scale: Tensor | None, *, sums: bool = False, averages: bool = True) -> None:
+        """Make gradients that outlived their step ready for another backward to be added to them.
+
+        Usually ``zero_grad`` removed them. Where it did not, they return to the parameter's dtype and to the scale. In
+        a manual loop, where they often stay, half precision would round at each return: there those that need no
+        further average wait aside in fp32, until :meth:`unscale` and :meth:`put_back`.
+
+        Args:
+            scale: of the loss in this backward; None: there is none.
+            sums: whether gradients may wait aside.
+            averages: whether this backward averages over ranks what it finds in ``p.grad``.
+        """
+        for held in list(self._held.values()):
+            parameter, is_ours = held.parameter, self.of(held.parameter) is not None
+            gradient = parameter.grad
+            if held.gradient.dtype is not parameter.dtype:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype  # backward casts what it brings
+            if gradient is None:
+                continue
+            if held.gradient.dtype is parameter.dtype:
+                parameter.grad = gradient if scale is None else gradient.mul_(scale)
+            elif is_ours and sums and not (held.is_local and averages):
+                self._aside[id(parameter)] = held
+            else:
+                parameter.grad = (gradient if scale is None else gradient * scale).to(parameter.dtype)
+        self._held.clear()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """What waits aside still, as the backward brought nothing to add to it, is ``p.grad`` again."""
+        for unscaled in self._aside.values():
+            self._put(unscaled)
+        self._aside.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._held.clear()
+        self._aside.clear()

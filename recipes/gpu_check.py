@@ -1,0 +1,67 @@
+"""Check this machine's GPU first: `python recipes/gpu_check.py [out=DIR] [minutes=8] [only=NAME,...] [--device cpu]`.
+
+Needs torch and Lightning, and pytest for the tests; neither Hydra nor wandb. Prints a line for each check, then tables,
+and writes `gpu_check.json`. The exit code is the number of failures.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # `recipes` is not installed
+
+# ruff: noqa: E402
+from recipes.gpu_checks import fits, machine, runner, speed, suite, waits, worlds
+from recipes.gpu_checks.runner import Check
+
+CHECKS = [
+    *(
+        Check(name=f"fits_{precision}_{optimizer}", run=fits.ends_in(precision, optimizer), limit_s=60)
+        for precision in ("16-true", "bf16-true", "32-true")
+        for optimizer in ("lars", "lamb")
+    ),
+    Check(name="resumes", run=fits.resumes, limit_s=60),
+    Check(name="waits", run=waits.waits, limit_s=60),
+    Check(name="who_waits", run=waits.who_waits, limit_s=60),
+    Check(name="one_rank", run=worlds.one_rank, limit_s=60),
+    Check(name="four_ranks", run=worlds.four_ranks, limit_s=150),
+    Check(name="nccl", run=worlds.nccl, limit_s=150),
+    Check(name="dead_rank", run=worlds.dead_rank, limit_s=120),
+    Check(name="updates", run=speed.updates, limit_s=60),
+    Check(name="resnet50", run=speed.resnet50, limit_s=120),
+    Check(name="decoding", run=speed.decoding, limit_s=90),
+    Check(name="gpu_tests", run=suite.gpu_tests, limit_s=240),
+]
+
+
+def main(arguments: list[str]) -> int:
+    """Run them; the number of failures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="out, minutes, only")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    given = parser.parse_args(arguments)
+    try:
+        keys = {"out": "gpu_check", "minutes": "8", "only": ""} | runner.keys_from(given.keys)
+        checks, limit_s = runner.chosen(keys["only"], CHECKS), runner.limit_s_from(keys["minutes"])
+    except ValueError as error:
+        parser.error(str(error))
+    device: Literal["cuda", "cpu"] = given.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: torch.cuda.is_available() is False here: --device cpu tries what makes sense without.")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to be asked for a GPU makes no context of CUDA's
+    out = Path(keys["out"]).resolve()
+    outcomes = runner.run_all(
+        checks, device, out, limit_s=limit_s, on_outcome=lambda one: print(one.line(), flush=True)
+    )
+    runner.write_json(out / "gpu_check.json", outcomes, {"device": device} | machine.environment(ROOT))
+    print(f"\n{runner.tables(outcomes)}\n\n{runner.summary(outcomes)} Written to {out}.", flush=True)
+    return runner.num_failures(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

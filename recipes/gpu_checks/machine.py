@@ -1,0 +1,49 @@
+"""What a check ran on and from: versions, GPU, commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "lightning", "triton", "numpy", "torchmetrics", "pytest", "simplejpeg", "nvidia-nccl-cu12")
+
+
+def environment(root: Path) -> dict[str, Any]:
+    """Of this machine, and of the checkout around `root`; None for what cannot be learned.
+
+    >>> environment(Path("/"))["torch"] == torch.__version__, environment(Path("/"))["commit"]
+    (True, None)
+    """
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    found |= {package: _version(package) for package in PACKAGES} | {"torch": torch.__version__}
+    found |= {"cuda": torch.version.cuda, "commit": _output("git", "-C", str(root), "rev-parse", "HEAD")}
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    found["has_changes"] = None if changed is None else bool(changed)
+    if torch.cuda.is_available():
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        found["gpus"] = [f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in devices]
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,143 @@
+"""A device that is none, but to which modules move as to a GPU: tests on a CPU see what moving does to objects.
+
+`pytest --moving-device` runs the tests that it is given so. `.to("cuda")` and `.cpu()` re-point every parameter's
+`data`, and its gradient's, to new memory and put a new object in place of every buffer; on a CPU `.to("cpu")` does
+nothing at all. Lightning moves the module when it sets the strategy up, and back in its teardown before that of the
+precision. Optimizer state is moved at both ends too. While a move is under way, and until the strategy's part is over,
+what moved is in another memory than what did not: an operation on both is an error, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ddp, strategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_hybrid import HybridAllReduceStrategy
+
+_ORIGINAL = {name: getattr(HybridAllReduceStrategy, name) for name in ("model_to_device", "teardown")}
+_COPIES = frozenset({torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten._foreach_copy_})
+
+
+class AcrossMemoriesError(RuntimeError):
+    """An operation on tensors of both memories, which a GPU would refuse."""
+
+
+class TwoMemories(TorchDispatchMode):
+    """Knows which memory has been moved; the rest is where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._moved: dict[int, Tensor] = {}  # held, so that no other memory gets the address
+        self._moves = _Moves(self)
+
+    def __enter__(self) -> TwoMemories:
+        self._moves.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._moves.__exit__(*error)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A copy in the other memory; itself, if it is there."""
+        if self.has(tensor):
+            return tensor
+        with torch._C._DisableTorchDispatch():
+            copy = tensor.detach().clone()
+        self._note([copy])
+        return copy
+
+    def has(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return tensor._values().untyped_storage()._cdata in self._moved
+        return tensor.untyped_storage()._cdata in self._moved
+
+    def _note(self, tensors: Iterable[Any]) -> None:
+        strided = (each for each in tensors if isinstance(each, Tensor) and each.layout is torch.strided)
+        self._moved |= {each.untyped_storage()._cdata: each for each in strided}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        are_moved = {self.has(each) for each in given if each.dim() > 0}
+        if len(are_moved) > 1 and func.overloadpacket not in _COPIES:
+            raise AcrossMemoriesError(f"Expected all tensors to be on the same device, but found two, in {func}")
+        result = func(*args, **(kwargs or {}))
+        if are_moved == {True} or not given:
+            self._note(tree_leaves(result))
+        return result
+
+
+class _Moves(TorchFunctionMode):
+    """`tensor.to(device)` and `tensor.cpu()` move what has not been moved."""
+
+    def __init__(self, memories: TwoMemories) -> None:
+        super().__init__()
+        self.memories = memories
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        targets = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.device)]
+        like = [each for each in args[1:2] if isinstance(each, Tensor) and self.memories.has(each)]
+        if func is Tensor.cpu or (func is Tensor.to and (targets or like)):
+            args = (self.memories.moved(args[0]), *args[1:])
+        return func(*args, **kwargs)
+
+
+def model_to_device(self: HybridAllReduceStrategy) -> None:
+    """The module moves where Lightning moves it: before the strategy's own work on what was moved."""
+    assert isinstance(self.model, nn.Module)
+    with TwoMemories() as memories, _instead_of(self.model, "to", memories):
+        _ORIGINAL["model_to_device"](self)
+
+
+def teardown(self: HybridAllReduceStrategy) -> None:
+    """The module moves back where Lightning moves it, and ends there."""
+    module = self.lightning_module
+    if module is None:
+        _ORIGINAL["teardown"](self)
+        return
+    with TwoMemories() as memories, _instead_of(module, "cpu", memories):
+        _ORIGINAL["teardown"](self)
+        left = [name for name, tensor in module.state_dict(keep_vars=True).items() if not memories.has(tensor)]
+        assert not left, f"after a fit the whole module must be on the CPU, and {left} are not"
+
+
+@contextmanager
+def _instead_of(module: nn.Module, name: str, memories: TwoMemories) -> Iterator[None]:
+    num_calls = []
+
+    def method(*args: Any, **kwargs: Any) -> nn.Module:
+        num_calls.append(None)
+        return module._apply(memories.moved)
+
+    object.__setattr__(module, name, method)
+    try:
+        yield
+        assert num_calls, f"Lightning did not call `{name}`: the stand-in stands at the wrong place"
+    finally:
+        object.__delattr__(module, name)
+
+
+def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
+    """New tensors of state, of the same values."""
+    _optimizers_to_device(optimizers, device)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = apply_to_collection(state, Tensor, torch.clone)
+
+
+def install() -> None:
+    """From now on, in this process."""
+    HybridAllReduceStrategy.model_to_device = model_to_device
+    HybridAllReduceStrategy.teardown = teardown
+    ddp._optimizers_to_device = strategy._optimizers_to_device = optimizers_to_device

@@ -1,0 +1,124 @@
+"""Loss scales: what they do on overflow, on clean steps, at their bounds and with bad settings."""
+
+import pytest
+import torch
+
+from lightning_hybrid.precision.loss_scale import DynamicLossScale, StaticLossScale, loss_scale_from, unscale_
+
+OVERFLOW, CLEAN = torch.tensor(True), torch.tensor(False)
+
+
+def test_scale_halves_on_each_overflow_and_doubles_after_the_interval():
+    scale = DynamicLossScale(init_scale=1024.0, growth_interval=3)
+    seen = []
+    for found_inf in [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN, CLEAN]:
+        scale.update(found_inf)
+        seen.append(scale.value)
+    assert seen == [512, 512, 512, 256, 256, 256, 512, 512]
+
+
+def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
+    """Same defaults, so the same trajectory, until a bound of ours is met."""
+    ours, theirs = DynamicLossScale(growth_interval=5), torch.amp.GradScaler("cpu", growth_interval=5)
+    theirs.scale(torch.ones(()))  # creates its state
+    for step in range(60):
+        found_inf = step % 13 == 3
+        ours.update(torch.tensor(found_inf))
+        torch._amp_update_scale_(theirs._scale, theirs._growth_tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 5)
+        assert ours.value == theirs.get_scale()
+
+
+def test_scale_stays_within_its_bounds_and_lives_on():
+    scale = DynamicLossScale(init_scale=4.0, growth_interval=1, min_scale=1.0, max_scale=8.0)
+    for _ in range(300):
+        scale.update(OVERFLOW)
+    assert scale.value == 1.0
+    for _ in range(300):
+        scale.update(CLEAN)
+    assert scale.value == 8.0
+
+
+def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
+    """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not."""
+    scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
+    seen = []
+    for found_inf in [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW, OVERFLOW]:
+        scale.update(found_inf)
+        seen.append(scale.value)
+    assert seen == [1024, 1024, 512, 256, 256, 512, 512, 256]
+
+
+def test_hysteresis_of_one_is_none():
+    with_it, without = DynamicLossScale(hysteresis=1, growth_interval=3), DynamicLossScale(growth_interval=3)
+    for step in range(40):
+        for scale in (with_it, without):
+            scale.update(torch.tensor(step % 7 in (0, 1)))
+        assert with_it.value == without.value
+
+
+def test_hysteresis_used_up_is_in_the_state():
+    first, second = (DynamicLossScale(init_scale=64.0, hysteresis=2) for _ in range(2))
+    first.update(OVERFLOW)
+    second.load_state_dict(first.state_dict())
+    second.update(OVERFLOW)
+    assert second.value == 32.0
+    second.load_state_dict({"scale": 64.0, "num_clean_steps": 0})  # a checkpoint from before there was one
+    second.update(OVERFLOW)
+    assert second.value == 64.0
+
+
+def test_static_scale_never_moves():
+    scale = StaticLossScale(1024.0)
+    scale.update(OVERFLOW)
+    assert scale.value == 1024.0
+
+
+def test_state_round_trip_continues_the_count():
+    first = DynamicLossScale(init_scale=64.0, growth_interval=4)
+    for found_inf in [OVERFLOW, CLEAN, CLEAN, CLEAN]:
+        first.update(found_inf)
+    second = DynamicLossScale(init_scale=64.0, growth_interval=4)
+    second.load_state_dict(first.state_dict())
+    second.update(CLEAN)
+    assert second.value == 64.0
+
+
+def test_a_static_scale_asked_for_now_wins_over_the_checkpoints():
+    scale = StaticLossScale(128.0)
+    scale.load_state_dict({"scale": 65536.0, "num_clean_steps": 3})
+    assert scale.value == 128.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"init_scale": 1000.0}, r"`init_scale` \(=1000.0\) must be a power of two.*512 or 1024"),
+        ({"init_scale": 0.0}, r"`init_scale` \(=0.0\) must be a positive power of two"),
+        ({"init_scale": float("inf")}, r"`init_scale` \(=inf\)"),
+        ({"growth_factor": 0.5}, r"`growth_factor` \(=0.5\) must be at least 1"),
+        ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be below 1"),
+        ({"growth_interval": 0}, r"`growth_interval` \(=0\)"),
+        ({"hysteresis": 0}, r"`hysteresis` \(=0\) must be a whole number of overflows"),
+        ({"init_scale": 2.0, "min_scale": 4.0}, r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)"),
+    ],
+)
+def test_bad_dynamic_scale_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScale(**arguments)
+
+
+@pytest.mark.parametrize("setting", ["statik", None, True, [1.0]])
+def test_bad_setting_is_refused(setting):
+    with pytest.raises(ValueError, match="`loss_scale` "):
+        loss_scale_from(setting)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_unscaling_divides_exactly_and_finds_what_is_not_finite_in_any_dtype(where, bad):
+    gradients = [torch.rand(5), torch.rand(3, dtype=torch.float64), torch.rand(4)[::2]]
+    expected = [gradient / 1024 for gradient in gradients]
+    assert unscale_(gradients, torch.tensor(1024.0)).item() == 0
+    assert all(map(torch.equal, gradients, expected))
+    gradients[where][-1] = bad
+    assert unscale_(gradients, torch.tensor(1024.0)).item() == 1

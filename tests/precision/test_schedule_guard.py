@@ -1,0 +1,109 @@
+"""A guarded schedule is the same object that waits on skipped steps."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, SequentialLR
+
+from lightning_hybrid.precision.schedule_guard import ScheduleGuard, is_guarded
+from lightning_hybrid.precision.skipped_steps import Outcome
+
+
+def guarding(config, was_skipped, may_put_off=lambda: False):
+    guard = ScheduleGuard(lambda optimizer: [Outcome(was_skipped(optimizer))], may_put_off)
+    guard.guard(config)
+    return guard
+
+
+def make(kind=ExponentialLR, interval="step"):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    arguments = {"gamma": 0.5} if kind is ExponentialLR else {}
+    return optimizer, LRSchedulerConfig(kind(optimizer, **arguments), interval=interval)
+
+
+def test_guarded_schedule_waits_while_the_step_was_skipped():
+    optimizer, config = make()
+    skipped = [True, False, True]
+    guarding(config, lambda _: skipped[-1])
+    rates = []
+    for skipped[-1] in (False, True, True, False):
+        optimizer.step()
+        config.scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.5, 0.5, 0.25]
+
+
+def test_guard_is_told_the_schedulers_own_optimizer():
+    optimizer, config = make()
+    asked = []
+    guarding(config, lambda o: asked.append(o) or False)
+    optimizer.step()
+    config.scheduler.step()
+    assert asked == [optimizer]
+
+
+def test_state_dict_and_type_stay_what_they_were():
+    _, config = make()
+    plain = copy.deepcopy(config.scheduler.state_dict())
+    guard = guarding(config, lambda _: True)
+    assert isinstance(config.scheduler, ExponentialLR)
+    assert config.scheduler.state_dict() == plain
+    guard.release()
+    assert type(config.scheduler) is ExponentialLR
+    assert config.scheduler.state_dict() == plain
+
+
+def test_guarding_twice_is_guarding_once():
+    _, config = make()
+    guard = guarding(config, lambda _: True)
+    guard.guard(config)
+    assert len(guard) == 1
+    guard.release()
+    assert type(config.scheduler) is ExponentialLR
+
+
+@pytest.mark.parametrize(("kind", "interval"), [(ReduceLROnPlateau, "step"), (ExponentialLR, "epoch")])
+def test_schedules_that_do_not_count_steps_are_left_alone(kind, interval):
+    _, config = make(kind, interval)
+    guarding(config, lambda _: True)
+    assert not is_guarded(config.scheduler)
+
+
+def test_a_chain_of_schedules_waits_as_one():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    parts = [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.1)]
+    config = LRSchedulerConfig(SequentialLR(optimizer, parts, milestones=[2]), interval="step")
+    guarding(config, lambda _: True)
+    optimizer.step()
+    config.scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_step_put_off_is_made_when_settled_with_the_outcome_of_its_own_optimizer_step():
+    """Rates are those without putting off, one optimizer step late; outcomes are kept, not asked again."""
+    optimizer, config = make()
+    skipped, seen = [True, False, False, True, False], []
+    step = iter(skipped)
+    guard = guarding(config, lambda _: next(step), may_put_off=lambda: True)
+    for _ in skipped:
+        guard.settle()
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        config.scheduler.step()
+    guard.settle()
+    assert seen == [1.0, 1.0, 0.5, 0.25, 0.25]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_step_made_at_once_comes_after_those_put_off():
+    optimizer, config = make()
+    put_off = [True]
+    guarding(config, lambda _: False, may_put_off=lambda: put_off[-1])
+    optimizer.step()
+    config.scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    put_off.append(False)
+    config.scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
