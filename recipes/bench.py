@@ -17,18 +17,17 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybrid.comm import CommPlan, Topology
-from recipes import bench_report, configuration, kinds, launch
+from recipes import bench_report, configuration, launch
 from recipes.bench_allreduce import AllReduceBench
 from recipes.bench_steps import StepBench
-from recipes.kinds import RANKS
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": (RANKS, list[int], str),
-    "world.num_nodes": RANKS,
-    "link_bytes_per_s": (kinds.POSITIVE, None),
+    "world.devices": configuration.Ranks | list[int] | str,
+    "world.num_nodes": configuration.Ranks,
+    "link_bytes_per_s": configuration.Positive | None,
     "about": str | None,
     "allreduce": AllReduceBench | None,
     "steps": StepBench | None,

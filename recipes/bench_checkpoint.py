@@ -15,11 +15,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from recipes import bench_checkpoints, bench_report, configuration, kinds, launch
+from recipes import bench_checkpoints, bench_report, configuration, launch
 
 launch.register_resolvers()
 
-KEYS: dict[str, Any] = {"about": str | None, "num_repeats": kinds.COUNT, "model": nn.Module, "run_dir": str}
+KEYS: dict[str, Any] = {"about": str | None, "num_repeats": configuration.Count, "model": nn.Module, "run_dir": str}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench_checkpoint")

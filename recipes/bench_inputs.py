@@ -27,6 +27,7 @@ from lightning_hybrid.data.prefetch import prefetch
 from lightning_hybrid.data.source import DecodedRows, Rows
 from lightning_hybrid.data.synthetic import StoredRows
 from lightning_hybrid.data.views import TrainView
+from recipes.configuration import Count, CountOrZero
 from recipes.input_rivals import dali_batches, dataloader_batches
 from recipes.packing import Packing
 from recipes.photos import write_photos
@@ -88,16 +89,16 @@ class InputBench:
 
     root: str | None
     scratch: str
-    num_photos: int
-    short_side: int
-    image_size: int
-    batch_size: int
-    num_batches: int
-    num_rounds: int
-    num_threads: int | None
+    num_photos: CountOrZero
+    short_side: Count
+    image_size: Count
+    batch_size: Count
+    num_batches: CountOrZero
+    num_rounds: CountOrZero
+    num_threads: CountOrZero | None
     arms: Sequence[str] | None
     loads: Sequence[float]
-    num_steps: int
+    num_steps: Count
 
     def prepare(self) -> dict[str, Path]:
         """Make what is not there: the folder of each source by name."""

@@ -13,13 +13,13 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, bench_training, bench_updates, configuration, kinds, launch
+from recipes import bench_report, bench_training, bench_updates, configuration, launch
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "device": str | None,
-    "num_threads": (kinds.COUNT, None),
+    "num_threads": configuration.Count | None,
     "about": str | None,
     "updates": bench_updates.UpdateBench | None,
     "training": bench_training.TrainingBench | None,

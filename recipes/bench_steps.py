@@ -24,6 +24,7 @@ from lightning_hybrid.comm import Topology
 from recipes.bench_allreduce import slowest, synchronize
 from recipes.bench_report import Row
 from recipes.bench_rivals import CompressedDDPStrategy, SilentStrategy
+from recipes.configuration import Count, CountOrZero, NotNegative
 from recipes.gradient_sets import GRADIENT_SETS, GradientSet, numel
 
 STOCK, COMPRESSED = "ddp", "fp16_compress"
@@ -100,12 +101,12 @@ class StepBench:
     trainer: Callable[..., pl.Trainer]
     gradients: Sequence[str]
     arms: Sequence[str]
-    num_rounds: int
-    num_steps: int
+    num_rounds: CountOrZero
+    num_steps: Count
     num_warmup_steps: int = 3
-    bucket_bytes: int | None = None
+    bucket_bytes: Count | None = None
     overlap: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: NotNegative = 300.0
 
     def __post_init__(self) -> None:
         for name in self.gradients:

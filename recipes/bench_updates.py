@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.optim import LAMB, LARS
+from recipes.configuration import CountOrZero
 from recipes.gradient_sets import GRADIENT_SETS, numel
 
 LOSS_SCALE = 1024.0
@@ -125,8 +126,8 @@ class UpdateBench:
 
     gradients: Sequence[str]
     arms: Sequence[str]
-    num_rounds: int
-    num_warmup: int = 5
+    num_rounds: CountOrZero
+    num_warmup: CountOrZero = 5
 
     def __post_init__(self) -> None:
         for key, names, known in (("gradients", self.gradients, GRADIENT_SETS), ("arms", self.arms, ARMS)):

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, claims_report, configuration, kinds, launch
+from recipes import bench_report, claims_report, configuration, launch
 from recipes.claims_study import Study
 from recipes.train_trial import TrainTrial, common_of
 from recipes.trial_pool import TrialPool
@@ -22,12 +22,12 @@ from recipes.trials import Outcome, TrialLog, fingerprint_of
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
-    "num_workers": kinds.COUNT_OR_ZERO,
-    "budget_s": (kinds.NOT_NEGATIVE, None),
+    "num_workers": configuration.CountOrZero,
+    "budget_s": configuration.NotNegative | None,
     "about": str | None,
     "trial": list[str],
     "tuning": dict,
-    "seeds": list[kinds.SEED],  # type: ignore[valid-type]
+    "seeds": list[configuration.Seed],
     "study": dict,
     "study.arms": dict[str, dict],
     "study.precisions": dict[str, dict],

@@ -10,14 +10,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, configuration, endurance_report, kinds, launch
+from recipes import bench_report, configuration, endurance_report, launch
 
 launch.register_resolvers()
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 KEYS: dict[str, Any] = {
     "about": str | None,
-    "warmup_steps": kinds.COUNT_OR_ZERO,
+    "warmup_steps": configuration.CountOrZero,
     "samples": str | None,
     "train": list[str],
     "run_dir": str,

@@ -15,7 +15,7 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import configuration, fault_case, fault_table, faults_comm, faults_numbers, faults_replicas, kinds, launch
+from recipes import configuration, fault_case, fault_table, faults_comm, faults_numbers, faults_replicas, launch
 from recipes.faults_world import OneHost
 
 launch.register_resolvers()
@@ -23,7 +23,7 @@ launch.register_resolvers()
 KEYS: dict[str, Any] = {
     "about": str | None,
     "only": list[str] | None,
-    "at_once": kinds.COUNT,
+    "at_once": configuration.Count,
     "world": OneHost,
     "run_dir": str,
 }

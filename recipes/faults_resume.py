@@ -13,14 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import configuration, fault_table, kinds, launch, resume_trials
+from recipes import configuration, fault_table, launch, resume_trials
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "about": str | None,
-    "num_trials": kinds.COUNT_OR_ZERO,
-    "seed": kinds.SEED,
+    "num_trials": configuration.CountOrZero,
+    "seed": configuration.Seed,
     "own": list[str],
     "run_dir": str,
 }

@@ -13,14 +13,14 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, configuration, kinds, launch, memory_census
+from recipes import bench_report, configuration, launch, memory_census
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "about": str | None,
     "precisions": list[Literal["32-true", "16-mixed", "16-true", "bf16-true"]],
-    "optimizers": list[kinds.one_of(memory_census.OPTIMIZERS)],  # type: ignore[misc]
+    "optimizers": list[Literal[tuple(memory_census.OPTIMIZERS)]],  # type: ignore[misc]
     "census": memory_census.Census,
     "run_dir": str,
 }

@@ -11,7 +11,7 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from recipes import configuration, kinds, launch
+from recipes import configuration, launch
 from recipes.packing import Packed, Packing, check_packed
 
 launch.register_resolvers()
@@ -19,7 +19,7 @@ launch.register_resolvers()
 KEYS = {
     "root": str,
     "out": str,
-    "short_side": (kinds.COUNT, None),
+    "short_side": configuration.Count | None,
     "check": bool,
     "packing": Packing,
     "run_dir": str,

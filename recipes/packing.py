@@ -26,6 +26,7 @@ from lightning_hybrid.data.folder import ImageFolder, check_root
 from lightning_hybrid.data.image_module import share_of_cores
 from lightning_hybrid.data.shards import INDEX_NAME, ShardedImages, ShardIndex, crc32_of, damaged_shards, shard_name
 from lightning_hybrid.data.views import resized, short_side_resized
+from recipes.configuration import CountOrZero, Seed
 
 PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
 NUM_SAMPLES = 64  # ours: images whose mean size tells how many make a shard
@@ -67,12 +68,12 @@ class Packing:
     root: str
     out: str
     splits: Sequence[str]
-    seed: int
+    seed: Seed
     short_side: int | None
     quality: int
     shard_bytes: int
-    max_corrupt_images: int
-    num_threads: int | None
+    max_corrupt_images: CountOrZero
+    num_threads: CountOrZero | None
     verify: bool
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import configuration, kinds, launch, search_report
+from recipes import configuration, launch, search_report
 from recipes.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
 from recipes.search_optuna import OptunaSearch
 from recipes.train_trial import TrainTrial, common_of
@@ -30,8 +30,8 @@ KEYS: dict[str, Any] = {
     "axes": dict,
     "stopping": Stopping,
     "backend": CoarseToFine | OptunaSearch,
-    "num_workers": kinds.COUNT_OR_ZERO,
-    "budget_s": (kinds.NOT_NEGATIVE, None),
+    "num_workers": configuration.CountOrZero,
+    "budget_s": configuration.NotNegative | None,
     "run_dir": str,
 }
 

@@ -11,6 +11,7 @@ from lightning_hybrid.comm.cluster import Cluster
 from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.comm.simulate import NO_JITTER, Jitter, Outcome, simulate
+from recipes.configuration import CountOrZero
 from recipes.simulate_models import Layer, work_of
 
 
@@ -90,7 +91,7 @@ class Search:
 
     algorithms: Sequence[str | None]
     bucket_bytes: Sequence[int]
-    num_shown: int = 5
+    num_shown: CountOrZero = 5
 
     def run(self, scenario: Scenario) -> list[Candidate]:
         """All that differ, the best first; of equals the one with fewer buckets."""

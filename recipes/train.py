@@ -21,7 +21,7 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes import launch, resume, tracking, train_keys, utilisation
+from recipes import configuration, launch, resume, tracking, train_keys, utilisation
 from recipes.classifier import Classifier
 from recipes.world import batch_line, check_world
 
@@ -32,7 +32,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Everything a run needs, checked as far as it can be before any process is started."""
-    train_keys.check(cfg)
+    configuration.check(cfg, train_keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)

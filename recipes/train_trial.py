@@ -20,7 +20,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import launch, train, train_keys
+from recipes import configuration, launch, train
+from recipes.train_keys import TRAIN_KEYS
 from recipes.trial_pool import Limits
 from recipes.trials import Mode, Outcome, Status
 from recipes.world import num_ranks
@@ -46,7 +47,7 @@ def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
     """
     with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, f"run_dir='{run_dir}'"])
-    train_keys.check(cfg)
+    configuration.check(cfg, TRAIN_KEYS)
     world_size = num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
     if world_size != 1:
         raise ValueError(

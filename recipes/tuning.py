@@ -22,7 +22,7 @@ from lightning_hybrid.comm import CommPlan, Topology, host_identity
 from lightning_hybrid.comm.pieces import Work
 from lightning_hybrid.comm.probes import Case, Measurement, Samples, validate
 from lightning_hybrid.comm.software import World
-from recipes import configuration, kinds
+from recipes import configuration
 from recipes.simulate_models import layers_of, measured_work
 from recipes.simulate_models import work_of as work_of_layers
 from recipes.world import num_ranks
@@ -31,19 +31,19 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": (kinds.RANKS, list[int], str),
-    "world.num_nodes": kinds.RANKS,
+    "world.devices": configuration.Ranks | list[int] | str,
+    "world.num_nodes": configuration.Ranks,
     "name": str,
     "about": str | None,
     "measure": Measurement,
     "samples": str | None,
     "inside": Literal["nvlink", "pci"],
-    "image_shape": list[kinds.COUNT],  # type: ignore[valid-type]
-    "batch_size_per_rank": kinds.COUNT,
-    "images_per_s": (kinds.POSITIVE, None),
+    "image_shape": list[configuration.Count],
+    "batch_size_per_rank": configuration.Count,
+    "images_per_s": configuration.Positive | None,
     "profile": str | None,
     "plan": CommPlan,
-    "num_shown": kinds.COUNT,
+    "num_shown": configuration.Count,
     "run_dir": str,
     "model": nn.Module,
 }
