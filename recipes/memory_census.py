@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid  # noqa: F401  registers the strategy
 from lightning_hybrid.optim import LAMB, LARS
-from recipes.configuration import Count, CountOrZero
+from recipes import configuration
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
@@ -171,9 +171,9 @@ class Census:
     """
 
     device: str = "cpu"
-    num_ranks: CountOrZero | None = None
-    width: Count = 512
-    depth: Count = 8
+    num_ranks: configuration.CountOrZero | None = None
+    width: configuration.Count = 512
+    depth: configuration.Count = 8
 
     def __post_init__(self) -> None:
         if self.device == "cpu" and not MAPS.exists():
