@@ -17,17 +17,18 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybrid.comm import CommPlan, Topology
-from recipes import bench_report, configuration, launch
-from recipes.bench_allreduce import AllReduceBench
-from recipes.bench_steps import StepBench
+from recipes.benchmarks import report as bench_report
+from recipes.benchmarks.allreduce import AllReduceBench
+from recipes.benchmarks.steps import StepBench
+from recipes.cli import config_check, launch
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": configuration.Ranks | list[int] | str,
-    "world.num_nodes": configuration.Ranks,
-    "link_bytes_per_s": configuration.Positive | None,
+    "world.devices": config_check.Ranks | list[int] | str,
+    "world.num_nodes": config_check.Ranks,
+    "link_bytes_per_s": config_check.Positive | None,
     "about": str | None,
     "allreduce": AllReduceBench | None,
     "steps": StepBench | None,
@@ -48,7 +49,7 @@ def main(cfg: DictConfig) -> None:
         for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors():
-            configuration.check(cfg, KEYS)
+            config_check.check(cfg, KEYS)
             benches = [instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None]
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)

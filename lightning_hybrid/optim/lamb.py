@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FusedLamb
+from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
+from lightning_hybrid.optim.fused.step import FusedLamb
+from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of
-from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks
-from lightning_hybrid.optim.scaling import UNSCALED, Scaling
+from lightning_hybrid.optim.option_checks import check_choice, check_common, check_number
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 
@@ -48,7 +48,7 @@ class LAMB(LayerwiseOptimizer):
 
     `fused=True` is two passes over memory for the whole model, moments with |w| and |u|, then the step; three where
     gradients are looked at before, for inf and nan or for `max_grad_norm`. On the CPU they are C++ (`native`), on CUDA
-    Triton (`kernels_lamb`), which has never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
+    Triton (`lamb_kernels`), which has never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
 
     `capturable=True` counts steps on the parameters' device and reads nothing on the host, so that a CUDA graph may
     capture the step; capture itself has not been run. A rate that changes between replays has to be a tensor.
@@ -206,7 +206,7 @@ def moments_(
     *,
     group: dict[str, Any],
     clip_factor: Tensor | None,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Take `grads`, unscaled and then scaled by `clip_factor` if there is one, into both moments, in place."""
     beta1, beta2 = group["betas"]
@@ -247,7 +247,7 @@ def lamb_(
     *,
     lr: float | Tensor,
     ratios: Tensor,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Move `params` by -lr * ratio * u, in place; `updates` hold u, and are used up."""
     weights = as_dtype(params, updates[0].dtype)
@@ -266,7 +266,7 @@ def adamw_(
     *,
     group: dict[str, Any],
     lr: float | Tensor,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Move `params` as AdamW does, in place; the order of operations is that of `torch.optim.AdamW`."""
     weights = as_dtype(params, exp_avgs[0].dtype)

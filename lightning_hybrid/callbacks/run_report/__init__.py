@@ -1,0 +1,1 @@
+"""The report of a run: figures, a page and a summary."""

@@ -1,0 +1,1 @@
+"""Checkpoint files that are whole or not there, written while training goes on."""

@@ -1,0 +1,1 @@
+"""Bytes and seconds of every bucket, and the timeline of a run."""

@@ -1,0 +1,1 @@
+"""Images in folders, shards or made up: sources, decoding, crops, threads, loaders."""

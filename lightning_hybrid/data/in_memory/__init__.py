@@ -1,0 +1,1 @@
+"""Small image sets that fit into memory: digits and glyphs."""

@@ -1,0 +1,1 @@
+"""Times all-reduces, steps, updates and input, each arm in turns within one run."""

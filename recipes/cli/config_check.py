@@ -1,0 +1,322 @@
+"""The check of a configuration against the signatures of what it builds, before anything is built.
+
+The constructors are the schema: pydantic compares a value with the annotation of its argument and converts nothing. A
+range stands in the constructor, or at the argument as one of the types below. Keys that are no argument are given by
+the recipe, with a type each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+import math
+import operator
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, cast
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, core_schema
+from typing_extensions import TypedDict
+
+T = TypeVar("T")
+
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ranks = Literal[-1] | Annotated[int, Field(gt=0, le=10**6)]  # -1: all
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+OPEN_PACKAGES = "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
+"""Packages whose classes may stand where an argument takes anything; elsewhere the class must be of the argument's."""
+
+PASSES_ON = {"WandbLogger": "wandb.init", "DDPStrategy": "torch.nn.parallel.DistributedDataParallel.__init__"}
+"""Where the `**kwargs` of a class go, if not to a base class."""
+
+MAX_SHOWN = 80  # characters of a value, in a message
+
+_HYDRA_KEYS = {"_partial_": bool, "_recursive_": bool, "_args_": list, "_convert_": Literal["none", "partial", "all"]}
+
+_WORDS = {  # for pydantic's types of errors; the others are in its own words
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "none_required": "null",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "missing": "complete: {name} is missing",
+    "unexpected_keyword_argument": "a key that something reads",
+    "too_long": "of at most {max_length} items",
+    "literal_error": "{expected}",
+    "callable_type": "a part with a `_target_` and `_partial_: true`",
+    "is_instance_of": "a part with a `_target_` that makes a {class}",
+}
+
+
+class WrongValueError(ValueError):
+    """A value that cannot stand at `key`."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
+    """Refuse a configuration with holes, with keys that nothing reads, or with values that cannot work.
+
+    Args:
+        cfg: All of it.
+        keys: For dotted keys, the type of what they must hold. A class stands for a part that makes one by `_target_`.
+
+    Raises:
+        ValueError: It names the key, and what may stand there.
+    """
+    raw = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
+    values = dict(_walk(raw))
+    if missing := sorted(key for key, value in values.items() if value == "???"):
+        raise ValueError(
+            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
+            f"{missing[0]}=..."
+        )
+    read = {key.partition(".")[0] for key in keys}
+    read |= {
+        name for each in values.values() if isinstance(each, str) for name in re.findall(r"\$\{([A-Za-z_]\w*)", each)
+    }
+    for name in raw.keys() - read:
+        near = difflib.get_close_matches(str(name), sorted(read), n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
+            f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
+        )
+    _check_values(raw, keys)  # first: a resolver would stumble over a wrong value in the name of another key
+    try:
+        _check_values(OmegaConf.to_container(cfg, resolve=True), keys)
+    except WrongValueError as error:
+        if isinstance(source := values.get(error.key), str) and "${" in source:
+            raise ValueError(f"{error} The key says {source}: correct what that refers to.") from None
+        raise
+
+
+def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
+    values = dict(_walk(config))
+    for key, value in values.items():
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise WrongValueError(key, f"`{key}` (={value}) must fit into 64 bits. Set {key}=<number>.")
+        if isinstance(value, float) and math.isnan(value):
+            raise WrongValueError(key, f"`{key}` (=nan) must be a number. Set {key}=<number>.")
+    for key, node in reversed(values.items()):  # what a part holds before the part
+        if isinstance(node, dict) and "_target_" in node:
+            _require(_arguments_of(target_of(node, key)), node, f"{key}.", f": it is an argument of {node['_target_']}")
+    if missing := [key for key in keys if key not in values]:
+        raise ValueError(
+            f"`{missing[0]}` must be in the configuration, and is not. Leave ~{missing[0]} out, and give a choice of "
+            f"conf/{missing[0]} where it is a group."
+        )
+    _require(_schema(keys), {key: values[key] for key in keys}, "", "")
+
+
+def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value within, with its dotted key.
+
+    >>> list(_walk({"a": {"b": 1}, "c": [2]}))
+    [('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
+    """
+    if key:
+        yield key, value
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _walk(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _walk(child, f"{key}[{index}]")
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
+    """Refuse the first of the given values that does not fit; those that refer to others are not resolved yet."""
+    values = {name: _with_parts(value, f"{prefix}{name}") for name, value in given.items() if "${" not in str(value)}
+    try:
+        schema.validate_python(values)
+    except ValidationError as invalid:
+        raise _refusal(invalid.errors(include_url=False), values, prefix, why) from None
+
+
+def made(kind: type[T], given: Any, key: str) -> T:
+    """Make a dataclass, and those within it, from the plain data of `key`; lists become tuples.
+
+    Raises:
+        ValueError: A value is missing, unknown or of the wrong type, or as `kind` says.
+    """
+    schema = TypeAdapter(kind)
+    try:
+        return schema.validate_json(json.dumps(given), strict=True)
+    except ValidationError as invalid:
+        errors = invalid.errors(include_url=False)
+        raise errors[0].get("ctx", {}).get("error") or _refusal(errors, given, f"{key}.", "") from None
+
+
+def _refusal(errors: list[ErrorDetails], values: Any, prefix: str, why: str) -> WrongValueError:
+    """Of the errors of one argument, those that are deepest within its value, in our words."""
+    places = [_place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]]
+    key, value = max(places, key=lambda place: len(place[0]))
+    rules, choices = list[str](), list[str]()
+    for error in (error for error, place in zip(errors, places, strict=False) if place[0] == key):
+        context = error.get("ctx", {})
+        expected = context.get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
+        choices += filter(None, expected)
+        context |= {"expected": " or ".join(expected), "name": error["loc"][-1]}
+        words = _WORDS.get(error["type"], re.sub("^Input should be |^Value error, ", "", error["msg"]))
+        rules.append(words.format(**context))
+    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
+    key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
+    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {key}={cure}.")
+
+
+def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
+    """The key of an error and what stands there; in `loc` pydantic puts names of types between the keys."""
+    key = ""
+    for part in loc:
+        if isinstance(value, dict) and part in value:
+            key, value = f"{key}.{part}" if key else str(part), value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            key, value = f"{key}[{part}]", value[part]
+    return key, value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+class Part:
+    """A stand-in for what a `_target_` makes: `isinstance` takes it for one, and nothing is made."""
+
+    def __init__(self, target: str, made: Any) -> None:
+        self.target, self.made = target, made
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        return self.made
+
+    def __repr__(self) -> str:
+        return f"{{_target_: {self.target}}}"
+
+
+class PartialPart(Part):
+    """The same where the call waits for more arguments."""
+
+    def __call__(self) -> None:
+        """Exist, so that it is callable."""
+
+
+def _with_parts(value: Any, key: str) -> Any:
+    if isinstance(value, dict) and "_target_" in value:
+        made = target_of(value, key)
+        if not inspect.isclass(made):  # a function makes what it says that it returns
+            returned = _hints_of(made).get("return")
+            made = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
+        return (PartialPart if value.get("_partial_") else Part)(value["_target_"], made)
+    if isinstance(value, dict):
+        return {name: _with_parts(child, f"{key}.{name}") for name, child in value.items()}
+    return [_with_parts(each, f"{key}[{i}]") for i, each in enumerate(value)] if isinstance(value, list) else value
+
+
+def target_of(node: Mapping[str, Any], key: str) -> Any:
+    """Find what a `_target_` names.
+
+    Raises:
+        ValueError: There is no such thing, or it cannot be called.
+    """
+    name, reason = node["_target_"], "it is no text"
+    if isinstance(name, str):
+        try:
+            found = get_object(name)
+            if callable(found):
+                return found
+            reason = f"that is a {type(found).__name__}"
+        except Exception as error:  # the import of anybody's module may raise anything
+            reason = " ".join(str(error).split())
+    raise WrongValueError(
+        f"{key}._target_",
+        f"`{key}._target_` (={name!r}) must be the full name of a class or function, such as torch.optim.SGD: {reason}."
+        f" Correct it, or leave {key}._target_ as the files of conf/ have it.",
+    )
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _arguments_of(target: Any) -> TypeAdapter[Any]:
+    """The schema of a function's arguments, or a class's with those of its bases, which its `**kwargs` may take."""
+    hints = dict[str, Any](_HYDRA_KEYS)
+    for each in reversed(target.__mro__) if inspect.isclass(target) else [target]:
+        if (name := getattr(each, "__name__", "")) in PASSES_ON:
+            hints |= _hints_of(get_object(PASSES_ON[name]))
+        hints |= _hints_of(vars(each).get("__init__") if inspect.isclass(each) else each)
+    return _schema(hints)
+
+
+def _hints_of(function: Any) -> dict[str, Any]:
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+    except Exception:  # of C, or names that exist for type checkers only
+        return {}
+    for name, parameter in parameters.items():
+        if name not in hints and isinstance(parameter.default, bool):  # torch leaves much without an annotation
+            hints[name] = bool
+        elif name in hints and parameter.default is None:
+            hints[name] = hints[name] | None
+    return hints
+
+
+def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
+    """The schema of a mapping that may have these names and others, without any conversion of its values."""
+    fields = TypedDict("fields", {name: _fillable(hint) for name, hint in hints.items()}, total=False)  # type: ignore[misc]
+    fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
+    return TypeAdapter(fields)
+
+
+def _fillable(hint: Any) -> Any:
+    """A type as a configuration can fill it: by a list for a tuple, text for a path, a part for an instance."""
+    origin, args = typing.get_origin(hint), tuple(map(_fillable, typing.get_args(hint)))
+    kind = origin or hint
+    if origin is Literal or kind in (None, type(None), bool, int, float, str, ...):
+        return hint
+    if origin is Annotated:
+        return Annotated[(args[0], *hint.__metadata__)]
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, args)
+    if not inspect.isclass(kind) or kind in (Any, object):  # anything; also type variables and names of types
+        return Annotated[Any, AfterValidator(_of_open_package)]
+    if issubclass(kind, os.PathLike):
+        return str
+    if kind is tuple:
+        return Annotated[tuple[args] if args else tuple, Strict(False)]
+    if issubclass(list, kind) or issubclass(kind, set | frozenset):
+        return list[args] if args else list
+    if issubclass(dict, kind):
+        return dict[Any, args[1]] if args else dict
+    if kind is typing.get_origin(Callable[..., Any]):
+        return Callable
+    return Annotated[Any, GetPydanticSchema(lambda *_: core_schema.is_instance_schema(kind))]
+
+
+def _of_open_package(value: Any) -> Any:
+    if isinstance(value, Part) and value.target.partition(".")[0] not in OPEN_PACKAGES:
+        raise ValueError(f"a part whose `_target_` is of {', '.join(OPEN_PACKAGES)}")
+    return value

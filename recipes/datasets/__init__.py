@@ -1,0 +1,1 @@
+"""Packs image folders into shards."""

@@ -1,0 +1,1 @@
+"""What `simulate` and `tune` need: layers, scenarios, reports."""

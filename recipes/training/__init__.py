@@ -1,0 +1,1 @@
+"""What `train` needs: the module, its configuration, resume, tracking."""

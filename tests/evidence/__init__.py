@@ -1,0 +1,1 @@
+"""Programs that only maintainers run; each leaves a record: `python -m tests.evidence.<name>`."""

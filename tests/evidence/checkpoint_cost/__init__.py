@@ -1,0 +1,1 @@
+"""Times what a checkpoint costs a step: `python -m tests.evidence.checkpoint_cost`."""

@@ -1,0 +1,1 @@
+"""Looks for growth over thousands of steps: `python -m tests.evidence.endurance`."""

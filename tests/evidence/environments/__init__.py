@@ -1,0 +1,1 @@
+"""Starts programs in bad environments and reads what they say: `python -m tests.evidence.environments`."""

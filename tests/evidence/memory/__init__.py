@@ -1,0 +1,1 @@
+"""Counts bytes per parameter: `python -m tests.evidence.memory`."""

@@ -1,0 +1,1 @@
+"""Compares the planner's predictions with published and measured runs."""
