@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.precision.averaging import AverageOfMasters, master_of
 
 
@@ -41,6 +42,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
                 f"`decay` (={decay}) must be between 0 and 1: it is the part of the average that stays at each update. "
                 "0.999 remembers about a thousand steps."
             )
+        every = kwargs.get("update_every_n_steps", 1)
+        require_whole("update_every_n_steps", every, "steps are counted. Set callbacks.ema.update_every_n_steps=1")
         super().__init__(decay=decay, **kwargs)
         self._kept: list[Tensor] | None = None
         self._is_handed_over = False

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_hybrid.checks import require_whole
+
 # What numbers are drawn for, beside batches: the fifth word of the entropy.
 _EPOCH, _VALIDATION = 1, 2
 
@@ -29,6 +31,7 @@ class SeedEachStep(Callback):
     """
 
     def __init__(self, seed: int) -> None:
+        require_whole("seed", seed, "NumPy's generators take no other. Set seed=0", least=0)
         self.seed = seed
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.optim.diagnostics import trust_ratios
@@ -52,8 +53,9 @@ class TrainingMetrics(Callback):
         peak_flops_per_s: float | None = None,
         with_trust_ratios: bool = True,
     ) -> None:
+        require_whole("skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0)
         for name, value in (("flops_per_image", flops_per_image), ("peak_flops_per_s", peak_flops_per_s)):
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(
                     f"`{name}` (={value}) must be a number above zero: utilisation is a quotient. Leave it out where "
                     "it is not known."

@@ -26,6 +26,7 @@ from lightning_hybrid.data.images.datamodule import share_of_cores
 from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
 from lightning_hybrid.data.images.folder import ImageFolder, check_root
 from lightning_hybrid.data.images.shards import (
+    INDEX_NAME,
     ShardedImages,
     ShardIndex,
     crc32_of,
