@@ -43,7 +43,7 @@ PASSES_ON = {"WandbLogger": "wandb.init", "DDPStrategy": "torch.nn.parallel.Dist
 
 MAX_SHOWN = 80  # characters of a value, in a message
 
-_HYDRA_KEYS = {"_partial_": bool, "_recursive_": bool, "_args_": list, "_convert_": Literal["none", "partial", "all"]}
+_HYDRA_KEYS = {"_partial_": bool, "_recursive_": bool, "_args_": list, "_convert_": Literal["none", "partial", "object", "all"]}
 
 _WORDS = {  # for pydantic's types of errors; the others are in its own words
     "int_type": "a whole number",

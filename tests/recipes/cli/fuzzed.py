@@ -85,18 +85,13 @@ def stop_where_work_starts(monkeypatch) -> None:
         monkeypatch.setattr(owner if kind is None else getattr(owner, kind), name, stop)
 
 
-def config_name_of(program: str) -> str:
-    """What the module of a program composes, as its `hydra.main` says."""
-    return re.findall(r'config_name="(.*)"', inspect.getsource(importlib.import_module(program)))[0]
-
-
 @cache
-def composed(recipe: str, folder: str) -> DictConfig:
-    """The configuration of a recipe, with Hydra's own beside it."""
+def composed(program: str, *overrides: str, folder: str) -> DictConfig:
+    """What the module of a program composes, as its `hydra.main` says, together with Hydra's own configuration."""
+    name = re.findall(r'config_name="(.*)"', inspect.getsource(importlib.import_module(program)))[0]
     GlobalHydra.instance().clear()
-    overrides = [override.replace("TMP", folder) for override in BASES[recipe]]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(config_name_of(recipe.strip()), overrides=overrides, return_hydra_config=True)
+        cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
     OmegaConf.set_readonly(cfg.hydra, False)
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = f"{folder}/out"
@@ -153,9 +148,9 @@ def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
     return cfg
 
 
-def outcome_of(recipe: str, cfg: DictConfig) -> tuple[str, str]:
+def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
     """`("built", "")`, or `("error", message)`; any other end is raised."""
-    main = importlib.import_module(recipe.strip()).main.__wrapped__
+    main = importlib.import_module(program).main.__wrapped__
     HydraConfig.instance().set_config(cfg)
     own = copy.deepcopy(cfg)
     OmegaConf.set_struct(own, False)
