@@ -17,13 +17,15 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, core_schema
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 T = TypeVar("T")
@@ -43,7 +45,12 @@ PASSES_ON = {"WandbLogger": "wandb.init", "DDPStrategy": "torch.nn.parallel.Dist
 
 MAX_SHOWN = 80  # characters of a value, in a message
 
-_HYDRA_KEYS = {"_partial_": bool, "_recursive_": bool, "_args_": list, "_convert_": Literal["none", "partial", "object", "all"]}
+_HYDRA_KEYS = {
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_args_": list,
+    "_convert_": Literal["none", "partial", "object", "all"],
+}
 
 _WORDS = {  # for pydantic's types of errors; the others are in its own words
     "int_type": "a whole number",
@@ -54,12 +61,12 @@ _WORDS = {  # for pydantic's types of errors; the others are in its own words
     "list_type": "a list",
     "tuple_type": "a list",
     "dict_type": "a mapping",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number, at least {ge:g}",
     "missing": "complete: {name} is missing",
     "unexpected_keyword_argument": "a key that something reads",
     "too_long": "of at most {max_length} items",
     "literal_error": "{expected}",
-    "callable_type": "a part with a `_target_` and `_partial_: true`",
-    "is_instance_of": "a part with a `_target_` that makes a {class}",
 }
 
 
@@ -89,10 +96,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"{missing[0]}=..."
         )
     read = {key.partition(".")[0] for key in keys}
-    read |= {
-        name for each in values.values() if isinstance(each, str) for name in re.findall(r"\$\{([A-Za-z_]\w*)", each)
-    }
-    for name in raw.keys() - read:
+    read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # what others refer to
+    for name in (each for each in raw if each not in read):
         near = difflib.get_close_matches(str(name), sorted(read), n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ValueError(
@@ -142,9 +147,6 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _walk(child, f"{key}[{index}]")
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
     """Refuse the first of the given values that does not fit; those that refer to others are not resolved yet."""
     values = {name: _with_parts(value, f"{prefix}{name}") for name, value in given.items() if "${" not in str(value)}
@@ -178,8 +180,8 @@ def _refusal(errors: list[ErrorDetails], values: Any, prefix: str, why: str) -> 
         expected = context.get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         choices += filter(None, expected)
         context |= {"expected": " or ".join(expected), "name": error["loc"][-1]}
-        words = _WORDS.get(error["type"], re.sub("^Input should be |^Value error, ", "", error["msg"]))
-        rules.append(words.format(**context))
+        own_words = re.sub("^Input should be |^Value error, ", "", error["msg"])
+        rules.append(_WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words)
     cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
     key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
     return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {key}={cure}.")
@@ -201,25 +203,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
+@dataclass(frozen=True)
 class Part:
-    """A stand-in for what a `_target_` makes: `isinstance` takes it for one, and nothing is made."""
+    """What a `_target_` would make."""
 
-    def __init__(self, target: str, made: Any) -> None:
-        self.target, self.made = target, made
-
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
-        return self.made
+    target: str
+    made: type
+    is_partial: bool
 
     def __repr__(self) -> str:
         return f"{{_target_: {self.target}}}"
-
-
-class PartialPart(Part):
-    """The same where the call waits for more arguments."""
-
-    def __call__(self) -> None:
-        """Exist, so that it is callable."""
 
 
 def _with_parts(value: Any, key: str) -> Any:
@@ -228,7 +221,7 @@ def _with_parts(value: Any, key: str) -> Any:
         if not inspect.isclass(made):  # a function makes what it says that it returns
             returned = _hints_of(made).get("return")
             made = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
-        return (PartialPart if value.get("_partial_") else Part)(value["_target_"], made)
+        return Part(value["_target_"], made, bool(value.get("_partial_")))
     if isinstance(value, dict):
         return {name: _with_parts(child, f"{key}.{name}") for name, child in value.items()}
     return [_with_parts(each, f"{key}[{i}]") for i, each in enumerate(value)] if isinstance(value, list) else value
@@ -240,23 +233,19 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
     Raises:
         ValueError: There is no such thing, or it cannot be called.
     """
-    name, reason = node["_target_"], "it is no text"
-    if isinstance(name, str):
-        try:
-            found = get_object(name)
-            if callable(found):
-                return found
-            reason = f"that is a {type(found).__name__}"
-        except Exception as error:  # the import of anybody's module may raise anything
-            reason = " ".join(str(error).split())
+    name = node["_target_"]
+    try:
+        found = get_object(str(name))
+        if callable(found):
+            return found
+        reason = f"that is a {type(found).__name__}"
+    except Exception as error:  # the import of anybody's module may raise anything
+        reason = " ".join(str(error).split())
     raise WrongValueError(
         f"{key}._target_",
         f"`{key}._target_` (={name!r}) must be the full name of a class or function, such as torch.optim.SGD: {reason}."
         f" Correct it, or leave {key}._target_ as the files of conf/ have it.",
     )
-
-
-# ---- types -----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -301,22 +290,30 @@ def _fillable(hint: Any) -> Any:
         return Annotated[(args[0], *hint.__metadata__)]
     if origin in (Union, types.UnionType):
         return functools.reduce(operator.or_, args)
-    if not inspect.isclass(kind) or kind in (Any, object):  # anything; also type variables and names of types
-        return Annotated[Any, AfterValidator(_of_open_package)]
+    if not inspect.isclass(kind) or kind in (Any, object) or getattr(kind, "_is_protocol", False):
+        return _part_or_value(object)  # anything; also type variables and names of types
     if issubclass(kind, os.PathLike):
         return str
-    if kind is tuple:
-        return Annotated[tuple[args] if args else tuple, Strict(False)]
-    if issubclass(list, kind) or issubclass(kind, set | frozenset):
-        return list[args] if args else list
-    if issubclass(dict, kind):
-        return dict[Any, args[1]] if args else dict
-    if kind is typing.get_origin(Callable[..., Any]):
-        return Callable
-    return Annotated[Any, GetPydanticSchema(lambda *_: core_schema.is_instance_schema(kind))]
+    container: Any = next((each for each in (list, dict, tuple) if issubclass(each, kind)), None)
+    if container is None:
+        return _part_or_value(kind)
+    filled = container[args] if args else container
+    return Annotated[filled, Strict(False)] if container is tuple else filled
 
 
-def _of_open_package(value: Any) -> Any:
-    if isinstance(value, Part) and value.target.partition(".")[0] not in OPEN_PACKAGES:
-        raise ValueError(f"a part whose `_target_` is of {', '.join(OPEN_PACKAGES)}")
-    return value
+def _part_or_value(kind: type) -> Any:
+    """The type of what is of a class, or of what a part makes; where anything goes, that is of `OPEN_PACKAGES`."""
+    words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, Part):
+            fits = isinstance(value, kind)
+        elif kind is object:
+            fits = value.target.partition(".")[0] in OPEN_PACKAGES
+        else:
+            fits = issubclass(value.made, kind) or (kind is abc.Callable and value.is_partial)
+        if not fits:
+            raise ValueError(f"a part with a `_target_` {words.get(kind, f'that makes a {kind.__name__}')}")
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
