@@ -72,7 +72,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 f"`max_in_memory` (={max_in_memory!r}) must be a whole number of checkpoints, at least 1: the one that "
                 "is being written is in memory. Set checkpoint_io.max_in_memory=1."
             )
-        if not timeout_s > 0:
+        if not 0 < timeout_s < float("inf"):
             raise ValueError(f"`timeout_s` (={timeout_s!r}) must be a number of seconds above zero.")
         if on_error not in ("raise", "warn"):
             raise ValueError(

@@ -33,9 +33,9 @@ def main(cfg: DictConfig) -> None:
     warnings.filterwarnings("ignore", module="lightning")  # advice about workers and small runs
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        census = instantiate(cfg.census)
+        measured = instantiate(cfg.census)
         launch.device_of(cfg.census.device)
-    rows = [census.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
+    rows = [measured.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     told = {"config": config, "environment": bench_report.environment(), "rows": rows}
