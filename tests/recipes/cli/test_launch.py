@@ -98,7 +98,7 @@ MISTAKES = {
     "strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
     "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
     "strategy.ranks_per_node=3 trainer.devices=4": r"`ranks_per_node` \(=3\) must divide",
-    "data=synthetic model=resnet50 model.bn_eps=-inf": r"`bn_eps` \(=-inf\) must be a number in \(0, inf\): .*\[model\]",
+    "data=synthetic model=resnet50 model.bn_eps=-inf": r"`bn_eps` \(=-inf\) must be a number in \(0, inf\).*\[model\]",
     "model.width=0": r"`width` \(=0\) must leave every layer at least one channel.*\[model\]",
 }
 
