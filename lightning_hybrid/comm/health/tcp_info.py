@@ -118,7 +118,7 @@ def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> d
 def most_telling(signs: Sequence[Liveness | None]) -> Liveness | None:
     """Of several signs of one host that which says most; the latest word, where it lives. None where there is none.
 
-    >>> strongest([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), strongest([None])
+    >>> most_telling([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), most_telling([None])
     (('slow', 3.0), None)
     """
     there = [sign for sign in signs if sign is not None]
