@@ -55,7 +55,7 @@ def diagnose(
     under which others know each rank's host.
 
     >>> at_one = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
-    >>> print(verdict("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
+    >>> print(diagnose("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
     comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
 Rank 1 is on host y.
     """
