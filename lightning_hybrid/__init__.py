@@ -6,10 +6,10 @@ Importing this package makes the strategies known to Lightning:
     trainer = Trainer(strategy="hybrid_allreduce", precision="16-true")
 """
 
-from lightning_hybrid.checkpoint_io import DurableCheckpointIO
+from lightning_hybrid.checkpoint.io import DurableCheckpointIO
 from lightning_hybrid.precision import MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-from lightning_hybrid.strategy import HybridAllReduceStrategy
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 
 __all__ = [
     "DurableCheckpointIO",

@@ -17,10 +17,11 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybrid.comm import CommPlan, Topology
-from recipes import bench_report, configuration, kinds, launch
-from recipes.bench_allreduce import AllReduceBench
-from recipes.bench_steps import StepBench
-from recipes.kinds import RANKS
+from recipes.benchmarks import report as bench_report
+from recipes.benchmarks.allreduce import AllReduceBench
+from recipes.benchmarks.steps import StepBench
+from recipes.cli import config_check, config_values, launch
+from recipes.cli.config_values import RANKS
 
 launch.register_resolvers()
 
@@ -28,7 +29,7 @@ KEYS: dict[str, Any] = {
     "world.accelerator": str,
     "world.devices": (RANKS, list[int], str),
     "world.num_nodes": RANKS,
-    "link_bytes_per_s": (kinds.POSITIVE, None),
+    "link_bytes_per_s": (config_values.POSITIVE, None),
     "about": str | None,
     "allreduce": AllReduceBench | None,
     "steps": StepBench | None,
@@ -49,7 +50,7 @@ def main(cfg: DictConfig) -> None:
         for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors():
-            configuration.check(cfg, KEYS)
+            config_check.check(cfg, KEYS)
             benches = [instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None]
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)

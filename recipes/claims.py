@@ -13,21 +13,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import bench_report, claims_report, configuration, kinds, launch
-from recipes.claims_study import Study
-from recipes.train_trial import TrainTrial, common_of
-from recipes.trial_pool import TrialPool
-from recipes.trials import Outcome, TrialLog, fingerprint_of
+from recipes.benchmarks import report as bench_report
+from recipes.cli import config_check, config_values, launch
+from recipes.hyperparams import study_report
+from recipes.hyperparams.study import Study
+from recipes.hyperparams.trial import TrainTrial, common_of
+from recipes.hyperparams.trial_log import Outcome, TrialLog, fingerprint_of
+from recipes.hyperparams.trial_pool import TrialPool
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
-    "num_workers": kinds.COUNT_OR_ZERO,
-    "budget_s": (kinds.NOT_NEGATIVE, None),
+    "num_workers": config_values.COUNT_OR_ZERO,
+    "budget_s": (config_values.NOT_NEGATIVE, None),
     "about": str | None,
     "trial": list[str],
     "tuning": dict,
-    "seeds": list[kinds.SEED],  # type: ignore[valid-type]
+    "seeds": list[config_values.SEED],  # type: ignore[valid-type]
     "study": dict,
     "study.arms": dict[str, dict],
     "study.precisions": dict[str, dict],
@@ -46,7 +48,7 @@ def say(name: str, outcome: Outcome) -> None:
 def main(cfg: DictConfig) -> None:
     """Run what is left of the study; write `results.jsonl` as it goes, then table, picture and versions."""
     with launch.short_errors():
-        configuration.check(cfg, KEYS)
+        config_check.check(cfg, KEYS)
         folder = Path(cfg.run_dir)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         study = Study.from_config(config)
@@ -61,10 +63,10 @@ def main(cfg: DictConfig) -> None:
         pool = TrialPool(runner, num_workers=cfg.num_workers, budget_s=cfg.budget_s)
     with pool:
         is_complete = study.run(pool, log, say)
-    claims_report.write(folder, study, log, environment=bench_report.environment() | {"about": cfg.about})
+    study_report.write(folder, study, log, environment=bench_report.environment() | {"about": cfg.about})
     (folder / "config.json").write_text(json.dumps(config | {"run_dir": ""}, indent=1) + "\n")
     state = "complete" if is_complete else "not complete: run it again with the same hydra.run.dir"
-    print(f"{claims_report.markdown(study, log)}\n\nwritten to {folder.resolve()}; {state}", flush=True)
+    print(f"{study_report.markdown(study, log)}\n\nwritten to {folder.resolve()}; {state}", flush=True)
 
 
 if __name__ == "__main__":

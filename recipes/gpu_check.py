@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `recipes` is not installed
 
 # ruff: noqa: E402
-from recipes.gpu_checks import fits, machine, runner, speed, suite, waits, worlds
-from recipes.gpu_checks.runner import Check
+from recipes.gpu import fits, machine, runner, speed, suite, waits, worlds
+from recipes.gpu.runner import Check
 
 CHECKS = [
     *(

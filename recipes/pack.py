@@ -11,15 +11,15 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from recipes import configuration, kinds, launch
-from recipes.packing import Packed, Packing, check_packed
+from recipes.cli import config_check, config_values, launch
+from recipes.datasets.packing import Packed, Packing, check_packed
 
 launch.register_resolvers()
 
 KEYS = {
     "root": str,
     "out": str,
-    "short_side": (kinds.COUNT, None),
+    "short_side": (config_values.COUNT, None),
     "check": bool,
     "packing": Packing,
     "run_dir": str,
@@ -38,7 +38,7 @@ def line(packed: Packed) -> str:
 def main(cfg: DictConfig) -> None:
     """Pack, or with `check=true` read every byte of what was packed."""
     with launch.short_errors():
-        configuration.check(cfg, KEYS)
+        config_check.check(cfg, KEYS)
         packing = instantiate(cfg.packing)
         if cfg.check:
             check_packed(Path(packing.out), packing.splits)

@@ -8,7 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not
 import hydra
 from omegaconf import DictConfig
 
-from recipes import configuration, launch, report_runs
+from recipes.cli import config_check, launch
+from recipes.training import compare_runs
 
 launch.register_resolvers()
 
@@ -19,11 +20,11 @@ KEYS = {"runs": list[str], "names": list[str] | None, "title": str, "run_dir": s
 def main(cfg: DictConfig) -> None:
     """Read all runs, print the final metrics, write ``report.html``, ``report.png`` and ``report.json``."""
     with launch.short_errors():
-        configuration.check(cfg, KEYS)
-        runs = report_runs.read_all([Path(run) for run in cfg.runs], names=cfg.names)
+        config_check.check(cfg, KEYS)
+        runs = compare_runs.read_all([Path(run) for run in cfg.runs], names=cfg.names)
     folder = Path(cfg.run_dir)
-    report_runs.write(folder, runs, title=cfg.title)
-    print(f"{report_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}", flush=True)
+    compare_runs.write(folder, runs, title=cfg.title)
+    print(f"{compare_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}", flush=True)
 
 
 if __name__ == "__main__":

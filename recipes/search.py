@@ -13,12 +13,13 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import configuration, kinds, launch, search_report
-from recipes.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
-from recipes.search_optuna import OptunaSearch
-from recipes.train_trial import TrainTrial, common_of
-from recipes.trial_pool import TrialPool
-from recipes.trials import Mode, Outcome, TrialLog, best_of, check_mode, fingerprint_of
+from recipes.cli import config_check, config_values, launch
+from recipes.hyperparams import report as search_report
+from recipes.hyperparams.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
+from recipes.hyperparams.optuna_backend import OptunaSearch
+from recipes.hyperparams.trial import TrainTrial, common_of
+from recipes.hyperparams.trial_log import Mode, Outcome, TrialLog, best_of, check_mode, fingerprint_of
+from recipes.hyperparams.trial_pool import TrialPool
 
 launch.register_resolvers()
 
@@ -30,8 +31,8 @@ KEYS: dict[str, Any] = {
     "axes": dict,
     "stopping": Stopping,
     "backend": CoarseToFine | OptunaSearch,
-    "num_workers": kinds.COUNT_OR_ZERO,
-    "budget_s": (kinds.NOT_NEGATIVE, None),
+    "num_workers": config_values.COUNT_OR_ZERO,
+    "budget_s": (config_values.NOT_NEGATIVE, None),
     "run_dir": str,
 }
 
@@ -46,7 +47,7 @@ def say(outcome: Outcome) -> None:
 def main(cfg: DictConfig) -> float | None:
     """Run what is left of the search; write `trials.jsonl` as it goes, then table and picture; return the best."""
     with launch.short_errors():
-        configuration.check(cfg, KEYS)
+        config_check.check(cfg, KEYS)
         folder = Path(cfg.run_dir)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         mode, objective = check_mode(config["mode"]), config["objective"]

@@ -12,10 +12,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import configuration, launch, simulate_report
-from recipes.simulate_keys import SIMULATE_KEYS
-from recipes.simulate_models import layers_of, measured_work
-from recipes.simulate_search import Scenario
+from recipes.cli import config_check, launch
+from recipes.planning import simulate_report
+from recipes.planning.keys import SIMULATE_KEYS
+from recipes.planning.layers import layers_of, measured_work
+from recipes.planning.scenario import Scenario
 
 launch.register_resolvers()
 
@@ -66,7 +67,7 @@ def scenario_of(cfg: DictConfig) -> Scenario:
 def main(cfg: DictConfig) -> None:
     """Simulate; print the tables; write ``simulate.json``, ``table.md``, ``simulate.png`` and ``trace/rank-0.json``."""
     with launch.short_errors():
-        configuration.check(cfg, SIMULATE_KEYS)
+        config_check.check(cfg, SIMULATE_KEYS)
         scenario = scenario_of(cfg)
         found = simulate_report.Report.of(scenario, cfg)
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))

@@ -21,9 +21,10 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes import launch, resume, tracking, train_keys, utilisation
-from recipes.classifier import Classifier
-from recipes.world import batch_line, check_world
+from recipes.cli import launch
+from recipes.cli.world import batch_line, check_world
+from recipes.training import keys, mfu, resume, tracking
+from recipes.training.classifier import Classifier
 
 launch.register_resolvers()
 
@@ -32,7 +33,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Everything a run needs, checked as far as it can be before any process is started."""
-    train_keys.check(cfg)
+    keys.check(cfg)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
@@ -45,9 +46,9 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     )
     check_world(trainer)
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
-    model = train_keys.model_for(data, cfg)
+    model = keys.model_for(data, cfg)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
-    utilisation.fill_in(trainer, model, cfg)
+    mfu.fill_in(trainer, model, cfg)
     module = Classifier(
         model=model,
         optimizer=optimizer,

@@ -16,22 +16,23 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hybrid.comm.probes import Samples, measure
-from lightning_hybrid.comm.software import World
-from recipes import launch, tuning, tuning_report
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurements, measure
+from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
+from recipes.cli import launch
+from recipes.planning import tune_report, tune_setup
 
 launch.register_resolvers()
 
 
-def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Samples, World]:
+def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
     """Whether this is rank zero, the times, and what they were measured on. Starts or joins the ranks."""
     if cfg.samples is not None:
-        return True, *tuning.earlier(cfg.samples)
+        return True, *tune_setup.earlier(cfg.samples)
     asked = instantiate(cfg.measure)
-    fabric = Fabric(strategy=tuning.strategy(asked.timeout_s), **cfg.world)
+    fabric = Fabric(strategy=tune_setup.strategy(asked.timeout_s), **cfg.world)
     launched.append(fabric)
-    topology = tuning.connect(fabric, asked)
-    world = tuning.world_of(topology, fabric.device, asked, inside=cfg.inside)
+    topology = tune_setup.connect(fabric, asked)
+    world = tune_setup.world_of(topology, fabric.device, asked, inside=cfg.inside)
     line = f"{topology.world_size} ranks = {topology.num_nodes} nodes x {topology.ranks_per_node}"
     fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
     return fabric.is_global_zero, measure(asked, topology, fabric.device), world
@@ -42,14 +43,14 @@ def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero fits, chooses, prints and writes."""
     with launch.job() as launched, launch.short_errors():
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        tuning.check(cfg)
-        plan, work = instantiate(cfg.plan), tuning.work_of(cfg)
+        tune_setup.check(cfg)
+        plan, work = instantiate(cfg.plan), tune_setup.work_of(cfg)
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
             folder = Path(config.pop("run_dir"))
             network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])
-            found = tuning_report.Report.of(samples, world, work, plan, cfg, network=network)
+            found = tune_report.Report.of(samples, world, work, plan, cfg, network=network)
             found.write(folder, config)
             print(f"\n{found.markdown()}\n\n{found.usage(folder)}", flush=True)
 

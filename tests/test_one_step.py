@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_hybrid.strategy
+import lightning_hybrid.strategy.hybrid_allreduce
 from lightning_hybrid.comm import average_bucket
 from lightning_hybrid.optim import LARS
-from lightning_hybrid.strategy import HybridAllReduceStrategy
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 from tests.reference.lars import lars
 
@@ -58,10 +58,10 @@ class OneMatrix(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         self.at["unscaled"] = self.layer.weight.grad.clone()
-        self.at["master_before"] = self.trainer.precision_plugin.masters.twin_of(self.layer.weight).master.clone()
+        self.at["master_before"] = self.trainer.precision_plugin.masters.pair_of(self.layer.weight).master.clone()
 
     def on_train_batch_end(self, *args):
-        twin = self.trainer.precision_plugin.masters.twin_of(self.layer.weight)
+        twin = self.trainer.precision_plugin.masters.pair_of(self.layer.weight)
         self.at |= {"master": twin.master.clone(), "model": self.layer.weight.detach().clone()}
         self.at["trace"] = self.trainer.strategy.comm_trace.drain()
 

@@ -134,7 +134,7 @@ KEY = "feedc0ffee" * 5
 
 def tracked_in_sight(run_dir, *overrides):
     """An offline run with checkpoints, a report and a key in the environment; what it says goes to `said.txt`."""
-    from tests.recipes.test_tracking import tracked
+    from tests.recipes.training.test_tracking import tracked
 
     kept = {number: os.dup(number) for number in (1, 2)}
     with open(f"{run_dir}/said.txt", "w") as said:

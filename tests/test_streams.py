@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid import checkpoint_copy
-from lightning_hybrid.checkpoint_copy import HostCopies
+from lightning_hybrid.checkpoint import host_copy
+from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.data.prefetch import prefetch
 from tests.streams_stand_in import streams
 
@@ -153,7 +153,7 @@ class Block:
 def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
     """The weights are changed, copied, changed again, and the copy is written to a file."""
     monkeypatch.setattr(HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes))
-    monkeypatch.setattr(checkpoint_copy, "_key_of", id)  # a fake tensor has no address
+    monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
     with streams() as gpu:
         weights, host = torch.ones(8, device=CUDA), HostCopies()
         weights.mul_(2)

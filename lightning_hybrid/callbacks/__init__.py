@@ -2,22 +2,23 @@
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.callbacks.epoch_metrics import KeepEpochMetrics
-from lightning_hybrid.callbacks.numbers import NonFiniteLossError, WatchNumbers
+from lightning_hybrid.callbacks.numerics import NonFiniteLossError, NumericsMonitor
 from lightning_hybrid.callbacks.progress import progress_bar
-from lightning_hybrid.callbacks.replicas import CheckReplicas, DataOrderError, ReplicaDriftError
-from lightning_hybrid.callbacks.report import RunReport
+from lightning_hybrid.callbacks.replica_check import DataOrderError, ReplicaCheck, ReplicaDriftError
+from lightning_hybrid.callbacks.run_report.callback import RunReport
 from lightning_hybrid.callbacks.seed import SeedEachStep
 from lightning_hybrid.callbacks.step_checkpoint import StepCheckpoint
-from lightning_hybrid.callbacks.stop import StopOnSignal
+from lightning_hybrid.callbacks.stop_on_signal import StopOnSignal
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
-from lightning_hybrid.callbacks.training import TrainingMetrics
+from lightning_hybrid.callbacks.training_metrics import TrainingMetrics
 
 __all__ = [
-    "CheckReplicas",
     "DataOrderError",
     "KeepEpochMetrics",
     "MasterWeightAveraging",
     "NonFiniteLossError",
+    "NumericsMonitor",
+    "ReplicaCheck",
     "ReplicaDriftError",
     "RunReport",
     "SeedEachStep",
@@ -25,6 +26,5 @@ __all__ = [
     "StopOnSignal",
     "TimeToAccuracy",
     "TrainingMetrics",
-    "WatchNumbers",
     "progress_bar",
 ]

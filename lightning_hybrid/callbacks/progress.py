@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 
 from lightning_hybrid import metrics as m
-from lightning_hybrid.callbacks.training import is_logged_step
+from lightning_hybrid.callbacks.training_metrics import is_logged_step
 
 _SHOWN = {
     m.TRAIN_LOSS: ("loss", "{:.4g}", 1.0),

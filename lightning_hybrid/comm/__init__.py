@@ -13,13 +13,13 @@ In use::
     engine.close()
 """
 
-from lightning_hybrid.comm.engine import CommEngine
+from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.hook import HookState, average_bucket
 from lightning_hybrid.comm.plan import CommPlan
-from lightning_hybrid.comm.summary import BucketSummary, CommSummary
+from lightning_hybrid.comm.stats.link_bytes import Traffic, traffic_of
+from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
+from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.comm.topology import Topology, host_identity, validate_ranks_per_node
-from lightning_hybrid.comm.trace import CommTrace
-from lightning_hybrid.comm.traffic import Traffic, traffic_of
 
 __all__ = [
     "BucketSummary",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.engine import CommEngine
+from lightning_hybrid.comm.engine.engine import CommEngine
 
 # No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
 # classes themselves and refuses strings.

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.abort import forget
+from lightning_hybrid.comm.health.abort import forget
 
 Scope = Literal["world", "node", "leaders", "across"]
 """Which ranks a stage talks among.

@@ -9,17 +9,17 @@
     on_device       normalisation; prefetch: batches on the device in time
     image_module    what imagenet and synthetic, two LightningDataModules, have in common
 
-Image sets are imported by their own name (`lightning_hybrid.data.digits`), since each brings its own library along.
+Image sets are imported by their own name (`lightning_hybrid.data.in_memory.digits`), since each brings its own library along.
 """
 
-from lightning_hybrid.data.loaders import EvalLoader, ImageSet, Normalise, TrainLoader
+from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 from lightning_hybrid.data.order import EpochOrder, ResumableLoader, batch_size_per_rank
 
 __all__ = [
     "EpochOrder",
     "EvalLoader",
     "ImageSet",
-    "Normalise",
+    "Normalize",
     "ResumableLoader",
     "TrainLoader",
     "batch_size_per_rank",

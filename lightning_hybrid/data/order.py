@@ -129,7 +129,7 @@ class ResumableLoader(ABC):
     Args:
         order: Of the images.
         on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it is not that of `order`:
-            whoever counts batches must count anew, see :func:`lightning_hybrid.data.resume.recount_batches`.
+            whoever counts batches must count anew, see :func:`lightning_hybrid.data.batch_counters.recount_batches`.
     """
 
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from lightning_hybrid.models.checkpointing import run_stages
+from lightning_hybrid.models.activation_checkpointing import run_stages
 
 BNPosition = Literal["before_relu", "after_pool"]
 

@@ -7,7 +7,7 @@ from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 
-from lightning_hybrid.models.checkpointing import checkpointed
+from lightning_hybrid.models.activation_checkpointing import checkpointed
 
 Variant = Literal["v1.5", "v1"]
 Stem = Literal["imagenet", "small"]

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FusedLamb
+from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
+from lightning_hybrid.optim.fused.step import FusedLamb
+from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of
-from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks
-from lightning_hybrid.optim.scaling import UNSCALED, Scaling
+from lightning_hybrid.optim.option_checks import check_choice, check_common, check_number
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 
@@ -206,7 +206,7 @@ def moments_(
     *,
     group: dict[str, Any],
     clip_factor: Tensor | None,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Take `grads`, unscaled and then scaled by `clip_factor` if there is one, into both moments, in place."""
     beta1, beta2 = group["betas"]
@@ -247,7 +247,7 @@ def lamb_(
     *,
     lr: float | Tensor,
     ratios: Tensor,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Move `params` by -lr * ratio * u, in place; `updates` hold u, and are used up."""
     weights = as_dtype(params, updates[0].dtype)
@@ -266,7 +266,7 @@ def adamw_(
     *,
     group: dict[str, Any],
     lr: float | Tensor,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Move `params` as AdamW does, in place; the order of operations is that of `torch.optim.AdamW`."""
     weights = as_dtype(params, exp_avgs[0].dtype)

@@ -5,11 +5,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.checks import check_choice, check_common, check_number
-from lightning_hybrid.optim.fused import FusedLars
+from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
+from lightning_hybrid.optim.fused.step import FusedLars
+from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of, state_dtype
-from lightning_hybrid.optim.lists import add_scaled_, as_dtype, in_blocks, scaled
-from lightning_hybrid.optim.scaling import UNSCALED, Scaling
+from lightning_hybrid.optim.option_checks import check_choice, check_common, check_number
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
@@ -180,7 +180,7 @@ def lars_ratios(
     *,
     group: dict[str, Any],
     lr: float | Tensor,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> Tensor:
     """The trust ratios of tensors of one device and dtype, clipped if asked, as one 1-D tensor on that device."""
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
@@ -202,7 +202,7 @@ def lars_(
     group: dict[str, Any],
     lr: float | Tensor,
     ratios: Tensor | None,
-    scaling: Scaling = UNSCALED,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """One LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
 
@@ -242,7 +242,7 @@ def lars_(
 
 
 def _directions(
-    params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], scaling: Scaling = UNSCALED
+    params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], scaling: GradScaling = UNSCALED
 ) -> list[Tensor]:
     """Gradients, unscaled, negated to climb, decayed, at least float32; the very `grads` if that changes nothing."""
     dtype = state_dtype(params[0].dtype)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.optim.fused_devices import FUSED_DEVICES, has_kernels
-from lightning_hybrid.optim.scaling import Scaling, any_not_finite
+from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
+from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
 
 if TYPE_CHECKING:
-    from lightning_hybrid.optim.fused import FusedStep
+    from lightning_hybrid.optim.fused.step import FusedStep
 
 # Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
 _FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
@@ -49,7 +49,7 @@ class LayerwiseOptimizer(Optimizer):
 
     copies: Mapping[Tensor, Tensor] = {}  # never written; torch.compile stops at a MappingProxyType
     last_found_inf: Tensor | None = None
-    _scaling = Scaling()  # of the step in progress
+    _scaling = GradScaling()  # of the step in progress
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check_group({**defaults})
@@ -156,20 +156,20 @@ class LayerwiseOptimizer(Optimizer):
             if torch.compiler.is_compiling() or not self._fused_step(is_checked):
                 self._listed_step(is_checked)
         finally:
-            self._scaling = Scaling()
+            self._scaling = GradScaling()
         return loss
 
-    def _given_scaling(self) -> tuple[Scaling, bool]:
+    def _given_scaling(self) -> tuple[GradScaling, bool]:
         """What is on the attributes, and whether this step has to look for inf and nan by itself."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
         if grad_scale is None:
-            return Scaling(found_inf=found_inf), False
+            return GradScaling(found_inf=found_inf), False
         scale = grad_scale.detach().float()
         if found_inf is None and scale.device.type == "cuda" and not torch.compiler.is_compiling():
             inverse_scale, verdict = (self._one_and_zero(scale.device) / scale).unbind()  # both in one launch
-            return Scaling(inverse_scale=inverse_scale, verdict=verdict), True
-        return Scaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
+            return GradScaling(inverse_scale=inverse_scale, verdict=verdict), True
+        return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
 
     def _one_and_zero(self, device: torch.device) -> Tensor:
         pair: Tensor | None = self.__dict__.get("_pair")
@@ -187,7 +187,7 @@ class LayerwiseOptimizer(Optimizer):
                 self._scaling = given.to(params[0].device)
                 self._update(group, params, grads)
 
-    def _checked(self, scaling: Scaling) -> Scaling:
+    def _checked(self, scaling: GradScaling) -> GradScaling:
         by_device: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
             for grad in (param.grad for param in group["params"] if param.grad is not None):
@@ -196,7 +196,7 @@ class LayerwiseOptimizer(Optimizer):
         if not found:
             return scaling
         self.last_found_inf = torch.stack([one.to(found[0].device, non_blocking=True) for one in found]).amax()
-        return Scaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
+        return GradScaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

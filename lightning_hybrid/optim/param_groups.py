@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.optim.checks import check_number
+from lightning_hybrid.optim.option_checks import check_number
 
 Rule = Literal["normalisation", "bias", "vector"]
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hybrid.optim.checks import check_choice, check_number
+from lightning_hybrid.optim.option_checks import check_choice, check_number
 
 DecayFrom = Literal["warmup_end", "start"]
 

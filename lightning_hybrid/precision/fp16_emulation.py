@@ -33,7 +33,7 @@ _IN_FP32 = frozenset("layer_norm group_norm rms_norm".split())
 _NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
 
 
-class HalfOperandsFullArithmetic(TorchFunctionMode):
+class Fp16MatmulEmulation(TorchFunctionMode):
     """Run the matrix-product family on fp16 operands with fp32 arithmetic.
 
         y = half( f( float(half(x)), float(half(w)) ) )
@@ -47,7 +47,7 @@ class HalfOperandsFullArithmetic(TorchFunctionMode):
         with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.
 
     >>> x = torch.full((1, 2048), 1.0, dtype=torch.float16)
-    >>> with HalfOperandsFullArithmetic():
+    >>> with Fp16MatmulEmulation():
     ...     torch.nn.functional.linear(x, x)   # 2048 ones: exact in fp32, and 2048 is a fp16 number
     tensor([[2048.]], dtype=torch.float16)
     """

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.precision.master_weights import MasterWeights, Twin, copy_to_low_
+from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights, copy_to_low_
 from lightning_hybrid.precision.optimizer_protocol import (
     prepare_to_skip_,
     refuse_own_references,
-    skips_by_itself,
-    told,
+    supports_device_skip,
+    temporary_attributes,
 )
-from lightning_hybrid.precision.skipped_steps import Outcome, StepRecord, parameters_of
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag, parameters_of
 
 
 class MasterStep:
@@ -31,29 +31,31 @@ class MasterStep:
         self._device = device
         self.is_made = False
 
-    def in_one_pass(self, optimizer: Optimizer, record: StepRecord, **kwargs: Any) -> Tensor | None:
+    def in_one_pass(self, optimizer: Optimizer, record: OptimizerStepState, **kwargs: Any) -> Tensor | None:
         """Hand over scaled gradients, the scale, and where the half copies are; say whether any was inf or nan."""
         with self.on_masters(optimizer) as twins:
             copies = {twin.master: twin.low for twin in twins}
-            with told(optimizer, grad_scale=record.grad_scale, found_inf=None, copies=copies):
+            with temporary_attributes(optimizer, grad_scale=record.grad_scale, found_inf=None, copies=copies):
                 optimizer.step(**kwargs)
         if record.loss_scale is None:
             return None
         found_inf = getattr(optimizer, "last_found_inf", None)  # None: there was no gradient
         return torch.zeros((), device=self._device) if found_inf is None else found_inf
 
-    def from_unscaled(self, optimizer: Optimizer, record: StepRecord, found_inf: Tensor | None, **kwargs: Any) -> None:
+    def from_unscaled(
+        self, optimizer: Optimizer, record: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
+    ) -> None:
         """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
-        by_itself = found_inf is not None and skips_by_itself(optimizer, self._device)
+        by_itself = found_inf is not None and supports_device_skip(optimizer, self._device)
         if found_inf is not None and not by_itself:
-            record.outcome = Outcome(bool(found_inf))
+            record.outcome = SkipFlag(bool(found_inf))
             if record.outcome.was_skipped():
                 return
         with self.on_masters(optimizer) as twins:
             versions = [twin.low._version for twin in twins]
             if by_itself:
                 prepare_to_skip_(optimizer)
-                with told(optimizer, grad_scale=None, found_inf=found_inf):
+                with temporary_attributes(optimizer, grad_scale=None, found_inf=found_inf):
                     optimizer.step(**kwargs)
             else:
                 optimizer.step(**kwargs)
@@ -62,20 +64,20 @@ class MasterStep:
             copy_to_low_(twins)
 
     @contextmanager
-    def on_masters(self, optimizer: Optimizer) -> Iterator[list[Twin]]:
+    def on_masters(self, optimizer: Optimizer) -> Iterator[list[MasterPair]]:
         """The masters, up to date, stand in the optimizer with the gradients of their low tensors."""
         twins = self._masters.of(optimizer)
         for twin in twins:
-            twin.resync_()
+            twin.absorb_outside_writes_()
             twin.master.grad = twin.low.grad
             twin.master.requires_grad_(twin.low.requires_grad)
         self.is_made = True
         try:
             # A manual loop steps inside of `training_step`, and so of its autocast.
-            with self._masters.in_place_of_low(optimizer), torch.autocast(self._device.type, enabled=False):
+            with self._masters.swapped_in(optimizer), torch.autocast(self._device.type, enabled=False):
                 yield twins
             for twin in twins:
-                twin.settle()
+                twin.mark_clean()
         finally:
             self.is_made = False
             for twin in twins:

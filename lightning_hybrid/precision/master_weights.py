@@ -27,7 +27,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.optimizer_protocol import optimizers_within
-from lightning_hybrid.precision.write_tracking import is_untouched, settle, unwatch, watch
+from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, unwatch, watch
 
 # Elements compared at once on a CPU: the expected values (2 MiB) then stay in cache, where those of a large layer would
 # be fresh pages in every step.
@@ -39,7 +39,7 @@ _BROADCAST_BYTES = 25 * 2**20
 
 
 @dataclass(eq=False)
-class Twin:
+class MasterPair:
     """One tensor in two precisions: ``master`` is fp32 and is the truth, ``low == master.to(low.dtype)``."""
 
     low: Tensor
@@ -84,7 +84,7 @@ class Twin:
             self.low.grad = gradient if self.low.grad is None else self.low.grad.add_(gradient)
 
     @torch.no_grad()
-    def resync_(self) -> None:
+    def absorb_outside_writes_(self) -> None:
         """Take over what was written from outside: to ``low``, element by element, or to the master alone.
 
             master = where(low == low_dtype(master), master, low)
@@ -95,21 +95,21 @@ class Twin:
         """
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
             self.low.copy_(self.master)
-            self.settle()
+            self.mark_clean()
         if is_untouched(self.low):
             return
         # On a CPU nobody waits for this answer, and it saves four passes over memory where nothing was written.
         if self.low.device.type != "cpu" or not _is_rounded(self.low, self.master):
             torch.where(self.low == self.master.to(self.low.dtype), self.master, self.low, out=self.master)
 
-    def settle(self) -> None:
+    def mark_clean(self) -> None:
         """Both tensors are known to agree; from now on writes are looked for."""
-        settle(self.low)
+        mark_clean(self.low)
         self._master_version = self.master._version
 
     def exact(self) -> Tensor:
         """The value in the dtype that the parameter had before the conversion: what copies and pickles hold."""
-        self.resync_()
+        self.absorb_outside_writes_()
         return self.master.detach().to(self.original_dtype)
 
 
@@ -136,8 +136,8 @@ class MasterWeights:
         frozen: bool = False,
     ) -> None:
         self.dtype = dtype
-        self.twins: dict[int, Twin] = {}
-        self.hooks = ModuleHooks(self.twin_of, dtype)
+        self.twins: dict[int, MasterPair] = {}
+        self.hooks = ModuleHooks(self.pair_of, dtype)
         for child in _modules_outside_metrics(module):
             if isinstance(child, NORMALISATION_TYPES):
                 if not isinstance(child, _BatchNorm):
@@ -153,7 +153,7 @@ class MasterWeights:
                     self.hooks.show_masters(child)
         self.hooks.compute_as_in_a_step(module)
 
-    def _convert_(self, parameter: nn.Parameter) -> Twin:
+    def _convert_(self, parameter: nn.Parameter) -> MasterPair:
         original_dtype = parameter.dtype
         # The clone comes first: at this moment the module holds exact fp32 values, after the cast it does not.
         value = parameter.detach().to(torch.float32, copy=True)
@@ -163,7 +163,7 @@ class MasterWeights:
         parameter.grad = None
         parameter.data = parameter.data.to(self.dtype)
         parameter.grad_dtype = self.dtype  # backward casts what it brings
-        return Twin(low=parameter, master=master, original_dtype=original_dtype)
+        return MasterPair(low=parameter, master=master, original_dtype=original_dtype)
 
     def follow_device(self) -> None:
         """Move each master to where its low tensor is; watch for outside writes.
@@ -190,13 +190,13 @@ class MasterWeights:
         for twin in self.twins.values():
             twin._sum = None
 
-    def twin_of(self, parameter: Tensor) -> Twin | None:
+    def pair_of(self, parameter: Tensor) -> MasterPair | None:
         """The twin of ``parameter``, or None where it is kept in fp32 or unknown."""
         return self.twins.get(id(parameter))
 
     def gradient_fp32(self, parameter: Tensor) -> Tensor:
         """The gradient of a half-precision parameter in fp32: see :meth:`Twin.gradient_fp32`."""
-        twin = self.twin_of(parameter)
+        twin = self.pair_of(parameter)
         assert parameter.grad is not None
         return parameter.grad.float() if twin is None else twin.gradient_fp32()
 
@@ -204,13 +204,13 @@ class MasterWeights:
         """``outputs`` with its tensors of the compute dtype in fp32."""
         return self.hooks.to_fp32(outputs)
 
-    def of(self, optimizer: Optimizer) -> list[Twin]:
+    def of(self, optimizer: Optimizer) -> list[MasterPair]:
         """Twins of the parameters in ``optimizer``, in the order of its groups."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [twin for parameter in parameters if (twin := self.twin_of(parameter)) is not None]
+        return [twin for parameter in parameters if (twin := self.pair_of(parameter)) is not None]
 
     @contextmanager
-    def in_place_of_low(self, optimizer: Optimizer) -> Iterator[None]:
+    def swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
         """Let the masters stand in ``param_groups`` and key ``optimizer.state``, for the time of one call."""
         twins, optimizers = self.of(optimizer), optimizers_within(optimizer)
         for each in optimizers:
@@ -229,7 +229,7 @@ class MasterWeights:
         when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
         their masters would keep other lower digits, and the ranks would part.
         """
-        twins = [self.twin_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        twins = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
         masters = [twin.master.detach() for twin in twins if twin is not None]
         if masters:
             assert dist.group.WORLD is not None
@@ -242,7 +242,7 @@ class MasterWeights:
         for twin in self.twins.values():
             if twin.master.device != twin.low.device:  # the module was moved without its masters
                 twin.master.data = twin.master.data.to(twin.low.device)
-            twin.resync_()
+            twin.absorb_outside_writes_()
             unwatch(twin.low)
             gradient = twin.low.grad
             twin.low.grad = None
@@ -255,7 +255,7 @@ class MasterWeights:
 
 
 @torch.no_grad()
-def copy_to_low_(twins: list[Twin]) -> None:
+def copy_to_low_(twins: list[MasterPair]) -> None:
     """Give the low tensors the masters' values, rounded."""
     if twins:
         torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])

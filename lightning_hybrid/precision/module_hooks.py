@@ -23,7 +23,7 @@ class Pair(Protocol):
     low: Any
     master: Any
 
-    def resync_(self) -> None:
+    def absorb_outside_writes_(self) -> None:
         """Take over what was written from outside."""
 
 
@@ -125,7 +125,7 @@ def _give_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
     for name, parameter in module._parameters.items():
         pair = None if parameter is None else link.hooks.pair_of(parameter)
         if pair is not None and state.get(prefix + name, parameter) is not parameter:  # itself: `keep_vars=True`
-            pair.resync_()
+            pair.absorb_outside_writes_()
             state[prefix + name] = pair.master.detach()
 
 
@@ -137,7 +137,7 @@ def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
         pair = None if parameter is None else link.hooks.pair_of(parameter)
         value = state.get(prefix + name)
         if pair is not None and isinstance(value, Tensor) and value.shape == pair.master.shape:
-            pair.resync_()
+            pair.absorb_outside_writes_()
             pair.master.copy_(value)
 
 

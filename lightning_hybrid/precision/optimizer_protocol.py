@@ -22,12 +22,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, SGD, Optimizer
 
 
-def does_all_by_itself(optimizer: Optimizer, device: torch.device) -> bool:
+def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether to hand ``step`` scaled half gradients, the skipping and the half-precision copies."""
-    return hasattr(optimizer, "copies") and hasattr(optimizer, "last_found_inf") and skips_by_itself(optimizer, device)
+    return (
+        hasattr(optimizer, "copies")
+        and hasattr(optimizer, "last_found_inf")
+        and supports_device_skip(optimizer, device)
+    )
 
 
-def skips_by_itself(optimizer: Optimizer, device: torch.device) -> bool:
+def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether to let ``step`` leave everything alone where ``optimizer.found_inf`` is 1, without asking the host.
 
     Not on a CPU if the step is eager: the answer is free there, and without it every new value needs a second place
@@ -37,7 +41,7 @@ def skips_by_itself(optimizer: Optimizer, device: torch.device) -> bool:
     one does.
 
     >>> cpu, weights = torch.device("cpu"), [torch.zeros(1)]
-    >>> [skips_by_itself(SGD(weights, lr=1.0, fused=fused), cpu) for fused in (True, False)]
+    >>> [supports_device_skip(SGD(weights, lr=1.0, fused=fused), cpu) for fused in (True, False)]
     [True, False]
     """
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
@@ -58,7 +62,7 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-def gradients_are_looked_at(optimizer: Optimizer, model: LightningModule) -> bool:
+def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     """Whether clipping, a hook of the module or a callback, or one of the optimizer reads or writes ``p.grad``.
 
     They are promised unscaled fp32 gradients. Hooks that run after the step, such as ``on_train_batch_end``, are not.
@@ -151,7 +155,7 @@ def is_between_batches_of_a_step(model: LightningModule) -> bool:
 
 
 @contextmanager
-def told(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
+def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
     """Let the optimizer have these attributes for the time of one step, as ``torch.amp.GradScaler`` does."""
     for name, value in attributes.items():
         setattr(optimizer, name, value)
@@ -175,7 +179,7 @@ def refuse_own_references(optimizer: Optimizer) -> None:
     )
 
 
-def refuse_unless_it_can_be_skipped(optimizer: Optimizer, precision: str) -> None:
+def check_optimizer(optimizer: Optimizer, precision: str) -> None:
     """Check that the step can be left out, and that the masters can stand in.
 
     Raises:

@@ -21,20 +21,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.averaging import average_masters
-from lightning_hybrid.precision.fp16_emulation import HalfOperandsFullArithmetic
+from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
-    does_all_by_itself,
-    gradients_are_looked_at,
+    check_optimizer,
+    grads_are_observed,
     is_between_batches_of_a_step,
-    refuse_unless_it_can_be_skipped,
+    supports_fused_master_step,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
-from lightning_hybrid.precision.skipped_steps import Outcome, StepRecord, StepRecords, parameters_of, raise_if_stuck
+from lightning_hybrid.precision.skipped_steps import (
+    OptimizerStepState,
+    OptimizerStepStates,
+    SkipFlag,
+    parameters_of,
+    raise_if_stuck,
+)
 from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
 
 
@@ -53,7 +59,7 @@ class MasterWeightPrecision(Precision):
     after each batch but the last they are taken out of ``p.grad``, and into the last backward they go back as a sum.
 
     LARS and LAMB (on a CPU: if ``fused=True``) take over all from *unscale* to *copy*, unless clipping or a hook is
-    promised fp32 gradients (``optimizer_protocol.gradients_are_looked_at``); ``p.grad`` is then scaled fp16 after the
+    promised fp32 gradients (``optimizer_protocol.grads_are_observed``); ``p.grad`` is then scaled fp16 after the
     step too. Where the host waits for the device: `README.md` beside this file.
 
     In manual optimization ``p.grad`` is fp32 and unscaled after each ``manual_backward``, and each optimizer has a loss
@@ -95,7 +101,7 @@ class MasterWeightPrecision(Precision):
         self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
         self.keep_fp32 = tuple(keep_fp32)
         scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
-        self.records = StepRecords(scale if precision == "16-true" else None)
+        self.records = OptimizerStepStates(scale if precision == "16-true" else None)
         self.masters: MasterWeights | None = None
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
@@ -171,7 +177,7 @@ class MasterWeightPrecision(Precision):
                 "with one device as well."
             )
         for optimizer in optimizers:
-            refuse_unless_it_can_be_skipped(optimizer, self.precision)
+            check_optimizer(optimizer, self.precision)
             self.records.of(optimizer)
             step = partial(self._step_past_lightning, optimizer)
             self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_made))
@@ -201,7 +207,7 @@ class MasterWeightPrecision(Precision):
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
                 if self._device.type == "cpu":
-                    stack.enter_context(HalfOperandsFullArithmetic(with_products=self.dtype is torch.float16))
+                    stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -260,7 +266,7 @@ class MasterWeightPrecision(Precision):
         assert self.masters is not None
         record = self.records.of(optimizer)
         closure_result = closure()
-        self.settle_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
+        self.run_deferred_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
         record.outcome = None
         if closure_result is None and model.automatic_optimization:
             # `training_step` returned None: there was no backward; earlier batches' gradients go, as by `zero_grad`.
@@ -277,19 +283,19 @@ class MasterWeightPrecision(Precision):
         if found_inf is not None:
             record.count(found_inf)
             if record.outcome is None and len(self._schedules) > 0:
-                record.outcome = Outcome(found_inf)
+                record.outcome = SkipFlag(found_inf)
             self._stop_if_stuck(record, model)
         return closure_result
 
     def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (
             self._is_automatic
-            and does_all_by_itself(optimizer, self._device)
-            and not gradients_are_looked_at(optimizer, model)
+            and supports_fused_master_step(optimizer, self._device)
+            and not grads_are_observed(optimizer, model)
             and not any(self._unscaled.of(parameter) for parameter in parameters_of(optimizer))
         )
 
-    def _unscale_(self, optimizer: Optimizer, record: StepRecord) -> Tensor | None:
+    def _unscale_(self, optimizer: Optimizer, record: OptimizerStepState) -> Tensor | None:
         """Put fp32 gradients, divided by the scale, into ``p.grad``; say whether any is inf or nan: 1.0 or 0.0."""
         assert self.masters is not None
         parameters, scale = list(parameters_of(optimizer)), None
@@ -316,7 +322,7 @@ class MasterWeightPrecision(Precision):
         if found_inf is not None:
             record.count(found_inf)
 
-    def _stop_if_stuck(self, record: StepRecord, model: LightningModule) -> None:
+    def _stop_if_stuck(self, record: OptimizerStepState, model: LightningModule) -> None:
         """Look for endless overflow where the host knows of a skip, and at logged steps; see :meth:`on_train_end`."""
         outcome, every = record.outcome, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
@@ -325,7 +331,7 @@ class MasterWeightPrecision(Precision):
 
     # ---- schedules -------------------------------------------------------------------------------------------------
 
-    def _outcomes_of(self, optimizer: Optimizer | None) -> Iterable[Outcome]:
+    def _outcomes_of(self, optimizer: Optimizer | None) -> Iterable[SkipFlag]:
         records = self.records if optimizer is None else [self.records.of(optimizer)]
         return [record.outcome for record in records if record.outcome is not None]
 
@@ -337,7 +343,7 @@ class MasterWeightPrecision(Precision):
         all_by_steps = len(self._schedules) == self._num_schedules
         return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
 
-    def settle_schedules(self) -> None:
+    def run_deferred_schedules(self) -> None:
         """Make the schedules' steps that wait for an optimizer step's outcome: before a checkpoint, and at the end."""
         self._schedules.settle()
 
@@ -347,7 +353,7 @@ class MasterWeightPrecision(Precision):
         Raises:
             RuntimeError: the last 40 steps or more were all skipped.
         """
-        self.settle_schedules()
+        self.run_deferred_schedules()
         for record in self.records:
             assert isinstance(self._module, LightningModule)
             raise_if_stuck(record, self._module, self._last_loss)

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_hybrid.precision.skipped_steps import Outcome
+from lightning_hybrid.precision.skipped_steps import SkipFlag
 
 
 class ScheduleGuard:
@@ -37,13 +37,13 @@ class ScheduleGuard:
 
     def __init__(
         self,
-        outcomes_of: Callable[[Optimizer | None], Iterable[Outcome]],
+        outcomes_of: Callable[[Optimizer | None], Iterable[SkipFlag]],
         may_put_off: Callable[[], bool] = lambda: False,
     ) -> None:
         self._outcomes_of = outcomes_of
         self._may_put_off = may_put_off
         self._guarded: list[LRSchedulerConfig] = []
-        self._waiting: list[tuple[list[Outcome], Callable[[], None]]] = []
+        self._waiting: list[tuple[list[SkipFlag], Callable[[], None]]] = []
 
     def __len__(self) -> int:
         """The number of guarded schedules."""

@@ -26,7 +26,7 @@ class EndlessOverflowError(RuntimeError):
     """Every step is skipped, and no loss scale can cure it."""
 
 
-class Outcome:
+class SkipFlag:
     """Whether one step was skipped, on its way from the device to the host.
 
     On CUDA the answer is copied to pinned memory behind the step's own work, and an event tells when it is there.
@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class StepRecord:
+class OptimizerStepState:
     """One optimizer's loss scale and counters.
 
     loss_scale      of the next backward;  None with bf16
@@ -70,7 +70,7 @@ class StepRecord:
     loss_scale: LossScale | None
     optimizer: Optimizer | None = None
     grad_scale: Tensor | None = None
-    outcome: Outcome | None = None
+    outcome: SkipFlag | None = None
     num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
@@ -83,7 +83,7 @@ class StepRecord:
     def count(self, found_inf: Tensor) -> None:
         """Follow one step, on the device, in few operations: each of one element is a launch there.
 
-        >>> record = StepRecord(loss_scale=None)
+        >>> record = OptimizerStepState(loss_scale=None)
         >>> for overflow in (1.0, 0.0, 1.0, 1.0): record.count(torch.tensor(overflow))
         >>> record.num_skipped, record.num_in_a_row
         (tensor(3), tensor(2))
@@ -110,7 +110,7 @@ class StepRecord:
         self.num_in_a_row = torch.full_like(self.num_in_a_row, int(state["num_skipped_in_a_row"]))
 
 
-class StepRecords(list[StepRecord]):
+class OptimizerStepStates(list[OptimizerStepState]):
     """The records of all optimizers, in the trainer's order. Further ones start as copies of the first.
 
     Args:
@@ -118,7 +118,7 @@ class StepRecords(list[StepRecord]):
     """
 
     def __init__(self, loss_scale: LossScale | None) -> None:
-        super().__init__([StepRecord(loss_scale=loss_scale)])
+        super().__init__([OptimizerStepState(loss_scale=loss_scale)])
         self._device = torch.device("cpu")
 
     def to(self, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class StepRecords(list[StepRecord]):
         for record in self:
             record.to(device)
 
-    def of(self, optimizer: Optimizer) -> StepRecord:
+    def of(self, optimizer: Optimizer) -> OptimizerStepState:
         """The record of ``optimizer``: its own, or the first that has none, or a new one."""
         for record in self:
             if record.optimizer is optimizer:
@@ -136,7 +136,7 @@ class StepRecords(list[StepRecord]):
             if record.optimizer is None:
                 record.optimizer = optimizer
                 return record
-        new = StepRecord(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
+        new = OptimizerStepState(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
         new.to(self._device)
         self.append(new)
         return new
@@ -174,12 +174,12 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
     return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
-def raise_if_stuck(record: StepRecord, model: LightningModule, last_loss: Tensor | None) -> None:
+def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
     """End a run whose overflows no scale seems to cure. Waits for the device.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
-            see it here. The callback ``WatchNumbers`` adds layer, batch and rank.
+            see it here. The callback ``NumericsMonitor`` adds layer, batch and rank.
     """
     if record.loss_scale is None or last_loss is None or int(record.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return

@@ -30,7 +30,7 @@ class Value(Protocol):
         """The parameter's value in the dtype that it had before the conversion."""
 
 
-class WatchedParameter(nn.Parameter):
+class TrackedParameter(nn.Parameter):
     """A parameter, for the time it is watched; ``data`` gives what it always gives.
 
     Copies and pickles are plain parameters that hold the exact value, as of a model in mixed precision.
@@ -80,15 +80,15 @@ def watch(parameter: Tensor, value: Value) -> None:
     Only what is exactly an ``nn.Parameter`` is watched: a class of the user's may have a ``data`` of its own.
     """
     if type(parameter) is nn.Parameter:
-        parameter.__class__ = WatchedParameter
+        parameter.__class__ = TrackedParameter
         parameter.version_settled = None  # type: ignore[attr-defined]
         parameter.is_data_known = False  # type: ignore[attr-defined]
         parameter.value = value  # type: ignore[attr-defined]
 
 
-def settle(parameter: Tensor) -> None:
+def mark_clean(parameter: Tensor) -> None:
     """All that was written is known; from now on count anew."""
-    if type(parameter) is WatchedParameter:
+    if type(parameter) is TrackedParameter:
         parameter.version_settled = parameter._version
 
 
@@ -106,7 +106,7 @@ def is_untouched(parameter: Tensor) -> bool:
     False
     """
     return (
-        type(parameter) is WatchedParameter
+        type(parameter) is TrackedParameter
         and not parameter.is_data_known
         and parameter.version_settled == parameter._version
     )
@@ -114,6 +114,6 @@ def is_untouched(parameter: Tensor) -> bool:
 
 def unwatch(parameter: Tensor) -> None:
     """End: the parameter is what it was before."""
-    if type(parameter) is WatchedParameter:
+    if type(parameter) is TrackedParameter:
         del parameter.version_settled, parameter.is_data_known, parameter.value
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]

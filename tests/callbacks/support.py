@@ -9,7 +9,8 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid import metrics as m
-from lightning_hybrid.callbacks import TrainingMetrics, report, time_to_accuracy, training
+from lightning_hybrid.callbacks import TrainingMetrics, time_to_accuracy, training_metrics
+from lightning_hybrid.callbacks.run_report import callback
 from lightning_hybrid.comm import BucketSummary, CommSummary, Traffic
 from tests import toy
 
@@ -64,7 +65,7 @@ class Clock:
 
 def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=None, train=None, metrics=None, **settings):
     """Two epochs; with two ranks each has four steps of 2 * 8 images. ``metrics``: more arguments of the callback."""
-    for each in (training, report, time_to_accuracy):
+    for each in (training_metrics, callback, time_to_accuracy):
         each.time = Clock
     logger, module = Keeps(), Module(lr=0.1) if module is None else module
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_hybrid.callbacks import CheckReplicas
+from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.callbacks.data_order import order_of
 from lightning_hybrid.data.order import EpochOrder, ResumableLoader
 from tests import toy
@@ -55,7 +55,7 @@ def fit_with_a_seed_of_its_own(odd_rank, every_n_steps):
     rank = dist.get_rank()
     sampler = DistributedSampler(toy.Blobs(), num_replicas=2, rank=rank, seed=9 if rank == odd_rank else 2)
     loader = DataLoader(toy.Blobs(), batch_size=8, sampler=sampler)
-    trainer = toy.trainer(max_epochs=1, callbacks=[CheckReplicas(every_n_steps)])
+    trainer = toy.trainer(max_epochs=1, callbacks=[ReplicaCheck(every_n_steps)])
     return toy.error_of(trainer.fit, toy.Toy(), loader), trainer.global_step
 
 

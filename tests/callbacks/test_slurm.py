@@ -14,12 +14,13 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid import HybridAllReduceStrategy, checkpoint_io
-from lightning_hybrid.callbacks import StopOnSignal, slurm, stop
-from lightning_hybrid.checkpoint_file import check_whole
-from lightning_hybrid.checkpoint_io import DurableCheckpointIO
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.callbacks import StopOnSignal, slurm, stop_on_signal
+from lightning_hybrid.checkpoint import io as checkpoint_io
+from lightning_hybrid.checkpoint.file import check_whole
+from lightning_hybrid.checkpoint.io import DurableCheckpointIO
 from tests import toy
-from tests.callbacks.test_stop import Signals
+from tests.callbacks.test_stop_on_signal import Signals
 
 SCONTROL = """#!/bin/sh
 echo "$@: $(cd {folder} && ls *.ckpt 2>/dev/null)" >> {folder}/told
@@ -149,10 +150,10 @@ def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch
     trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu")))
 
     def interrupted(asked, op):
-        callback._on_signal(trainer, stop.REQUEUE, signal.SIGUSR1, None)
+        callback._on_signal(trainer, stop_on_signal.REQUEUE, signal.SIGUSR1, None)
 
-    monkeypatch.setattr(stop.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(stop.dist, "all_reduce", interrupted)
+    monkeypatch.setattr(stop_on_signal.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(stop_on_signal.dist, "all_reduce", interrupted)
     callback._stop_if_asked(trainer)
     with pytest.raises(SIGTERMException):
         callback._stop_if_asked(trainer)

@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.data.image_loader import ImageEvalLoader, ImageTrainLoader
-from lightning_hybrid.data.loaders import TrainLoader
-from lightning_hybrid.data.on_device import NormaliseOnDevice
+from lightning_hybrid.data.images.loader import ImageEvalLoader, ImageTrainLoader
+from lightning_hybrid.data.in_memory.loader import TrainLoader
+from lightning_hybrid.data.normalize import NormaliseOnDevice
 from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
 
 CPU = torch.device("cpu")

@@ -96,7 +96,7 @@ def command(folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: i
     words = [str(ROOT / "recipes" / "train.py"), *" ".join(options).split()]
     if killed_at is not None:
         place = f"mark: '{folder / DIED}', phase: 'checkpoint: write', rank: 0, step: {killed_at}, number: 9"
-        words.append("+callbacks.die={_target_: recipes.fault_points.DieAt, " + place + "}")
+        words.append("+callbacks.die={_target_: tests.evidence.resume.kill_points.DieAt, " + place + "}")
     return words
 
 

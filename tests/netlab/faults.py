@@ -1,4 +1,4 @@
-"""``recipes/faults.py`` on emulated hosts, with faults of links as well:
+"""``tests/evidence/faults/__main__.py`` on emulated hosts, with faults of links as well:
 
     python -m tests.netlab.faults --hosts 2 --ranks 2 only='[rank dies]'
 
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from recipes.faults_world import OneHost
+from tests.evidence.faults.world import OneHost
 from tests.netlab.cluster import CLONE_NEWNET, Cluster, why_not
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "faults.py"
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.netlab.faults", description=__doc__.partition(",")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
-    parser.add_argument("overrides", nargs="*", help="of conf/faults.yaml")
+    parser.add_argument("overrides", nargs="*", help="of conf/evidence/faults.yaml")
     asked = parser.parse_args()
     if reason := why_not():
         sys.exit(f"error: {reason}")

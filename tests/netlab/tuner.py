@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.comm.agreement import slowest
-from lightning_hybrid.comm.tune import distinct, other_algorithms
-from recipes.bench_report import environment
-from recipes.gradient_sets import GRADIENT_SETS, GradientSet
+from lightning_hybrid.comm.health.consensus import max_over_ranks
+from lightning_hybrid.comm.tuning.plan_trials import distinct, other_algorithms
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet
+from recipes.benchmarks.report import environment
 from tests.netlab.cluster import Cluster, ClusterError, why_not
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ class InTurns(Callback):
                 for plan in plans if number % 2 == 0 else reversed(plans):
                     yield plan, phase
             for plan in plans:
-                self.times_s[phase][plan] = slowest(self.times_s[phase][plan], str(phase), CPU)
+                self.times_s[phase][plan] = max_over_ranks(self.times_s[phase][plan], str(phase), CPU)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         engine = trainer.strategy._engine

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.optim import LAMB, LARS
-from tests.optim.test_fused import close
+from tests.optim.fused.test_step import close
 from tests.optim.test_lars import assert_same_bits, copies_of, parameters, run, set_grads
 
 PATHS = {"default": {}, "loop": {"foreach": False}, "lists": {"foreach": True}, "fused": {"fused": True}}

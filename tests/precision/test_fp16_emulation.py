@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.precision.fp16_emulation import HalfOperandsFullArithmetic
+from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 
 
 def randn(*shape, seed=0):
@@ -31,7 +31,7 @@ def test_result_is_the_fp32_result_of_fp16_operands_rounded_once(name):
     call, x_shape, w_shape = CALLS[name]
     x, w = randn(*x_shape).half(), randn(*w_shape, seed=1).half()
     expected = call(x.float(), w.float()).half()
-    with HalfOperandsFullArithmetic():
+    with Fp16MatmulEmulation():
         result = call(x, w)
     assert result.dtype is torch.float16
     assert torch.equal(result, expected)
@@ -39,7 +39,7 @@ def test_result_is_the_fp32_result_of_fp16_operands_rounded_once(name):
 
 def test_gradients_are_the_fp32_gradients_rounded():
     x, w = randn(4, 32).half().requires_grad_(), randn(8, 32, seed=1).half().requires_grad_()
-    with HalfOperandsFullArithmetic():
+    with Fp16MatmulEmulation():
         F.linear(x, w).float().square().sum().backward()
     x32, w32 = x.detach().float().requires_grad_(), w.detach().float().requires_grad_()
     F.linear(x32, w32).half().float().square().sum().backward()
@@ -51,23 +51,23 @@ def test_gradients_are_the_fp32_gradients_rounded():
 def test_long_sums_do_not_stall_as_fp16_sums_do():
     """4096 ones: a sum kept in fp16 stops at 2048, where 1 is half a unit in the last place."""
     ones = torch.ones(1, 4096, dtype=torch.float16)
-    with HalfOperandsFullArithmetic():
+    with Fp16MatmulEmulation():
         assert F.linear(ones, ones).item() == 4096
 
 
 def test_fp32_operand_beside_a_half_one_is_rounded_as_autocast_does():
     x, w = randn(4, 32), randn(8, 32, seed=1).half()
-    with torch.autocast("cpu", dtype=torch.float16), HalfOperandsFullArithmetic():
+    with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
         assert torch.equal(F.linear(x, w), F.linear(x.half().float(), w.float()).half())
         assert torch.equal(F.linear(x, w.float()), F.linear(x, w)), "two of fp32 as well"
-    with HalfOperandsFullArithmetic(), pytest.raises(RuntimeError, match="dtype"):
+    with Fp16MatmulEmulation(), pytest.raises(RuntimeError, match="dtype"):
         F.linear(x, w)  # without autocast a GPU takes none of two dtypes
 
 
 def test_functional_norms_with_half_weights_run_in_fp32_under_autocast():
     x, w = randn(4, 32).bfloat16(), randn(32, seed=1).bfloat16()
     expected = F.layer_norm(x.float(), (32,), w.float())
-    with torch.autocast("cpu", dtype=torch.bfloat16), HalfOperandsFullArithmetic(with_products=False):
+    with torch.autocast("cpu", dtype=torch.bfloat16), Fp16MatmulEmulation(with_products=False):
         assert torch.equal(F.layer_norm(x, (32,), w), expected)
         assert F.linear(x, x).dtype is torch.bfloat16
 
@@ -76,9 +76,9 @@ def test_activations_that_backward_computes_again_are_computed_alike():
     layer, x = nn.Linear(8, 8).half(), randn(4, 8)
     gradients = []
     for again in (True, False):
-        with torch.autocast("cpu", dtype=torch.float16), HalfOperandsFullArithmetic():
+        with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
             loss = (checkpoint(layer, x, use_reentrant=False) if again else layer(x)).float().square().sum()
-        with HalfOperandsFullArithmetic():
+        with Fp16MatmulEmulation():
             loss.backward()
         gradients.append(layer.weight.grad.clone())
         layer.weight.grad = None
@@ -87,7 +87,7 @@ def test_activations_that_backward_computes_again_are_computed_alike():
 
 def test_fp32_calls_and_other_functions_are_left_alone():
     x, w = randn(4, 32), randn(8, 32, seed=1)
-    with HalfOperandsFullArithmetic():
+    with Fp16MatmulEmulation():
         assert torch.equal(F.linear(x, w), F.linear(x, w))
         assert F.linear(x, w).dtype is torch.float32
         assert (x.half() + x.half()).dtype is torch.float16
@@ -99,7 +99,7 @@ def test_fp32_calls_and_other_functions_are_left_alone():
 )
 def test_recurrent_and_attention_layers_run_in_half(module):
     module, x = module.half(), randn(5, 2, 8).half()
-    with HalfOperandsFullArithmetic():
+    with Fp16MatmulEmulation():
         output = module(x, x, x)[0] if isinstance(module, nn.MultiheadAttention) else module(x)[0]
     assert output.dtype is torch.float16
     assert torch.isfinite(output).all()

@@ -56,7 +56,7 @@ def test_parameters_keep_their_identity_and_tied_ones_share_one_master():
     before = {name: id(p) for name, p in module.named_parameters()}
     masters = MasterWeights(module, F16)
     assert {name: id(p) for name, p in module.named_parameters()} == before
-    assert masters.twin_of(module.head.weight) is masters.twin_of(module.embedding.weight)
+    assert masters.pair_of(module.head.weight) is masters.pair_of(module.embedding.weight)
 
 
 def test_conversion_and_back_keeps_every_bit():
@@ -106,11 +106,11 @@ def test_normalisation_computes_in_fp32_and_returns_half(name):
 def test_outside_writes_are_taken_over_and_untouched_elements_keep_their_fp32_bits():
     module = nn.Linear(4, 1, bias=False)
     masters = MasterWeights(module, F16)
-    twin = masters.twin_of(module.weight)
+    twin = masters.pair_of(module.weight)
     before = twin.master.clone()
     module.weight.data[0, 1] = 7.0
     module.weight.data[0, 2] = float("nan")
-    twin.resync_()
+    twin.absorb_outside_writes_()
     assert twin.master[0, 1] == 7.0
     assert twin.master[0, 2].isnan()
     assert torch.equal(twin.master[0, [0, 3]], before[0, [0, 3]])
@@ -147,10 +147,10 @@ def test_what_is_written_into_a_state_dict_is_written_into_the_module():
     module = nn.Linear(4, 2)
     masters = MasterWeights(module, F16)
     masters.follow_device()
-    twin = masters.twin_of(module.weight)
-    twin.settle()
+    twin = masters.pair_of(module.weight)
+    twin.mark_clean()
     module.state_dict()["weight"].fill_(1 / 3)
-    twin.resync_()
+    twin.absorb_outside_writes_()
     assert torch.equal(module.weight, torch.full((2, 4), 1 / 3).half())
     assert torch.equal(twin.master, torch.full((2, 4), 1 / 3))
 
@@ -161,7 +161,7 @@ def test_loading_gives_the_masters_exact_fp32_values():
     masters = MasterWeights(module, F16)
     masters.follow_device()
     for twin in masters.twins.values():
-        twin.settle()
+        twin.mark_clean()
     module.load_state_dict(state)
     assert torch.equal(module[0].weight, state["0.weight"].half())
     masters.restore()
@@ -196,9 +196,9 @@ def test_masters_stand_in_for_one_call_only(make):
     low = [id(p) for p in optimizer.param_groups[0]["params"]]
     for _ in range(2):
         for parameter in module.parameters():
-            twin = masters.twin_of(parameter)
+            twin = masters.pair_of(parameter)
             (parameter if twin is None else twin.master).grad = torch.ones(parameter.shape)
-        with masters.in_place_of_low(optimizer):
+        with masters.swapped_in(optimizer):
             assert all(p.dtype is torch.float32 for p in optimizer.param_groups[0]["params"])
             optimizer.step()
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == low
@@ -211,6 +211,6 @@ def test_low_tensors_are_back_although_the_step_raised():
     masters = MasterWeights(module, F16)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     low = [id(p) for p in optimizer.param_groups[0]["params"]]
-    with pytest.raises(RuntimeError, match="in step"), masters.in_place_of_low(optimizer):
+    with pytest.raises(RuntimeError, match="in step"), masters.swapped_in(optimizer):
         raise RuntimeError("in step")
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == low

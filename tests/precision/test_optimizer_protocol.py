@@ -16,8 +16,8 @@ from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision import MasterWeightPrecision, master_step, master_weights, optimizer_protocol
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.master_step import MasterStep
-from lightning_hybrid.precision.optimizer_protocol import skips_by_itself
-from lightning_hybrid.strategy import HybridAllReduceStrategy
+from lightning_hybrid.precision.optimizer_protocol import supports_device_skip
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
 OPTIMIZERS = {
@@ -67,7 +67,7 @@ class LooksAtGradients(pl.Callback):
 
 
 def wherever_it_can(optimizer, device):
-    return skips_by_itself(optimizer, torch.device("cuda"))
+    return supports_device_skip(optimizer, torch.device("cuda"))
 
 
 def fit(
@@ -98,14 +98,14 @@ def fit(
     )
     calls = []
     if as_on_cuda:
-        optimizer_protocol.skips_by_itself = master_step.skips_by_itself = wherever_it_can
+        optimizer_protocol.supports_device_skip = master_step.skips_by_itself = wherever_it_can
     original = MasterStep.in_one_pass
     MasterStep.in_one_pass = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
         trainer.fit(module, toy.loader(num_samples), ckpt_path=ckpt_path)
     finally:
         MasterStep.in_one_pass = original
-        optimizer_protocol.skips_by_itself = master_step.skips_by_itself = skips_by_itself
+        optimizer_protocol.supports_device_skip = master_step.skips_by_itself = supports_device_skip
     if looks:
         assert watching.dtypes == {torch.float32}
     return module, trainer, len(calls)

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import nn
 
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
-from lightning_hybrid.strategy import HybridAllReduceStrategy
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}

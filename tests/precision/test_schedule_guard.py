@@ -8,11 +8,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, SequentialLR
 
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard, is_guarded
-from lightning_hybrid.precision.skipped_steps import Outcome
+from lightning_hybrid.precision.skipped_steps import SkipFlag
 
 
 def guarding(config, was_skipped, may_put_off=lambda: False):
-    guard = ScheduleGuard(lambda optimizer: [Outcome(was_skipped(optimizer))], may_put_off)
+    guard = ScheduleGuard(lambda optimizer: [SkipFlag(was_skipped(optimizer))], may_put_off)
     guard.guard(config)
     return guard
 

@@ -14,8 +14,8 @@ from torch import nn
 import lightning_hybrid.precision.master_weights
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.write_tracking import is_untouched, settle, unwatch, watch
-from lightning_hybrid.strategy import HybridAllReduceStrategy
+from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, unwatch, watch
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
 
@@ -100,28 +100,28 @@ def test_whatever_is_written_reaches_the_master(write):
     module = nn.Linear(4, 3, bias=False)
     masters = MasterWeights(module, torch.float16)
     masters.follow_device()
-    twin = masters.twin_of(module.weight)
+    twin = masters.pair_of(module.weight)
     kept = module.weight.data if write is through_data_taken_long_ago else None
     for _ in range(2):
-        twin.resync_()
+        twin.absorb_outside_writes_()
         before = twin.master.detach().clone()
         write(module.weight, kept)
         assert not torch.equal(module.weight, before.half()), "the write must have changed something"
         assert not is_untouched(module.weight)
-        twin.resync_()
+        twin.absorb_outside_writes_()
         assert torch.equal(twin.master.half(), module.weight)
         assert not torch.equal(twin.master, before)
         with torch.no_grad():
             twin.master.add_(0.25)
             module.weight.copy_(twin.master)
-        twin.settle()
+        twin.mark_clean()
 
 
 def test_reading_is_no_write():
     weight = nn.Parameter(torch.rand(3))
     watch(weight, Value(weight))
     assert not is_untouched(weight), "before it is settled anything may have happened"
-    settle(weight)
+    mark_clean(weight)
     (weight * 2).sum().backward()
     weight.grad.zero_()
     copies = [weight.detach().clone(), weight.cpu().half(), copy.deepcopy(weight), *nn.ParameterList([weight])]
@@ -156,7 +156,7 @@ def test_a_class_of_the_users_stays_and_is_always_compared():
 
     weight = Own(torch.rand(3))
     watch(weight, Value(weight))
-    settle(weight)
+    mark_clean(weight)
     assert type(weight) is Own
     assert not is_untouched(weight)
 
@@ -170,12 +170,12 @@ def test_one_element_written_in_a_large_layer_is_found(memory, monkeypatch):
     if memory == "slice":
         module.weight.data = torch.rand(7, 20, 3, 3)[:, ::2]
     masters = MasterWeights(module, torch.float16)
-    twin = masters.twin_of(module.weight)
+    twin = masters.pair_of(module.weight)
     for index in (0, 5, 63, 64, 320, 629):
         before = twin.master.detach().clone()
         with torch.no_grad():
             module.weight[torch.unravel_index(torch.tensor(index), module.weight.shape)] = 5.0
-        twin.resync_()
+        twin.absorb_outside_writes_()
         assert (twin.master != before).sum() == 1
 
 

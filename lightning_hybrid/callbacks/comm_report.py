@@ -1,0 +1,158 @@
+"""A run's communication in numbers: for loggers, for ``summary.json``, in a line and in a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
+
+MOST_BARS = 40
+"""Buckets in the picture: of more, those that were exposed longest."""
+
+
+def byte_metrics(comm: CommSummary) -> dict[str, float]:
+    """Bytes per step; on one node nothing goes between nodes, and nothing is said of it."""
+    if not comm.num_steps:
+        return {}
+    values = {m.COMM_BYTES: comm.num_bytes / comm.num_steps, m.COMM_NODE_BYTES: comm.bytes_inside / comm.num_steps}
+    if comm.least_bytes_across:
+        values[m.COMM_LINK_BYTES] = comm.bytes_across / comm.num_steps
+        values[m.COMM_LEAST_LINK_BYTES] = comm.least_bytes_across / comm.num_steps
+    return values
+
+
+def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None) -> dict[str, float]:
+    """Seconds per step, and what was made of the link; empty where no time was taken.
+
+    ``elapsed_s``: that these steps took in all.
+    """
+    if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
+        return {}
+    values = {
+        m.COMM_BUSY_S: comm.busy_s / comm.num_steps,
+        m.COMM_EXPOSED_S: comm.exposed_s / comm.num_steps,
+        m.COMM_EXPOSED_SHARE: comm.exposed_s / elapsed_s,
+    }
+    for index, exposed_s in comm.exposed_by_bucket_s.items():
+        values[m.exposed_s_of_bucket(index)] = exposed_s / comm.num_steps
+    achieved = comm.achieved_bytes_per_s
+    if achieved is not None:
+        values[m.COMM_ACHIEVED_BYTES_PER_S] = achieved
+        if link_bytes_per_s is not None:
+            values[m.COMM_ACHIEVED_SHARE] = achieved / link_bytes_per_s
+    return values
+
+
+def section(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
+    """``summary.json``'s account of all steps; null where a time was not taken, or where there is one node only.
+
+    Bytes, seconds and bytes per second. Bytes of links are those of the busiest node, by its algorithm's formula.
+    """
+    return {
+        "num_steps": comm.num_steps,
+        "num_buckets": comm.num_buckets,
+        "num_bytes": comm.num_bytes,
+        "link_bytes": comm.bytes_across,
+        "least_link_bytes": comm.least_bytes_across,
+        "node_bytes": comm.bytes_inside,
+        "busy_s": comm.busy_s,
+        "exposed_s": comm.exposed_s,
+        "exposed_s_per_step": _mean(comm.exposed_s, comm.num_steps),
+        "achieved_bytes_per_s": comm.achieved_bytes_per_s,
+        "link_bytes_per_s": link_bytes_per_s,
+        "achieved_share": _share(comm.achieved_bytes_per_s, link_bytes_per_s),
+        "per_bucket": [_bucket(bucket, link_bytes_per_s) for bucket in comm.buckets],
+    }
+
+
+def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, Any]:
+    in_flight_s = _mean(bucket.in_flight_s, bucket.num_times)
+    least = bucket.traffic.least_across
+    achieved = least / in_flight_s if in_flight_s and least else None
+    return {
+        "index": bucket.index,
+        "numel": bucket.numel,
+        "dtype": bucket.dtype,
+        "num_bytes": bucket.num_bytes,
+        "algorithm": bucket.algorithm,
+        "num_chunks": bucket.num_chunks,
+        "num_times": bucket.num_times,
+        "link_bytes": bucket.traffic.across,
+        "least_link_bytes": least,
+        "node_bytes": bucket.traffic.inside,
+        "mean_exposed_s": _mean(bucket.exposed_s, bucket.num_times),
+        "mean_in_flight_s": in_flight_s,
+        "achieved_bytes_per_s": achieved,
+        "achieved_share": _share(achieved, link_bytes_per_s),
+    }
+
+
+def line(
+    comm: CommSummary | None,
+    *,
+    exposed_s: float | None = None,
+    exposed_share: float | None = None,
+    link_bytes_per_s: float | None = None,
+) -> str:
+    """The same for people, in a line.
+
+    ``exposed_s``, ``exposed_share``: per step and as a part of it, without the first steps of a run, where they are
+    known; else the mean of all steps, and no part.
+
+    >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,
+    ...                    least_bytes_across=2e6, bytes_across=3e6)
+    >>> line(comm, exposed_s=0.05, exposed_share=0.05, link_bytes_per_s=4e6)
+    '50 ms exposed per step (5.0 %), 1.5 MB per node and step, 2 MB/s = 50 % of the link'
+    >>> line(CommSummary(num_steps=1, num_buckets=1, num_bytes=8))
+    '0 ms exposed per step, none between nodes'
+    """
+    if comm is None or not comm.num_steps:
+        return "not measured"
+    exposed_s = _mean(comm.exposed_s, comm.num_steps) if exposed_s is None else exposed_s
+    achieved = comm.achieved_bytes_per_s
+    share = "" if exposed_share is None else f" ({100 * exposed_share:.1f} %)"
+    told = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per step{share}"]
+    across = comm.bytes_across / comm.num_steps
+    told.append(f"{across / 1e6:.3g} MB per node and step" if across else "none between nodes")
+    if achieved is not None:
+        of_link = "" if link_bytes_per_s is None else f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
+        told.append(f"{achieved / 1e6:.3g} MB/s{of_link}")
+    return ", ".join(told)
+
+
+def draw_buckets(axes: Axes, comm: CommSummary | None) -> None:
+    """Exposed time of each bucket before its time in flight, means over the run, in milliseconds."""
+    axes.set_title("buckets: time in flight, and exposed")
+    # Of buckets that DDP made anew after its first step, the first form says nothing of the run.
+    most_times = max((bucket.num_times for bucket in (() if comm is None else comm.buckets)), default=0)
+    timed = [
+        (bucket, 1e3 * bucket.exposed_s / bucket.num_times, 1e3 * bucket.in_flight_s / bucket.num_times)
+        for bucket in (() if comm is None else comm.buckets)
+        if 10 * bucket.num_times > most_times and bucket.exposed_s is not None and bucket.in_flight_s is not None
+    ]
+    if not timed:
+        axes.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axes.transAxes)
+        return
+    if len(timed) > MOST_BARS:
+        longest = sorted(timed, key=lambda each: -each[1])[:MOST_BARS]
+        timed = [each for each in timed if each in longest]
+        axes.set_title(f"buckets: time in flight, and exposed (the {MOST_BARS} longest exposed)")
+    places = range(len(timed))
+    axes.bar(places, [in_flight_ms for _, _, in_flight_ms in timed], color="0.85", label="in flight")
+    axes.bar(places, [exposed_ms for _, exposed_ms, _ in timed], width=0.5, label="exposed")
+    labels = [f"{bucket.index}: {bucket.num_bytes / 2**20:.2g} MiB" for bucket, _, _ in timed]
+    axes.set_xticks(list(places), labels, rotation=90 if len(timed) > 6 else 0, fontsize=7)
+    axes.set_xlabel("bucket, and its bytes")
+    axes.set_ylabel("ms")
+    axes.legend()
+
+
+def _mean(total: float | None, num: int) -> float | None:
+    return None if total is None or not num else total / num
+
+
+def _share(achieved: float | None, bound: float | None) -> float | None:
+    return None if achieved is None or bound is None else achieved / bound

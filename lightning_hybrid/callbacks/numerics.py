@@ -1,0 +1,302 @@
+"""Says what is wrong where numbers go wrong: which rank, which batch, which layer; and keeps the state for a look."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
+from lightning_hybrid.callbacks.training_metrics import is_logged_step
+from lightning_hybrid.comm.health.watchdog import is_of_a_collective
+from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
+
+PROBE_AFTER = 20
+"""Skipped steps in a row from which on layers are probed. A dynamic scale may need 16 to find its place from 2**16."""
+
+STEPS_AT_FLOOR = 200
+"""So long at the least loss scale is no burst: it would have grown if it could, and meanwhile gradients underflow."""
+
+NUM_KEPT = 8
+MOST_NAMES = 5
+NEVER = torch.iinfo(torch.int64).max
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss is inf or nan, in a precision that skips no step: it is in the weights."""
+
+
+class NumericsMonitor(Callback):
+    """Diagnose endless overflow, losses that are not finite, gradients that are zero; save what is needed to see why.
+
+    ==============================================  ==================================================================
+    40 steps skipped in a row (the precision's own  the error also says on which ranks and hosts the loss is not
+    error, `EndlessOverflowError`)                  finite, in which batches, which layer is the first to put out inf
+                                                    or nan, and how the scale got where it is
+    a loss that is not finite, where no step is     error at the next logged step, on every rank: rank, host, step and
+    skipped (`"32-true"`, `"bf16-true"`, ...)       batch at which it began
+    the same, where the step was skipped            warning at the next logged step, on the rank that it happened on
+    the loss scale at its floor for 200 steps       warning: smaller gradients are lost
+    a gradient of all zeros, or none, at `patience` warning that names the parameters: a layer that died, or is not
+    logged steps in a row                           used; or all of them
+    any error in a batch, but communication's       the batch is described in a note, and saved
+    ==============================================  ==================================================================
+
+    Per step it asks the device whether the loss is finite, and leaves the answer there. The host reads at logged steps,
+    where `TrainingMetrics` reads anyway, and on a CPU, where it waits for nothing. Layers are probed only after 20
+    skipped steps in a row. *Every rank must have this callback.*
+
+    Args:
+        run_dir: The state at the failure is saved in `<run_dir>/numbers`, once: by each rank whose own numbers are bad,
+            and by rank zero, with the weights. None: nowhere.
+        patience: Logged steps in a row at which a gradient must be zero for the warning.
+
+    Raises:
+        ValueError: `patience` is not a whole number above zero.
+        NonFiniteLossError: In training, see above.
+    """
+
+    def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ValueError(
+                f"`patience` (={patience!r}) must be a whole number of logged steps, at least 1: so often a gradient "
+                "must be found zero. Set callbacks.numbers.patience=3."
+            )
+        self.folder = None if run_dir is None else Path(run_dir) / "numbers"
+        self.patience = patience
+        self._batch: tuple[Any, int] | None = None
+        self._probes: LayerProbes | None = None
+
+    # ---- per batch: nothing waits ------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nothing has been seen."""
+        device = pl_module.device
+        self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
+        self._bad = torch.full((NUM_KEPT, 2), -1, dtype=torch.int64, device=device)  # (step, batch), oldest overwritten
+        self._places = torch.arange(NUM_KEPT, device=device).unsqueeze(1)
+        self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
+        self._last_step, self._num_told, self._floor_since = trainer.global_step, 0, -1
+        self._history: list[tuple[int, float]] = []
+        self._num_zero: dict[str, int] = {}
+        self._on_others: str = ""
+        self._has_saved = self._has_told_floor = False
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember the batch as long as it is worked on; where every step is skipped, watch its layers."""
+        self._batch = (batch, batch_idx)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        will_be_logged = every > 0 and (trainer.global_step + 1) % every == 0
+        if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
+            self._note_scale(trainer)
+            if not self._on_others:
+                self._on_others = self._ask_others(trainer)
+            self._probes = LayerProbes(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count losses that are not finite, on the device; look at a logged step."""
+        if isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
+            self._count(loss, step=trainer.global_step, batch_idx=batch_idx)
+        self._forget()
+        if trainer.global_step == self._last_step:  # accumulating gradients
+            return
+        self._last_step = trainer.global_step
+        if is_logged_step(trainer):
+            self._look(trainer, pl_module, batch, batch_idx)
+
+    def _count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
+        bad = ~torch.isfinite(loss.detach()).all()
+        place = self._num_bad % NUM_KEPT
+        entry = torch.stack([torch.full_like(place, step), torch.full_like(place, batch_idx)])
+        self._bad = torch.where(bad & (self._places == place), entry, self._bad)
+        self._num_bad = self._num_bad + bad
+        self._first_bad = torch.where(bad & (self._first_bad == NEVER), step, self._first_bad)
+
+    def _forget(self) -> None:
+        self._batch = None
+        if self._probes is not None:
+            self._probes.remove()
+            self._probes = None
+
+    # ---- at logged steps ---------------------------------------------------------------------------------------------
+
+    def _look(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._note_scale(trainer)
+        if _num_in_a_row(trainer) == 0:
+            self._on_others = ""
+        if _skips(trainer):
+            self._warn_of_skipped(trainer)
+            self._warn_at_floor(trainer)
+        else:
+            self._raise_if_not_finite(trainer, batch, batch_idx)
+        self._warn_of_zeros(trainer, pl_module)
+
+    def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        """The first step at which a rank's loss was not finite is the same news on every rank: 8 bytes."""
+        world = trainer.world_size
+        key = torch.where(self._first_bad == NEVER, NEVER, self._first_bad * world + trainer.global_rank)
+        if world > 1:
+            dist.all_reduce(key, dist.ReduceOp.MIN)
+        if (found := int(key)) == NEVER:
+            return
+        step, rank = divmod(found, world)
+        error = (
+            f"The loss is not finite since step {step}, on rank {rank} first, and precision="
+            f"{trainer.precision_plugin.precision!r} skips no step: the weights are lost. {self._ask_others(trainer)} "
+            "Look at the learning rate, at the data of that batch, and for a log or division of 0 in the loss; resume "
+            f"from a checkpoint written before step {step}."
+        )
+        raise NonFiniteLossError(error + self._save(trainer, error, batch, batch_idx, is_concerned=True))
+
+    def _warn_of_skipped(self, trainer: pl.Trainer) -> None:
+        num_bad = int(self._num_bad)
+        if num_bad > self._num_told:
+            warnings.warn(
+                f"The loss of {num_bad - self._num_told} batches on {_here(trainer)} was inf or nan, the last: "
+                f"{self._recent()}. Their steps were skipped.",
+                stacklevel=2,
+            )
+        self._num_told = num_bad
+
+    def _warn_at_floor(self, trainer: pl.Trainer) -> None:
+        loss_scales = getattr(trainer.precision_plugin, "loss_scales", ())
+        scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in loss_scales]
+        if not any(floor is not None and value <= floor for value, floor in scales):
+            self._floor_since = -1
+            return
+        self._floor_since = trainer.global_step if self._floor_since < 0 else self._floor_since
+        num_steps = trainer.global_step - self._floor_since
+        if num_steps >= STEPS_AT_FLOOR and not self._has_told_floor and trainer.is_global_zero:
+            self._has_told_floor = True
+            value = min(value for value, _ in scales)
+            warnings.warn(
+                f"`loss_scale` (={value:g}) has been at its floor for {num_steps} steps: gradients below 2**-24 = 6e-8 "
+                "are lost. Larger ones overflow again and again, so clip gradients, lower the learning rate, or use "
+                f"precision='bf16-true'. The scale: {self._scales()}.",
+                stacklevel=2,
+            )
+
+    def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gradients are the same on every rank, so one tells."""
+        found = largest_gradients(pl_module)
+        if not trainer.is_global_zero or not found or all(one is None for one in found.values()):
+            return  # manual loops may have removed them
+        device = pl_module.device
+        nothing = torch.zeros((), device=device)
+        largest = torch.stack([nothing if one is None else one.float() for one in found.values()]).tolist()
+        for name, value in zip(found, largest, strict=True):
+            self._num_zero[name] = self._num_zero.get(name, 0) + 1 if value == 0 else 0
+        dead = [name for name, num in self._num_zero.items() if num == self.patience]
+        if dead:
+            whole = len(dead) == len(found)
+            few = ", ".join(f"`{name}`" for name in dead[:MOST_NAMES]) + (", ..." if len(dead) > MOST_NAMES else "")
+            cause = (
+                "nothing is learned: is the loss detached, or the loss scale so small that all gradients underflow?"
+                if whole
+                else "these layers do not learn: are they used, and do their activations die (ReLU below 0 for every "
+                "input)? Freeze them with requires_grad=False if that is wanted."
+            )
+            warnings.warn(
+                f"{'All gradients are' if whole else f'The gradient of {few} ({len(dead)} of {len(found)}) is'} zero, "
+                f"at {self.patience} logged steps in a row up to step {trainer.global_step}: {cause}",
+                stacklevel=2,
+            )
+
+    # ---- at the end of a run that fails ------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Say what is known of the batch, and save the state; not for errors of communication."""
+        if self._batch is None or not isinstance(exception, Exception):
+            self._forget()
+            return
+        batch, batch_idx = self._batch
+        probes = self._probes
+        self._forget()
+        text = str(exception)
+        if isinstance(exception, NonFiniteLossError) or text.startswith("comm: ") or is_of_a_collective(exception):
+            return
+        try:
+            words, is_bad = describe_batch(batch)
+            if isinstance(exception, EndlessOverflowError):
+                exception.args = (f"{text} {self._on_others}{self._of_layers(probes)} The scale: {self._scales()}.",)
+            own = is_bad or not isinstance(exception, EndlessOverflowError) or int(self._num_bad) > 0
+            saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=own)
+            exception.add_note(f"On {_here(trainer)}, in batch {batch_idx}: {words}.{saved}")
+        except Exception as error:  # such as a device that answers nothing any more
+            exception.add_note(f"Nothing more could be found out: {type(error).__name__}: {error}")
+
+    def _of_layers(self, probes: LayerProbes | None) -> str:
+        if probes is None or not probes.num_layers:
+            return ""
+        first = probes.first_not_finite()
+        if first is None:
+            return f" The outputs of all {probes.num_layers} layers were finite: it is in the loss, or in backward."
+        return f" The first layer to put out inf or nan was {first}."
+
+    def _save(self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool) -> str:
+        if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
+            return ""
+        self._has_saved = True
+        kept: dict[str, Any] = {"batch": batch, "batch_idx": batch_idx, "error": error, "history": self._history}
+        try:
+            path = save_state(self.folder, trainer, **kept)
+        except (OSError, RuntimeError) as trouble:  # such as a full disk: it must not hide what went wrong before
+            return f" The state was not saved for a look: {str(trouble).partition(chr(10))[0]}."
+        return "" if path is None else f" Saved for a look: {path}."
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def _ask_others(self, trainer: pl.Trainer) -> str:
+        """Collective: on which ranks the loss was not finite, and in which batches; the same words on all."""
+        own = (host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
+        told = [own] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(told, own)
+        bad = [(rank, host, recent) for rank, (host, recent) in enumerate(told) if recent]
+        if not bad:
+            return "The loss was finite on every rank."
+        few = "; ".join(f"rank {rank} (host {host}) in {recent}" for rank, host, recent in bad[:4])
+        return f"The loss was inf or nan on {len(bad)} of {len(told)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
+
+    def _recent(self, since: int = 0) -> str:
+        places = [f"batch {batch} (step {step})" for step, batch in sorted(self._bad.tolist()) if step >= max(since, 0)]
+        return ", ".join(places[-3:])
+
+    def _note_scale(self, trainer: pl.Trainer) -> None:
+        for scale in getattr(trainer.precision_plugin, "loss_scales", [])[:1]:
+            value = scale.value
+            if not self._history or self._history[-1][1] != value:
+                self._history = [*self._history[-2 * NUM_KEPT :], (trainer.global_step, value)]
+
+    def _scales(self) -> str:
+        return ", ".join(f"{value:g} at step {step}" for step, value in self._history[-NUM_KEPT:])
+
+
+def _reads_are_free(device: torch.device) -> bool:
+    """Whether the host waits for nothing where it reads a value."""
+    return device.type == "cpu"
+
+
+def _here(trainer: pl.Trainer) -> str:
+    return f"rank {trainer.global_rank} (host {host_identity()[0]})"
+
+
+def _num_in_a_row(trainer: pl.Trainer) -> int:
+    """Steps skipped in a row, of the optimizer with most. Waits for the device."""
+    return max((int(record.num_in_a_row) for record in getattr(trainer.precision_plugin, "records", ())), default=0)
+
+
+def _skips(trainer: pl.Trainer) -> bool:
+    plugin = trainer.precision_plugin
+    return bool(getattr(plugin, "loss_scales", ())) or getattr(plugin, "scaler", None) is not None

@@ -1,0 +1,263 @@
+"""A report of a run: picture, summary, curves and a page of all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from matplotlib.figure import Figure
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.callbacks.run_report import html_page
+from lightning_hybrid.callbacks.run_report.curve import Curve
+from lightning_hybrid.callbacks.run_report.environment import environment
+from lightning_hybrid.callbacks.run_report.figure import figure_of, html_of
+from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
+from lightning_hybrid.callbacks.training_metrics import comm_trace, is_logged_step, link_bytes_per_s
+from lightning_hybrid.comm.stats.summary import CommSummary
+from lightning_hybrid.comm.stats.trace import CommTrace
+
+
+class RunReport(Callback):
+    """A report of the run, written by rank zero when fitting ends, and again when testing does.
+
+        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, communication share against steps; buckets
+        <run_dir>/summary.json   every metric's last value and best, throughput, communication, and what the run was
+        <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
+        <run_dir>/run.html       all of it on a page of its own, picture included
+
+    Curves and sums travel in the checkpoint, so the report of a resumed run tells of all of it; a curve of more than
+    2,000 points is thinned evenly, so that neither grows with the steps. Curves are what other
+    callbacks (`TrainingMetrics`, to be listed before it) and the module log; communication is rank zero's, of every
+    step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a few lines, to be printed
+    when all is over.
+
+    Args:
+        run_dir: Where to write; None = the trainer's `default_root_dir`.
+
+    Attributes:
+        config: What the run was configured with; None = the module's hyper-parameters. To be set before `fit`.
+        overrides: What of it was given on the command line; None = not known.
+        code_dir: A folder in the repository that the code is from; None = not known.
+    """
+
+    def __init__(self, run_dir: str | None = None) -> None:
+        self.run_dir = run_dir
+        self.config: dict[str, Any] | None = None
+        self.overrides: list[str] | None = None
+        self.code_dir: Path | None = None
+        self.curves: dict[str, Curve] = {}
+        self._before_s = 0.0  # of fits that are over
+        self._began_s: float | None = None  # the one that runs
+        self._last_step = 0
+        self._communication_before: CommSummary | None = None  # of fits that are over; None: none had a trace
+        self._trace: CommTrace | None = None  # of the fit that runs
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curves and sums so far."""
+        comm = self.communication()
+        return {
+            "elapsed_s": self.elapsed_s,
+            "curves": {name: curve.tensor() for name, curve in self.curves.items()},
+            "communication": None if comm is None else comm.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue those of the interrupted run; a checkpoint from before one of them was kept has none."""
+        self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
+        self.curves = {name: Curve(points) for name, points in state_dict["curves"].items()}
+        comm = state_dict.get("communication")
+        self._communication_before = None if comm is None else CommSummary.from_state_dict(comm)
+        self._trace = None
+
+    def communication(self) -> CommSummary | None:
+        """What this rank communicated since the first step; None where the strategy does not tell."""
+        if self._trace is None:
+            return self._communication_before
+        now = self._trace.total()
+        return now if self._communication_before is None else self._communication_before + now
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since training began, validation included."""
+        return self._before_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A step is recorded once, also where several batches make it."""
+        self._began_s = time.perf_counter()
+        self._last_step = trainer.global_step
+        self._communication_before = self.communication()  # of a fit that was interrupted
+        self._trace = comm_trace(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the sums: the trace goes with the strategy's engine."""
+        self._before_s, self._began_s = self.elapsed_s, None
+        self._communication_before, self._trace = self.communication(), None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record what was logged in this step."""
+        if trainer.global_step != self._last_step and is_logged_step(trainer):
+            self._record(trainer, ("train/", "comm/", "data/", "throughput/", "memory/"))
+        self._last_step = trainer.global_step
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record what validation found."""
+        if not trainer.sanity_checking:
+            self._record(trainer, ("val/",))
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record what the test found, and write."""
+        self._record(trainer, ("test/",))
+        self._write(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write what is known without a test."""
+        self._write(trainer)
+
+    def _record(self, trainer: pl.Trainer, groups: tuple[str, ...]) -> None:
+        if not trainer.is_global_zero:  # it alone writes, checkpoints too
+            return
+        for name, value in trainer.callback_metrics.items():
+            if m.metric_of(name) is not None and name.startswith(groups):
+                self._curve(name).append(trainer.global_step, float(value))
+        times = self._curve(m.ELAPSED_S)
+        if not times or times[-1][0] != trainer.global_step:
+            times.append(trainer.global_step, self.elapsed_s)
+
+    def _curve(self, name: str) -> Curve:
+        if name not in self.curves:
+            self.curves[name] = Curve()
+        return self.curves[name]
+
+    def last(self, name: str) -> float | None:
+        """The value of a metric seen last; None if there was none."""
+        points = self.curves.get(name)
+        return points[-1][1] if points else None
+
+    def best(self) -> dict[str, float]:
+        """The best value of each metric that has one."""
+        choose = {"max": max, "min": min}
+        known = {name: m.metric_of(name) for name in self.curves}
+        return {
+            name: choose[metric.best](value for _, value in self.curves[name])
+            for name, metric in known.items()
+            if metric is not None and metric.best is not None
+        }
+
+    def images_per_s(self) -> float | None:
+        """All images by all time: the logged times are of equally many images, so this is their harmonic mean."""
+        points = self.curves.get(m.IMAGES_PER_S)
+        return statistics.harmonic_mean([value for _, value in points]) if points else None
+
+    def exposed_s(self) -> float | None:
+        """Seconds per step of exposed communication, mean over all logged steps."""
+        points = self.curves.get(m.COMM_EXPOSED_S)
+        return statistics.mean([value for _, value in points]) if points else None
+
+    def exposed_share(self) -> float | None:
+        """Exposed communication as a part of the time of all logged steps: each by its time, as they vary."""
+        step_s = {step: 1 / images_per_s for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ())}
+        shares = dict(self.curves.get(m.COMM_EXPOSED_SHARE, ()))
+        weights = {step: step_s[step] for step in shares if step in step_s}
+        exposed_s = sum(shares[step] * weight for step, weight in weights.items())
+        return exposed_s / sum(weights.values()) if weights else None
+
+    def _folder(self, trainer: pl.Trainer) -> Path:
+        return Path(self.run_dir or trainer.default_root_dir)
+
+    def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """What `summary.json` holds."""
+        comm = self.communication()
+        rate = link_bytes_per_s(trainer)
+        events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
+        hparams = getattr(trainer.lightning_module, "hparams", {})
+        return {
+            "metrics": {name: self.last(name) for name in (*m.METRICS, *self.curves) if name in self.curves},
+            "best": self.best(),
+            "images_per_s": self.images_per_s(),
+            "time_to_accuracy": [{"target": e.target, "monitor": e.monitor, "reached": e.reached} for e in events],
+            "communication": None if comm is None else comm_report.section(comm, link_bytes_per_s=rate),
+            "communication_plan": getattr(trainer.strategy, "communication_plan", None),
+            "num_steps": trainer.global_step,
+            "world_size": trainer.world_size,
+            "precision": str(trainer.precision),
+            "strategy": type(trainer.strategy).__name__,
+            "run_dir": str(self._folder(trainer).resolve()),
+            "environment": environment(self.code_dir),
+            "overrides": self.overrides,
+            "config": dict(hparams) if self.config is None else self.config,
+        }
+
+    def table(self, trainer: pl.Trainer) -> str:
+        """The end of a run in a few lines."""
+        folder = self._folder(trainer).resolve()
+        accuracy, speed, plugin = self.last(m.TEST_ACC), self.images_per_s(), trainer.precision_plugin
+        events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
+        has_scale = getattr(plugin, "loss_scale", None) is not None
+        skipped = getattr(plugin, "num_skipped_steps", None) if has_scale else None
+        rows = {
+            "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%}",
+            "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",
+            "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
+            "communication": comm_report.line(
+                self.communication(),
+                exposed_s=self.exposed_s(),
+                exposed_share=self.exposed_share(),
+                link_bytes_per_s=link_bytes_per_s(trainer),
+            ),
+            **({"target": "; ".join(event.line() for event in events)} if events else {}),
+            "run directory": str(folder),
+            "picture": "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.png"),
+        }
+        return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+
+    @rank_zero_only
+    def _write(self, trainer: pl.Trainer) -> None:
+        if _is_dry(trainer):
+            return
+        folder, summary = self._folder(trainer), self.summary(trainer)
+        png = html_page.png_of(self.figure(trainer))
+        written = {
+            "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
+            "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
+            "run.png": png,
+            "run.html": html_of(summary, png, self._lines(trainer)).encode(),
+        }
+        for name, content in written.items():  # whole or not at all: others may read while a run is killed
+            part = folder / f".{name}.part"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(content)
+                os.replace(part, folder / name)
+            except OSError as error:  # a run that trained is not lost for its picture
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+                rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
+
+    def figure(self, trainer: pl.Trainer) -> Figure:
+        """Six panels, and the table under them."""
+        return figure_of(self.curves, self.communication(), self._lines(trainer))
+
+    def _lines(self, trainer: pl.Trainer) -> list[str]:
+        rows = [row for row in self.table(trainer).splitlines() if not row.startswith(("run dir", "picture"))]
+        strategy = f"strategy       {type(trainer.strategy).__name__}"
+        return [*rows, f"precision      {trainer.precision}", strategy]
+
+
+def _is_dry(trainer: pl.Trainer) -> bool:
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def _ranks(trainer: pl.Trainer) -> str:
+    return f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")

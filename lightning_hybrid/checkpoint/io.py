@@ -1,0 +1,233 @@
+"""Checkpoints that survive what kills the run: Lightning's seam to `checkpoint_file`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_hybrid.checkpoint.file import (
+    CheckpointWriteError,
+    check_whole,
+    load_unchecked,
+    remove_checkpoint,
+    write_checkpoint,
+)
+from lightning_hybrid.checkpoint.host_copy import HostCopies, as_plain
+from lightning_hybrid.checkpoint.writer_thread import Background
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Write checkpoints whole or not at all, with a checksum, beside training if asked; load only what is whole.
+
+        save      plain data and tensors -> temporary file, checksum, fsync -> rename; the file before is kept beside
+        load      checksum compared, then `torch.load(weights_only=True)`: nothing that a file names is run
+        remove    after all that was saved before it is on the disk, and not if that failed
+
+    Any other reader of Lightning checkpoints reads these; checkpoints of others load here, without a comparison. Where
+    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread.
+
+    Mappings in hyper-parameters that are no dicts, such as OmegaConf's, are saved as dicts: they would have to be built
+    by code that the file names. Other objects are saved as they are, with a warning that they will not load.
+
+    Args:
+        in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
+            for. Until the thread is done, a kill leaves the checkpoint before. False: training waits for the disk.
+        max_in_memory: With `in_background`, checkpoints that are copied and not yet written. A further one waits for
+            the first to be written. Memory of the host, in bytes of the checkpoint's tensors: once for each that is
+            not yet written; once between checkpoints, kept for the next; none after the end of fitting.
+        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Ours: a checkpoint of 100 GB
+            takes a disk of 200 MB/s 500 s.
+        keep_previous: Whether a checkpoint that is overwritten lives on beside the new one, as `<name>.previous.ckpt`:
+            twice the space, and another one to resume from if the disk damages the newest.
+        on_error: What an error of writing does, such as a full disk: `"raise"` ends the run; with `"warn"` it goes on,
+            on the old checkpoint, to try again at the next save. With `in_background` it is seen at the next save or at
+            the end of fitting.
+
+    Raises:
+        ValueError: `max_in_memory` or `timeout_s` is not above zero; an unknown `on_error`.
+        CheckpointWriteError: in `save_checkpoint` and at the end of fitting.
+        DamagedCheckpointError, RefusedCheckpointError: in `load_checkpoint`; see `checkpoint_file.read_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_background: bool = False,
+        max_in_memory: int = 2,
+        timeout_s: float = 900.0,
+        keep_previous: bool = True,
+        on_error: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        if not isinstance(max_in_memory, int) or max_in_memory < 1:
+            raise ValueError(
+                f"`max_in_memory` (={max_in_memory!r}) must be a whole number of checkpoints, at least 1: the one that "
+                "is being written is in memory. Set checkpoint_io.max_in_memory=1."
+            )
+        if not timeout_s > 0:
+            raise ValueError(f"`timeout_s` (={timeout_s!r}) must be a number of seconds above zero.")
+        if on_error not in ("raise", "warn"):
+            raise ValueError(
+                f'`on_error` (={on_error!r}) must be "raise", which ends the run when a checkpoint is not written, or '
+                '"warn", which lets it go on with the old one.'
+            )
+        self.in_background = in_background
+        self.timeout_s = timeout_s
+        self.keep_previous = keep_previous
+        self.on_error = on_error
+        self._thread = Background(max_jobs=max_in_memory, name="checkpoint writer")
+        self._copies: list[HostCopies] = []
+        self._is_looked_at = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Save under `path`; with `in_background`, return once the tensors are copied.
+
+        Raises:
+            CheckpointWriteError: This one, or with `in_background` an earlier one, was not written.
+        """
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(as_plain(checkpoint), path, storage_options)
+            return
+        if not self.in_background:
+            self._try(partial(self._write, as_plain(checkpoint), Path(path)))
+            return
+        self._tell_of_errors()
+        copies = self._free_copies()
+        copy = copies.take(checkpoint)
+        self._put(partial(self._write_copy, copies, copy, Path(path)))
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a whole checkpoint, after what waits to be written is.
+
+        Raises:
+            FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: see `checkpoint_file.read_checkpoint`.
+        """
+        only = weights_only is None or weights_only
+        if not _is_local_file_protocol(path):
+            return super().load_checkpoint(path, map_location, only)
+        self._wait()
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        if not check_whole(Path(path)):
+            rank_zero_info(f"{path} has no checksum: whether it is whole is not known beyond that it loads.")
+        checkpoint: dict[str, Any] = load_unchecked(Path(path), map_location=map_location, weights_only=only)
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, behind what waits to be written."""
+        if not _is_local_file_protocol(path):
+            super().remove_checkpoint(path)
+        elif self._thread.num_jobs:
+            self._thread.put(partial(remove_checkpoint, Path(path)), limit_s=self.timeout_s, needs_success=True)
+        else:
+            remove_checkpoint(Path(path))
+
+    def teardown(self) -> None:
+        """Wait for the thread, and give its memory back.
+
+        Raises:
+            CheckpointWriteError: A checkpoint was not written; a warning, if another error is on its way.
+        """
+        try:
+            self._wait()
+        finally:
+            self._copies = []
+        self._tell_of_errors()
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        write_checkpoint(checkpoint, path, keep_previous=self.keep_previous)
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            _warn_of_objects(path)
+
+    def _write_copy(self, copies: HostCopies, checkpoint: dict[str, Any], path: Path) -> None:
+        try:
+            copies.wait()
+            self._write(checkpoint, path)
+        finally:
+            if not self._copies:  # one is kept; the memory of a second was needed for two in a row
+                self._copies.append(copies)
+
+    def _free_copies(self) -> HostCopies:
+        """Memory that no job reads. Waits for one to end where `max_in_memory` are under way."""
+        if not self._thread.wait_for_place(limit_s=self.timeout_s):
+            raise self._too_slow()
+        return self._copies.pop() if self._copies else HostCopies()
+
+    def _put(self, job: Callable[[], None]) -> None:
+        if not self._thread.put(job, limit_s=self.timeout_s):
+            raise self._too_slow()
+
+    def _wait(self) -> None:
+        if not self._thread.wait(limit_s=self.timeout_s):
+            self._raise(self._too_slow())
+
+    def _too_slow(self) -> CheckpointWriteError:
+        return CheckpointWriteError(
+            f"`timeout_s` (={self.timeout_s:g}) is over and {self._thread.num_jobs} checkpoints are not yet written: "
+            "the disk hangs, or is too slow for them. What was written before is whole. Save less often, give "
+            "checkpoint_io.timeout_s more, or look after the disk."
+        )
+
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def _tell_of_errors(self) -> None:
+        if (error := self._thread.take_error()) is not None:
+            self._raise(error)
+
+    def _try(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except CheckpointWriteError as error:
+            self._raise(error)
+
+    def _raise(self, error: BaseException) -> None:
+        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or _is_under_way(error)):
+            rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
+            return
+        raise error
+
+
+def _is_under_way(error: BaseException) -> bool:
+    """Whether another error is being handled: it must not be hidden by this one."""
+    other = sys.exc_info()[1]
+    return other is not None and other is not error
+
+
+def _warn_of_objects(path: Path) -> None:
+    """Say now what would otherwise be found when the checkpoint is needed."""
+    if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))):
+        rank_zero_warn(
+            f"The checkpoint `{path}` holds objects (={', '.join(found)}) beside tensors and plain data: it will load "
+            "with fit(..., weights_only=False) only. Keep them out of hyper-parameters (`save_hyperparameters(ignore="
+            "...)`) and of `state_dict` of callbacks."
+        )
+
+
+class DurableCheckpointMixin:
+    """For a strategy: `DurableCheckpointIO` where the user gave no other, as `plugins=` or as `checkpoint_io=`."""
+
+    _checkpoint_io: Any
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The user's, or ours; inside of a wrapper such as `AsyncCheckpointIO`, ours."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = DurableCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = DurableCheckpointIO()  # it keeps the first that it is given
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io

@@ -1,0 +1,205 @@
+"""Who is to blame where a sum did not come to its end: judged by where every rank stands, as it answers the roll."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_hybrid.comm.health.tcp_info import Liveness, in_words, most_telling
+
+IDLE = "with no bucket in flight"
+"""The place of a rank that waits for no other, as far as the engine knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """Where a rank stands, as it answers the roll.
+
+    ``num_submitted``: buckets handed over since the engine was made. ``order``: hash of them and of their order.
+    ``place``: in words, what it does now. ``recent``: the latest of them, oldest first. ``has_left``: engine closed.
+    ``is_inside``: the oldest bucket in flight is in a collective, so this rank waits for others or works. ``signs``:
+    what it knows of the hosts at other addresses, see ``links.liveness_by_address``.
+    """
+
+    num_submitted: int
+    order: str
+    place: str
+    recent: tuple[str, ...] = ()
+    has_left: bool = False
+    is_inside: bool = False
+    signs: Mapping[str, Liveness] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankStatus:
+        """What ``to_json`` wrote."""
+        values = json.loads(text)
+        signs = {address: (word, heard_s) for address, (word, heard_s) in values["signs"].items()}
+        return cls(**{**values, "recent": tuple(values["recent"]), "signs": signs})
+
+
+def diagnose(
+    noticed: str,
+    roll: Sequence[RankStatus | None],
+    hosts: Sequence[str] = (),
+    addresses: Sequence[Sequence[str]] = (),
+) -> str:
+    """The error for all ranks: who is to blame, judged by the roll (None: no answer), and who noticed by what.
+
+    ``hosts``: of every rank, where they are known; those of the ranks to blame, or of all, are told. ``addresses``:
+    under which others know each rank's host.
+
+    >>> at_one = Standing(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
+    >>> print(verdict("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
+    comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
+Rank 1 is on host y.
+    """
+    silent = [rank for rank, standing in enumerate(roll) if standing is None]
+    left = [rank for rank, standing in enumerate(roll) if standing is not None and standing.has_left]
+    here = {rank: each for rank, each in enumerate(roll) if each is not None and not each.has_left}
+    most = max((each.num_submitted for each in here.values()), default=0)
+    different = _different_order(here)
+    behind = [rank for rank, each in here.items() if each.num_submitted < most]
+    # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
+    behind = [rank for rank in behind if not here[rank].is_inside] or behind
+    absent = [rank for rank, each in here.items() if not each.is_inside and each.place != IDLE]
+    if silent:
+        blame = _no_answer(silent, roll, hosts, addresses)
+    elif left:
+        has = "has" if len(left) == 1 else "have"
+        blame = f"{name_ranks(left)} {has} left: closed the engine while others still averaged"
+    elif different:
+        blame = different
+    elif behind:
+        stands = "stands" if len(behind) == 1 else "stand"
+        blame = (
+            f"{name_ranks(behind)} {stands} behind: {here[behind[0]].num_submitted} buckets handed over where others "
+            f"have {most}; now {here[behind[0]].place}. Look there for a hang, an error or a batch less"
+        )
+    elif absent and len(absent) < len(here):
+        does = "does" if len(absent) == 1 else "do"
+        blame = (
+            f"{name_ranks(absent)} {does} not come to the collective in which others wait; now "
+            f"{here[absent[0]].place}. Look there for a hang"
+        )
+    elif all(each.place == IDLE for each in here.values()):
+        blame = (
+            "every rank answers and has averaged the same buckets: one that is slow, or hangs, elsewhere in its step "
+            "is the cause, or the network between them"
+        )
+    else:
+        places = ", ".join(f"rank {rank}: {each.place}" for rank, each in list(here.items())[:8])
+        blame = f"every rank answers, so the network between them is the cause ({places})"
+    return (
+        f"comm: {blame}. {noticed}.{places_of(silent or left or ((behind or absent) if not different else []), hosts)}"
+    )
+
+
+def is_lost(roll: Sequence[RankStatus | None]) -> bool:
+    """Whether what is in flight can come to no end: somebody does not answer, has left, or handed over other buckets.
+
+    >>> here = Standing(num_submitted=1, order="a", place=IDLE, recent=("x",))
+    >>> is_lost([here, here]), is_lost([here, None])
+    (False, True)
+    """
+    here = {rank: each for rank, each in enumerate(roll) if each is not None}
+    return len(here) < len(roll) or any(each.has_left for each in here.values()) or _different_order(here) is not None
+
+
+def _no_answer(
+    silent: Sequence[int], roll: Sequence[RankStatus | None], hosts: Sequence[str], addresses: Sequence[Sequence[str]]
+) -> str:
+    """Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
+
+    Where others of its host answer, or nobody knows anything, a silent rank may be dead, stopped or unreachable.
+    """
+    told: dict[str, list[int]] = {}
+    for rank in silent:
+        host = hosts[rank] if rank < len(hosts) else None
+        is_whole = host is not None and all(each is None for of, each in zip(hosts, roll, strict=True) if of == host)
+        signs = [
+            each.signs.get(address)
+            for address in (addresses[rank] if is_whole and rank < len(addresses) else ())
+            for each in roll
+            if each is not None
+        ]
+        sign = most_telling(signs)
+        told.setdefault("" if sign is None or host is None else in_words(sign, host=host), []).append(rank)
+    parts = []
+    for words, ranks in told.items():
+        its = "its process is" if len(ranks) == 1 else "their processes are"
+        does = "does" if len(ranks) == 1 else "do"
+        parts.append(f"{name_ranks(ranks)} {does} not answer: {words or f'{its} dead, stopped or unreachable'}")
+    return "; ".join(parts)
+
+
+def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """A sentence that says on which host each of these ranks is, of no ranks all; empty where hosts are not known.
+
+    >>> places_of([1, 2], ["x", "y", "y"]), places_of([], ["x", "y", "y"])
+    (' Ranks 1, 2 are on host y.', ' Rank 0 is on host x, ranks 1, 2 are on host y.')
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks or range(len(hosts)):
+        if rank < len(hosts):
+            by_host.setdefault(hosts[rank], []).append(rank)
+    told = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
+    more = f" and {len(told) - 4} hosts more" if len(told) > 4 else ""
+    words = ", ".join(told[:4]) + more
+    return f" {words[0].upper()}{words[1:]}." if told else ""
+
+
+def _different_order(here: dict[int, RankStatus]) -> str | None:
+    """Which ranks handed over something else than the others, at the first place where they differ; None if none."""
+    first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
+    for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
+        by_record: dict[str, list[int]] = {}
+        for rank, each in here.items():
+            if place < each.num_submitted:
+                by_record.setdefault(each.recent[place - first[rank]], []).append(rank)
+        if len(by_record) > 1:
+            return _other_order(sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1])))
+    by_order: dict[tuple[int, str], list[int]] = {}
+    for rank, each in here.items():
+        by_order.setdefault((each.num_submitted, each.order), []).append(rank)
+    if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
+        ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
+        return _other_order([("something else, longer ago than is remembered,", each) for each in ranks])
+    return None
+
+
+def _other_order(by_record: list[tuple[str, list[int]]]) -> str:
+    (usual, most), (other, few) = by_record[:2]
+    return (
+        f"{name_ranks(few)} handed over {other} where {name_ranks(most)} handed over {usual}: sums of these would mix "
+        "gradients. Every rank must run the same backward passes of the same model in the same order"
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 3, 5`` or ``ranks 0, 1, 2, 3 and 12 more``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 5 else ""
+    return "ranks " + ", ".join(map(str, ranks[: 4 if more else 5])) + more
+
+
+def differing(values: Sequence[dict[str, Any]]) -> str:
+    """What differs between ranks that should have given equal dictionaries; empty where nothing does.
+
+    >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
+    '`b` is 2 on ranks 0, 2 and 3 on rank 1'
+    """
+    found = []
+    for key in dict.fromkeys(key for each in values for key in each):
+        by_value: dict[str, list[int]] = {}
+        for rank, each in enumerate(values):
+            by_value.setdefault(repr(each.get(key)), []).append(rank)
+        if len(by_value) > 1:
+            found.append(f"`{key}` is " + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items()))
+    return "; ".join(found)

@@ -1,0 +1,146 @@
+"""What the kernel knows of the links to other hosts: whether a host that says nothing is cut off, slow or stopped.
+
+A rank that does not answer a question may be dead, stopped, or behind a link on which an answer takes a minute, and no
+question tells them apart. TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and
+the connections of a process that died are closed. So where a rank is missed, the kernel is asked for the state of every
+TCP connection of this process: a system call each, made only then.
+
+    sent data is not acknowledged, nothing was heard since the wait began       cut        the host is down, or its link
+    sent data is not acknowledged, but something was heard                      slow       it lives, its link is slow
+    all that was sent is acknowledged, and something was heard                  taken      it lives, its ranks do not
+    all that was sent is acknowledged, nothing was heard                        idle       any of these
+
+Heard means data or acknowledgements. Linux only, and TCP only: elsewhere nothing is known.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+_ESTABLISHED = 1
+_BYTES = 104
+MARGIN_S = 1.0
+"""What was heard so shortly after the wait began may have been on its way before."""
+
+Liveness = tuple[str, float]
+"""``cut``, ``slow``, ``taken`` or ``idle``, and the seconds since a host was heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TcpConnection:
+    """One TCP connection, as this end sees it.
+
+    ``peer``, ``port``: of the other end. ``own``: this end's address. ``is_open``: not closed by the other end.
+    ``heard_s``: seconds since data or an acknowledgement came. ``is_waiting``: something sent is not acknowledged yet.
+    """
+
+    peer: str
+    port: int
+    own: str
+    is_open: bool
+    heard_s: float
+    is_waiting: bool
+
+
+def tcp_connections() -> list[TcpConnection]:
+    """Every TCP connection of this process; empty where the kernel does not tell.
+
+    Empty as well under ``socket.setdefaulttimeout``: a look at a descriptor would make it one that does not block.
+
+    >>> server = socket.create_server(("127.0.0.1", 0))
+    >>> client = socket.create_connection(server.getsockname())
+    >>> [(line.peer, line.is_open, line.is_waiting) for line in lines() if line.port == server.getsockname()[1]]
+    [('127.0.0.1', True, False)]
+    >>> client.close(), server.close()
+    (None, None)
+    """
+    found: list[TcpConnection | None] = []
+    if socket.getdefaulttimeout() is not None:
+        return []
+    with suppress(OSError, AttributeError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError, struct.error):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as own:
+                        found.append(_line_of(own))
+    return [line for line in found if line is not None]
+
+
+def _line_of(own: socket.socket) -> TcpConnection | None:
+    if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
+        return None
+    peer, here = own.getpeername(), own.getsockname()
+    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
+    # tcpi_unacked, tcpi_last_data_recv, tcpi_last_ack_recv of linux/tcp.h. What waits because a stopped process reads
+    # nothing is not sent, and not in tcpi_unacked.
+    unacked, data_ms, ack_ms = (struct.unpack_from("=I", info, at)[0] for at in (24, 52, 56))
+    return TcpConnection(
+        peer=_plain(peer[0]),
+        port=peer[1],
+        own=_plain(here[0]),
+        is_open=info[0] == _ESTABLISHED,
+        heard_s=min(data_ms, ack_ms) / 1e3,
+        is_waiting=unacked > 0,
+    )
+
+
+def _plain(address: str) -> str:
+    """Addresses of IPv4 that come in IPv6's clothes are those of IPv4."""
+    return address.removeprefix("::ffff:")
+
+
+def addresses() -> list[str]:
+    """Under which others know this host, as far as its connections show; none where it talks to itself alone."""
+    return sorted({line.own for line in tcp_connections()} - {"127.0.0.1", "::1"})
+
+
+def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> dict[str, Liveness]:
+    """For each address that connections are open to: its sign. ``waited_s``: since when this rank has waited for it.
+
+    >>> line = Line(peer="x", port=1, own="y", is_open=True, heard_s=12.0, is_waiting=True)
+    >>> liveness_by_address([line], waited_s=10.0), liveness_by_address([line], waited_s=20.0)
+    ({'x': ('cut', 12.0)}, {'x': ('slow', 12.0)})
+    """
+    known: dict[str, Liveness] = {}
+    for line in found:
+        if line.is_open:
+            was_heard = line.heard_s < waited_s - MARGIN_S
+            word = ("slow" if was_heard else "cut") if line.is_waiting else ("taken" if was_heard else "idle")
+            known[line.peer] = most_telling([known.get(line.peer), (word, line.heard_s)]) or (word, line.heard_s)
+    return known
+
+
+def most_telling(signs: Sequence[Liveness | None]) -> Liveness | None:
+    """Of several signs of one host that which says most; the latest word, where it lives. None where there is none.
+
+    >>> strongest([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), strongest([None])
+    (('slow', 3.0), None)
+    """
+    there = [sign for sign in signs if sign is not None]
+    words = {word for word, _ in there}
+    word = next((word for word in ("slow", "taken", "cut", "idle") if word in words), None)
+    return None if word is None else (word, min(heard_s for _, heard_s in there))
+
+
+def in_words(sign: Liveness, *, host: str) -> str:
+    """What a sign says of a host none of whose ranks answers.
+
+    >>> in_words(("slow", 3.21), host="x")
+    'host x lives, was last heard 3.2 s ago, but its link is so slow that answers do not come in time'
+    """
+    word, heard_s = sign
+    return {
+        "slow": f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "
+        "come in time",
+        "taken": f"host {host} lives and acknowledged all that it was sent, {heard_s:.1f} s ago or later, with "
+        "connections open: stopped, or hanging",
+        "cut": f"nothing has come from host {host} for {heard_s:.0f} s, not even an acknowledgement: its link is cut "
+        "or lets next to nothing through, or the host is down",
+        "idle": f"nothing has come from host {host} for {heard_s:.0f} s, and its connections are not closed: its ranks "
+        "are stopped, or its link is cut or lets next to nothing through, or the host is down",
+    }[word]

@@ -1,0 +1,321 @@
+"""How much was communicated, for how long, how much of that a step had to wait for; and, if asked, when what happened.
+
+``CommTrace(keep_events=True)`` remembers every bucket and stage and writes them as a timeline that Perfetto
+(https://ui.perfetto.dev) and Chrome (chrome://tracing) show: one process per rank, one row per stage and column.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
+from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
+
+MOST_EVENTS = 500_000
+"""A timeline ends after so many events (about 100 MB of JSON); the counters go on."""
+
+
+class BucketLike(Protocol):
+    """What timeline and counters say of a bucket; it can be hashed."""
+
+    @property
+    def index(self) -> int:
+        """Place in the step."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        """On the wire."""
+
+    @property
+    def dtype(self) -> str:
+        """On the wire, without ``torch.``."""
+
+    @property
+    def algorithm(self) -> str:
+        """That carries it."""
+
+    @property
+    def num_chunks(self) -> int:
+        """In which it is carried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTimes:
+    """When what happened to one bucket on a device, which tells only afterwards; in seconds.
+
+    ``ready_s``: its gradients were there. ``done_s``: it was averaged. ``stages``: (name, begin, end, bytes) of each.
+    """
+
+    bucket: BucketLike
+    traffic: Traffic
+    is_last: bool
+    ready_s: float
+    done_s: float
+    stages: Sequence[tuple[str, float, float, int]] = ()
+
+
+class _Counts:
+    """Of one bucket: its traffic, how often it was averaged, seconds in flight and exposed."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.num_times = 0
+        self.in_flight_s = self.exposed_s = 0.0
+
+
+class CommTrace:
+    """Counters that a hook's and an engine's threads may write while another thread drains them.
+
+    ``clock`` returns seconds. ``keep_events`` is for ``write``.
+
+    >>> ticks = iter([0.0, 2.0, 6.0])
+    >>> trace = CommTrace(clock=lambda: next(ticks))
+    >>> _ = trace.begin(num_bytes=8, is_last=False)    # 0 s
+    >>> _ = trace.begin(num_bytes=4, is_last=True)     # 2 s: backward ends
+    >>> trace.end(); trace.end()                   # the clock is read at the second: 6 s
+    >>> summary = trace.drain()
+    >>> summary.num_buckets, summary.num_bytes, summary.busy_s, summary.exposed_s
+    (2, 12, 6.0, 4.0)
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, keep_events: bool = False) -> None:
+        self._clock = clock
+        self.keep_events = keep_events
+        self._events: list[dict[str, Any]] = []
+        self._first_s: float | None = None
+        self._last_end_s = 0.0
+        self._lock = threading.RLock()
+        self._look: Callable[[], None] | None = None
+        self._num_in_flight = 0
+        self._busy_since_s: float | None = None
+        self._exposed_since_s: float | None = None
+        self._drained = CommSummary()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_steps = self._num_buckets = self._num_bytes = 0
+        self._busy_s = self._exposed_s = 0.0
+        self._least_across = self._across = self._inside = 0.0
+        self._by_bucket: dict[BucketLike, _Counts] = {}
+
+    def look_first(self, look: Callable[[], None]) -> None:
+        """Call ``look`` before counts are read: it tells by ``replay`` what a device has done."""
+        self._look = look
+
+    def _look_first(self) -> None:
+        if self._look is not None:
+            self._look()  # outside of the lock
+
+    def begin(
+        self, *, num_bytes: int, is_last: bool, traffic: Traffic = NO_TRAFFIC, at_s: float | None = None
+    ) -> float:
+        """A bucket was handed over. Each call is followed by one of ``end``. Returns the time: ``at_s``, or now."""
+        with self._lock:
+            now_s = self._clock() if at_s is None else at_s
+            self._count(num_bytes, is_last, traffic)
+            self._note_backward(now_s, is_last)
+            self._num_in_flight += 1
+            if self._busy_since_s is None:
+                self._busy_since_s = now_s
+            if is_last:
+                self._exposed_since_s = self._last_end_s = now_s
+            return now_s
+
+    def end(
+        self,
+        bucket: BucketLike | None = None,
+        began_s: float = 0.0,
+        traffic: Traffic = NO_TRAFFIC,
+        at_s: float | None = None,
+    ) -> None:
+        """A bucket was averaged, or given up (None), now or ``at_s``; ``began_s``: when it was handed over."""
+        with self._lock:
+            self._num_in_flight -= 1
+            if self._num_in_flight and bucket is None:
+                return
+            now_s = self._clock() if at_s is None else at_s
+            if bucket is not None:
+                self._event(f"bucket {bucket.index}", "buckets", began_s, now_s, bucket)
+                counts = self._by_bucket.setdefault(bucket, _Counts(traffic))
+                counts.num_times += 1
+                counts.in_flight_s += now_s - began_s
+                if self._exposed_since_s is not None:
+                    counts.exposed_s += now_s - self._last_end_s
+                    self._last_end_s = now_s
+            if self._num_in_flight == 0:
+                self._add_times(now_s)
+                self._busy_since_s = self._exposed_since_s = None
+
+    def _note_backward(self, now_s: float, is_last: bool) -> None:
+        if self._first_s is None:
+            self._first_s = now_s
+        if is_last:
+            self._event("backward, from its first bucket on", "backward", self._first_s, now_s, None)
+            self._first_s = None
+
+    def replay(self, buckets: Iterable[DeviceTimes]) -> None:
+        """Count buckets that a device has averaged, each begun and ended when it was there.
+
+        >>> from lightning_hybrid.comm.plan import BucketPlan
+        >>> trace, kind = CommTrace(), dict(numel=2, dtype="float16", num_bytes=4, algorithm="flat", num_chunks=1)
+        >>> one, two = (BucketPlan(index=index, **kind) for index in range(2))
+        >>> trace.replay([DeviceTimes(bucket=one, traffic=NO_TRAFFIC, is_last=False, ready_s=0.0, done_s=3.0),
+        ...               DeviceTimes(bucket=two, traffic=NO_TRAFFIC, is_last=True, ready_s=2.0, done_s=6.0)])
+        >>> summary = trace.drain()
+        >>> summary.num_steps, summary.busy_s, summary.exposed_s
+        (1, 6.0, 4.0)
+        """
+        moments = [moment for each in buckets for moment in ((each.ready_s, False, each), (each.done_s, True, each))]
+        with self._lock:  # whoever drains meanwhile reads the host's clock
+            for at_s, is_end, each in sorted(moments, key=lambda moment: moment[:2]):
+                if is_end:
+                    self.end(each.bucket, each.ready_s, each.traffic, at_s=at_s)
+                    for stage, begin_s, end_s, num_bytes in each.stages:
+                        self._stage(each.bucket, stage, 0, begin_s, end_s, num_bytes)
+                else:
+                    self.begin(num_bytes=each.bucket.num_bytes, is_last=each.is_last, traffic=each.traffic, at_s=at_s)
+
+    @property
+    def total_busy_s(self) -> float:
+        """Seconds with a bucket in flight since the beginning, whoever drains; without what still is."""
+        return self.total_busy[0]
+
+    @property
+    def total_busy(self) -> tuple[float, int]:
+        """The same, and the steps in which that was."""
+        self._look_first()
+        with self._lock:
+            num_steps = self._drained.num_steps + self._num_steps
+            return (self._drained.busy_s or 0.0) + self._busy_s, num_steps
+
+    def now_s(self) -> float:
+        """Seconds on this trace's clock."""
+        return self._clock()
+
+    def stage(self, bucket: BucketLike, stage: str, column: int, began_s: float, num_bytes: int) -> None:
+        """A stage of a piece of ``num_bytes`` ended."""
+        if self.keep_events:
+            with self._lock:
+                self._stage(bucket, stage, column, began_s, self._clock(), num_bytes)
+
+    def _stage(self, bucket: BucketLike, stage: str, column: int, begin_s: float, end_s: float, num_bytes: int) -> None:
+        row = f"{bucket.algorithm}.{column} {stage}"
+        self._event(f"bucket {bucket.index}", row, begin_s, end_s, bucket, num_bytes)
+
+    def _event(
+        self, name: str, row: str, begin_s: float, end_s: float, bucket: BucketLike | None, num_bytes: int | None = None
+    ) -> None:
+        if not self.keep_events or len(self._events) >= MOST_EVENTS:
+            return
+        args: dict[str, Any] = {}
+        if bucket is not None:
+            args = {
+                "bytes": bucket.num_bytes if num_bytes is None else num_bytes,
+                "algorithm": bucket.algorithm,
+            }
+        event = {"name": name, "row": row, "ph": "X", "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6, "args": args}
+        self._events.append(event)
+
+    def write(self, path: Path, *, rank: int) -> None:
+        """The timeline so far, as JSON in Chrome's trace format; times in microseconds of this host's clock.
+
+        On CUDA they are the device's, set beside this clock at the first bucket: the device may have been behind by
+        what was queued then.
+        """
+        self._look_first()
+        with self._lock:
+            events = list(self._events)
+        rows = {row: tid for tid, row in enumerate(sorted({event["row"] for event in events}))}
+        named = [("process_name", 0, f"rank {rank}"), *(("thread_name", tid, row) for row, tid in rows.items())]
+        lines: list[dict[str, Any]] = [
+            {"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": {"name": text}} for kind, tid, text in named
+        ]
+        for event in events:
+            lines.append({**event, "pid": rank, "tid": rows[event["row"]]})
+            del lines[-1]["row"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
+
+    def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
+        """Write ``rank<r>.json`` into the folder; with a warning where it takes none, as a run is not lost for that."""
+        path = Path(folder) / f"rank{rank}.json"
+        try:
+            self.write(path, rank=rank)
+        except OSError as error:
+            warnings.warn(f"`trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2)
+
+    def drain(self) -> CommSummary:
+        """The counts since the last drain. Times of buckets still in flight are split at this moment.
+
+        On CUDA a step counts once the device is through with it, which nobody waits for: often in the next drain.
+        """
+        self._look_first()
+        with self._lock:
+            summary = self._summary()
+            self._drained += summary
+            self._reset()
+            return summary
+
+    def total(self) -> CommSummary:
+        """The counts since the beginning, whoever drains."""
+        self._look_first()
+        with self._lock:
+            return self._drained + self._summary()
+
+    def _summary(self) -> CommSummary:
+        if self._num_in_flight:
+            now_s = self._clock()
+            self._add_times(now_s)
+            self._busy_since_s = now_s
+            self._exposed_since_s = None if self._exposed_since_s is None else now_s
+        buckets = (
+            BucketSummary(
+                index=bucket.index,
+                numel=bucket.numel,
+                num_bytes=bucket.num_bytes,
+                dtype=bucket.dtype,
+                algorithm=bucket.algorithm,
+                num_chunks=bucket.num_chunks,
+                traffic=counts.traffic,
+                num_times=counts.num_times,
+                in_flight_s=counts.in_flight_s,
+                exposed_s=counts.exposed_s,
+            )
+            for bucket, counts in self._by_bucket.items()
+        )
+        return CommSummary(
+            num_steps=self._num_steps,
+            num_buckets=self._num_buckets,
+            num_bytes=self._num_bytes,
+            busy_s=self._busy_s,
+            exposed_s=self._exposed_s,
+            least_bytes_across=self._least_across,
+            bytes_across=self._across,
+            bytes_inside=self._inside,
+            buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
+        )
+
+    def _count(self, num_bytes: int, is_last: bool, traffic: Traffic) -> None:
+        self._num_steps += is_last
+        self._num_buckets += 1
+        self._num_bytes += num_bytes
+        self._least_across += traffic.least_across
+        self._across += traffic.across
+        self._inside += traffic.inside
+
+    def _add_times(self, now_s: float) -> None:
+        if self._busy_since_s is not None:
+            self._busy_s += now_s - self._busy_since_s
+        if self._exposed_since_s is not None:
+            self._exposed_s += now_s - self._exposed_since_s

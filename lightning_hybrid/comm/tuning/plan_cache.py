@@ -1,0 +1,151 @@
+"""Plans found by tuning, kept on disk: one JSON file for each kind of cluster and set of gradients.
+
+What makes a case the same is its *facts*: how ranks are spread over nodes, device, backend, network, versions, buckets.
+Their hash is the file's name, and they are in the file, to be compared when it is read. A file is written beside itself
+and moved into place, so that nobody reads half of one; a file that cannot be read is named, and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.comm.topology import Topology
+from lightning_hybrid.comm.tuning.change_detector import Baseline
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedPlan:
+    """A plan that tuning chose. ``ratio``: time of a step over that under the plan it began with.
+
+    ``level``: seconds per step with a bucket in flight under ``plan``; None where the run ended before it was known.
+    """
+
+    plan: CommPlan
+    ratio: float
+    num_steps: int
+    level: Baseline | None = None
+
+
+def facts_of(
+    topology: Topology, buckets: Iterable[BucketPlan], device: torch.device, *, start: CommPlan, dtype_across: object
+) -> dict[str, Any]:
+    """What must be alike for a plan to be used again; numbers, strings, lists and dictionaries only.
+
+    ``start``: the plan that tuning would begin with. The network is told by the interfaces of this host.
+    """
+    return {
+        "format": FORMAT,
+        "nodes": [list(node) for node in topology.nodes],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "backend": str(dist.get_backend()),
+        "network": network_key(),
+        "torch": str(torch.__version__),
+        "lightning_hybrid": _own_version(),
+        "start": start.plan_hash,
+        "dtype_across_nodes": str(dtype_across),
+        "buckets": [[bucket.numel, bucket.dtype] for bucket in buckets],
+    }
+
+
+def network_key() -> dict[str, Any]:
+    """Interfaces of this host that are up, with the rate that each claims in Mbit/s (-1: none), and InfiniBand's.
+
+    >>> "lo" in network()
+    False
+    """
+    found: dict[str, Any] = {}
+    for folder in sorted(Path("/sys/class/net").glob("*")):
+        if folder.name != "lo" and _read(folder / "operstate") in ("up", "unknown"):
+            found[folder.name] = int(_read(folder / "speed") or -1)
+    for file in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+        found[f"{file.parts[-4]}/{file.parts[-2]}"] = _read(file)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO"):
+        if name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def default_folder() -> Path:
+    """Where plans are kept if nobody says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_hybrid" / "plans"
+
+
+def path_of(folder: Path, facts: Mapping[str, Any]) -> Path:
+    """The file of a case.
+
+    >>> path_of(Path("plans"), {"a": 1}).name == path_of(Path("plans"), {"a": 2}).name
+    False
+    """
+    return folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+def write_plan(folder: Path, facts: Mapping[str, Any], kept: CachedPlan) -> Path:
+    """Keep a plan; returns its file. Raises ``OSError`` where the folder cannot be written."""
+    path = path_of(folder, facts)
+    values = {
+        "facts": facts,
+        "plan": json.loads(kept.plan.to_json()),
+        "ratio": kept.ratio,
+        "num_steps": kept.num_steps,
+        "level": None if kept.level is None else {"seconds": kept.level.seconds, "sigma": kept.level.sigma},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")
+    os.replace(file.name, path)
+    return path
+
+
+def read_plan(folder: Path, facts: Mapping[str, Any]) -> CachedPlan | None:
+    """The plan kept for this case; None where there is none.
+
+    Raises ``ValueError`` that names a file which is there and cannot be used.
+    """
+    path = path_of(folder, facts)
+    try:
+        values = json.loads(path.read_text())
+        if values["facts"] != json.loads(json.dumps(facts)):
+            raise ValueError("its facts are of another case")
+        level = values["level"]
+        return CachedPlan(
+            plan=CommPlan.from_json(json.dumps(values["plan"])),
+            ratio=float(values["ratio"]),
+            num_steps=int(values["num_steps"]),
+            level=None if level is None else Baseline(seconds=float(level["seconds"]), sigma=float(level["sigma"])),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`{path}` holds no plan that can be used ({type(error).__name__}: {error}): it is left alone, and the "
+            "plan is tuned anew. Remove the file, or set `strategy.tune_cache_dir` to another folder."
+        ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _own_version() -> str:
+    try:
+        return version("lightning-hybrid")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,122 @@
+"""Bytes of an image file -> RGB pixels: simplejpeg where it is installed, Pillow for the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+try:
+    import simplejpeg
+except ImportError:  # the extra `jpeg`
+    simplejpeg = None
+
+Pixels = NDArray[np.uint8]
+JPEG_MAGIC = b"\xff\xd8"
+DECODERS = ("simplejpeg", "pillow")  # of one image
+BATCH_DECODER = "dali"  # of whole batches: see `lightning_hybrid.data.images.dali`
+
+
+MAX_PIXELS = 89_478_485
+"""Of an image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB)."""
+
+
+class CorruptImageError(ValueError):
+    """The bytes are not an image, or not all of one."""
+
+
+def default_decoder() -> str:
+    """The faster of :data:`DECODERS` that is installed."""
+    return "pillow" if simplejpeg is None else "simplejpeg"
+
+
+def check_decoder(decoder: str) -> None:
+    """Refuse a decoder that is not there.
+
+    Raises:
+        ValueError: It has another name, or is not installed.
+
+    >>> check_decoder("libjpeg")
+    Traceback (most recent call last):
+        ...
+    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow, dali. Set data.decoder=null for the faster \
+of the first two.
+    """
+    if decoder not in (*DECODERS, BATCH_DECODER):
+        raise ValueError(
+            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}, {BATCH_DECODER}. Set data.decoder=null "
+            "for the faster of the first two."
+        )
+    if decoder == BATCH_DECODER and not has_dali():
+        raise ValueError(
+            f"`decoder` (={decoder!r}) must be installed: pip install 'lightning-hybrid[dali]' (Linux, CUDA 13; "
+            "nvidia-dali-cuda120 for CUDA 12), or set data.decoder=null."
+        )
+    if decoder == "simplejpeg" and simplejpeg is None:
+        raise ValueError(
+            "`decoder` (='simplejpeg') must be installed: pip install 'lightning-hybrid[jpeg]', or set "
+            "data.decoder=pillow."
+        )
+
+
+def has_dali() -> bool:
+    """Whether DALI is installed; it is not imported."""
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # nothing of NVIDIA's is
+        return False
+
+
+def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
+    """RGB pixels of an image file: uint8 `"height width 3"`.
+
+    `simplejpeg` gives the same bits as Pillow, as both run libjpeg-turbo with exact transforms, in less time. What it
+    refuses goes to Pillow: other formats under a JPEG's name (ImageNet has a PNG), and what libjpeg warns of.
+    Grey becomes three equal channels, CMYK is converted, 16 bits keep their upper 8, transparency is dropped.
+
+    Raises:
+        CorruptImageError: Not an image, cut short, or of more than `MAX_PIXELS`.
+    """
+    if not data:
+        raise CorruptImageError("the file is empty")
+    if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
+        try:
+            height, width, *_ = simplejpeg.decode_jpeg_header(data)
+            _check_size(height, width)
+            pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
+            return pixels
+        except ValueError:
+            pass
+    return _decode_with_pillow(data)
+
+
+def _check_size(height: int, width: int) -> None:
+    """A few bytes can claim to be an image of gigabytes: refuse by the header, before memory is taken for it."""
+    if height * width > MAX_PIXELS:
+        raise CorruptImageError(
+            f"{height} x {width} pixels are more than {MAX_PIXELS}, and take {height * width * 3} bytes"
+        )
+
+
+def _decode_with_pillow(data: bytes) -> Pixels:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            _check_size(image.height, image.width)
+            if image.mode.startswith("I"):  # convert() would clip 16 bits, not scale them
+                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+                return np.repeat(grey[:, :, None], 3, axis=2)
+            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    except CorruptImageError:
+        raise
+    except Exception as error:  # Pillow's plugins raise nearly anything for bytes that are not what they claim
+        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+
+
+def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:
+    """JPEG of RGB pixels, baseline, chroma halved both ways, as nearly all of ImageNet is."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="JPEG", quality=quality, subsampling="4:2:0")
+    return buffer.getvalue()

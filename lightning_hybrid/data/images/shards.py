@@ -1,0 +1,258 @@
+"""Packed images: a few large files of image files one after the other, and an index.
+
+    index.npz          where each image is and what it shows, see `ShardIndex`
+    shard-00000.bin    the image files, back to back
+    shard-00001.bin    ...
+
+No more than that: one `pread` finds an image, in any order, from any thread or process. The index is read without
+pickle. Each image and each shard has a CRC-32.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hybrid.data.images.decode import CorruptImageError
+from lightning_hybrid.data.images.source import ImageSource
+
+FORMAT_VERSION = 1
+INDEX_NAME = "index.npz"
+
+
+def shard_name(shard: int) -> str:
+    """File name of a shard.
+
+    >>> shard_name(7)
+    'shard-00007.bin'
+    """
+    return f"shard-{shard:05d}.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardIndex:
+    """Where each image is and what it shows; one row per image, in the order in which they are stored.
+
+    shards: int32, number of the file. offsets: int64, bytes from its start. num_bytes: int32. crc32s: uint32, of the
+    image file. labels: int64, into `classes`. names: bytes, for messages. shard_num_bytes and shard_crc32s: of whole
+    files. about: how the shards were made, JSON.
+    """
+
+    shards: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    num_bytes: NDArray[np.int32]
+    crc32s: NDArray[np.uint32]
+    labels: NDArray[np.int64]
+    names: NDArray[np.bytes_]
+    shard_num_bytes: NDArray[np.int64]
+    shard_crc32s: NDArray[np.uint32]
+    classes: tuple[str, ...]
+    about: str
+
+    def save(self, path: Path) -> None:
+        """Write whole or not at all."""
+        arrays: dict[str, Any] = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        arrays["format_version"] = np.asarray(FORMAT_VERSION)
+        unfinished = path.with_suffix(".unfinished")
+        with open(unfinished, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
+        """One index of several shards, from the indices of each; their number is that of the file."""
+        told = {
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(cls)
+            if field.name not in ("classes", "about")
+        }
+        return cls(**told, classes=parts[0].classes, about=parts[0].about)
+
+    @classmethod
+    def load(cls, path: Path) -> ShardIndex:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: It is damaged, of another version, or says what cannot be.
+        """
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+                told = {name: arrays[name] for name in arrays.files}
+        except Exception as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
+            raise ValueError(f"{path} (index of shards) is damaged ({error}): pack the images again.") from error
+        version = told.pop("format_version", np.asarray(-1))
+        version = int(version) if version.shape == () and version.dtype.kind in "iu" else -1
+        if version != FORMAT_VERSION or told.keys() != {field.name for field in fields(cls)}:
+            raise ValueError(
+                f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
+                "again with the recipes/pack.py beside this package."
+            )
+        _check_arrays(path, told)
+        told["classes"] = tuple(str(name) for name in told["classes"])
+        told["about"] = str(told["about"])
+        index = cls(**told)
+        if len(index.labels) and not (index.labels.min() >= 0 and index.labels.max() < len(index.classes)):
+            raise ValueError(
+                f"{path} (index of shards) has labels from {index.labels.min()} to {index.labels.max()}, which must be "
+                f"from 0 to {len(index.classes) - 1}, as there are {len(index.classes)} classes: pack the images again."
+            )
+        return index
+
+
+_INTEGERS = ("shards", "offsets", "num_bytes", "crc32s", "labels", "shard_num_bytes", "shard_crc32s")
+
+
+def _refuse(path: Path, name: str, rule: str) -> None:
+    raise ValueError(f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again.")
+
+
+def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Refuse an index whose rows point outside of the shards: it would be read without end, or beyond it.
+
+    Raises:
+        ValueError: It names file and field.
+    """
+    for name in _INTEGERS:
+        if arrays[name].dtype.kind not in "iu" or arrays[name].ndim != 1:
+            _refuse(path, name, f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers")
+    for name, kind in (("names", "S"), ("classes", "U")):
+        if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
+            _refuse(path, name, f"(={arrays[name].dtype}) must be names in a row")
+    num_images, num_shards = len(arrays["labels"]), len(arrays["shard_num_bytes"])
+    for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
+        if len(arrays[name]) != num_images:
+            _refuse(path, name, f"(={len(arrays[name])} rows) must have a row for each of {num_images} labels")
+    if len(arrays["shard_crc32s"]) != num_shards:
+        _refuse(
+            path,
+            "shard_crc32s",
+            f"(={len(arrays['shard_crc32s'])} rows) must have a row for each shard (={num_shards})",
+        )
+
+
+def _check_bounds(path: Path, index: ShardIndex) -> None:
+    """Refuse rows that point outside of the shards.
+
+    Raises:
+        ValueError: It names file and field.
+    """
+    arrays, num_images, num_shards = vars(index), len(index.labels), len(index.shard_num_bytes)
+    shards, offsets, num_bytes = (arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes"))
+    if num_images and not (shards.min() >= 0 and shards.max() < num_shards):
+        _refuse(
+            path,
+            "shards",
+            f"(={shards.min()} to {shards.max()}) must be from 0 to {num_shards - 1}, as there are {num_shards}",
+        )
+    for name, values, least in (("offsets", offsets, 0), ("num_bytes", num_bytes, 1)):
+        if num_images and values.min() < least:
+            _refuse(path, name, f"(={values.min()}) must be at least {least}")
+    room = arrays["shard_num_bytes"].astype(np.int64)[shards] - offsets
+    if num_images and (num_bytes > room).any():
+        row = int((num_bytes > room).argmax())
+        _refuse(path, "num_bytes", f"(={num_bytes[row]}) of image {row} must not reach beyond the end of its shard")
+
+
+class ShardedImages(ImageSource):
+    """Images packed into shards in `folder`.
+
+    The size of each shard is checked here, so that a file cut short is found before training begins; the CRC-32 of each
+    image when it is read: some 16 us for 100 KB, where decoding takes 1 ms.
+
+    Raises:
+        ValueError: Packing was not finished, the index is damaged, or a shard is missing or of another size.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / INDEX_NAME).is_file():
+            raise ValueError(
+                f"`root` (={folder.parent}) must be packed to its end: {folder.name}/ has shards but no {INDEX_NAME}. "
+                "Run recipes/pack.py again as before: it goes on where it was."
+            )
+        self.index = ShardIndex.load(folder / INDEX_NAME)
+        _check_bounds(folder / INDEX_NAME, self.index)
+        self.classes, self.labels = self.index.classes, self.index.labels
+        for shard, num_bytes in enumerate(self.index.shard_num_bytes):
+            path = folder / shard_name(shard)
+            found = path.stat().st_size if path.is_file() else None
+            if found != num_bytes:
+                told = "is missing" if found is None else f"has {found} bytes"
+                raise ValueError(
+                    f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {told}, and "
+                    f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run recipes/pack.py again."
+                )
+        self._files: dict[tuple[int, int], int] = {}  # (process, shard) -> descriptor
+
+    def read(self, index: int) -> bytes:
+        """As :meth:`ImageSource.read`."""
+        at, num_bytes = int(self.index.offsets[index]), int(self.index.num_bytes[index])
+        data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
+        if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
+            told = f"{len(data)} of {num_bytes} bytes are there" if len(data) != num_bytes else "its checksum differs"
+            raise CorruptImageError(told)
+        return data
+
+    def name(self, index: int) -> str:
+        """Shard, and the name the image had before it was packed."""
+        name = os.fsdecode(bytes(self.index.names[index]))
+        return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
+
+    def _file(self, shard: int) -> int:
+        key = (os.getpid(), shard)
+        descriptor = self._files.get(key)
+        if descriptor is None:
+            descriptor = os.open(self.folder / shard_name(shard), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            kept = self._files.setdefault(key, descriptor)
+            if kept != descriptor:  # another thread was first
+                os.close(descriptor)
+            return kept
+        return descriptor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}}
+
+    def __del__(self) -> None:
+        for (process, _), descriptor in getattr(self, "_files", {}).items():
+            if process == os.getpid():
+                os.close(descriptor)
+
+
+def holds_shards(folder: Path) -> bool:
+    """Whether a split is packed, or was to be."""
+    return (folder / INDEX_NAME).is_file() or (folder / shard_name(0)).is_file()
+
+
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the shards whose bytes are not those that were packed: reads every byte."""
+    images = ShardedImages(folder)
+    paths = [folder / shard_name(shard) for shard in range(len(images.index.shard_crc32s))]
+    crc32s = zip(paths, images.index.shard_crc32s, strict=True)
+    return [path.name for path, crc32 in crc32s if crc32_of(_blocks(path)) != crc32]
+
+
+def crc32_of(blocks: Iterable[bytes]) -> int:
+    """CRC-32 of bytes that come in pieces.
+
+    >>> crc32_of([b"ab", b"c"]) == crc32_of([b"abc"])
+    True
+    """
+    crc32 = 0
+    for block in blocks:
+        crc32 = zlib.crc32(block, crc32)
+    return crc32
+
+
+def _blocks(path: Path, num_bytes: int = 2**20) -> Iterable[bytes]:
+    with open(path, "rb") as file:
+        while block := file.read(num_bytes):
+            yield block

@@ -1,0 +1,125 @@
+"""Where images come from, as bytes and labels by index; and how they, and the broken ones, become rows of a batch."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_hybrid.data.images.crops import Frame, render_crop
+from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class ImageSource(ABC):
+    """Images as they are stored, and what they show; read from several threads at once."""
+
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]  # into `classes`
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, index: int) -> bytes:
+        """The image file.
+
+        Raises:
+            OSError: It cannot be read.
+            CorruptImageError: It is not what was stored.
+        """
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What to call the image in a message, such as its path."""
+
+
+class Crop(Protocol):
+    """What the network sees of an image; see `lightning_hybrid.data.images.crops`."""
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side of the row."""
+
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Of an image of `height` x `width` pixels."""
+
+
+class RowSource(ABC):
+    """Images that can be put into a row of a batch; from several threads at once."""
+
+    num_images: int
+    image_size: int
+
+    @abstractmethod
+    def load(self, index: int, row: Tensor, *, epoch: int) -> int:
+        """Fill `row`, uint8 `"3 image_size image_size"`, with an image as `epoch` shows it, and return its label."""
+
+
+class DecodedImages(RowSource):
+    """Images of a source, decoded and viewed.
+
+    An image that cannot be read or decoded does not stop the run, and every batch keeps its shape on every rank: the
+    next image of the set that can be read stands in for it, with its own label and the view that the broken one would
+    have had. That is a function of the set alone, so ranks and resumed runs agree. Each broken image is logged once and
+    counted on the rank that met it; more than `max_corrupt_images` of them end the run.
+
+    Raises (in `load` and `find`):
+        CorruptImageError: There are more.
+    """
+
+    def __init__(self, source: ImageSource, view: Crop, *, decoder: str, max_corrupt_images: int) -> None:
+        if max_corrupt_images < 0:
+            raise ValueError(
+                f"`max_corrupt_images` (={max_corrupt_images}) must not be negative: it counts images. Set "
+                "data.max_corrupt_images=0 to end the run at the first."
+            )
+        self.source, self.view, self.decoder = source, view, decoder
+        self.num_images, self.image_size = len(source), view.image_size
+        self.max_corrupt_images = max_corrupt_images
+        self.corrupt: dict[int, str] = {}
+
+    def load(self, index: int, row: Tensor, *, epoch: int) -> int:
+        """As :meth:`Rows.load`."""
+        pixels, label = self.find(index, partial(decode_rgb, decoder=self.decoder))
+        render_crop(pixels, row, self.view.frame(*pixels.shape[:2], image=index, epoch=epoch))
+        return label
+
+    def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
+        """What `decode` makes of an image, or of the one that stands in for it; and its label."""
+        for step in range(self.num_images):
+            stand_in = (index + step) % self.num_images
+            if stand_in in self.corrupt:
+                continue
+            try:
+                found = decode(self.source.read(stand_in))
+            except (CorruptImageError, OSError) as error:
+                self._count(stand_in, error)
+                continue
+            return found, int(self.source.labels[stand_in])
+        raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
+
+    def _count(self, index: int, error: Exception) -> None:
+        name = self.source.name(index)
+        if self.corrupt.setdefault(index, name) is not name:  # another thread met it as well
+            return
+        num_corrupt = len(self.corrupt)
+        if num_corrupt > self.max_corrupt_images:
+            raise CorruptImageError(
+                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of images that cannot "
+                f"be read: this rank met {num_corrupt}, the last {name} ({error}). Repair the set, or set "
+                f"data.max_corrupt_images to how many may be replaced by other images."
+            ) from error
+        log.warning(
+            "%s cannot be read (%s): the next image that can stands in for it (%d of at most %d on this rank)",
+            *(name, error, num_corrupt, self.max_corrupt_images),
+        )

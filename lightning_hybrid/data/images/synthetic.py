@@ -1,0 +1,116 @@
+"""Images of noise in ImageNet's shape and number: they show what everything but reading and decoding costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_hybrid.data.images.datamodule import ImageDataModule
+from lightning_hybrid.data.images.source import RowSource
+from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
+
+NUM_TRAIN, NUM_VAL = 1_281_167, 50_000  # of ImageNet (ILSVRC 2012)
+
+
+class StoredRows(RowSource):
+    """`num_images` images of which `num_stored` are different: image i is stored image `i mod num_stored`.
+
+    Its label is `i mod num_stored mod num_classes`, so a network can learn them by heart. Which images they are depends
+    on the seed alone, and an epoch changes nothing.
+
+    >>> rows = StoredRows(num_images=10, num_stored=4, num_classes=3, image_size=2, seed=0)
+    >>> row = torch.empty(3, 2, 2, dtype=torch.uint8)
+    >>> [rows.load(index, row, epoch=0) for index in range(8)]
+    [0, 1, 2, 0, 0, 1, 2, 0]
+    """
+
+    def __init__(self, *, num_images: int, num_stored: int, num_classes: int, image_size: int, seed: int) -> None:
+        for name, value in (
+            ("num_stored_images", num_stored),
+            ("num_classes", num_classes),
+            ("num_images", num_images),
+        ):
+            if value < 1:
+                raise ValueError(f"`{name}` (={value}) must be at least 1. Set data.{name}=1 or more.")
+        self.num_images, self.num_classes, self.image_size = num_images, num_classes, image_size
+        levels = np.random.default_rng([seed, 0]).integers(
+            0, 256, size=(min(num_stored, num_images), image_size, image_size, 3), dtype=np.uint8
+        )
+        self._images = torch.from_numpy(levels).permute(0, 3, 1, 2)
+
+    def load(self, index: int, row: Tensor, *, epoch: int) -> int:
+        """As :meth:`Rows.load`: one copy."""
+        stored = index % len(self._images)
+        row.copy_(self._images[stored])
+        return stored % self.num_classes
+
+
+class SyntheticImageNetDataModule(ImageDataModule):
+    """Noise in place of images, with the loaders of :class:`ImageNetDataModule`: same batches, order, state, transfer.
+
+    Nothing is read or decoded, so it measures a network's throughput where data must not limit it, and tests recipes
+    without a data set. Accuracy on it means nothing.
+
+    Args:
+        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
+        seed: Of the noise and of the order of images. Every rank must have the same.
+        num_classes: Of the network.
+        image_size: Pixels of a side.
+        num_train_images: In an epoch; ImageNet's number by default.
+        num_val_images: In an evaluation; ImageNet's number by default.
+        num_stored_images: That are different, in memory: 256 of 224 x 224 are 38.5 MB on each rank (ours: several
+            times a processor's cache, and quickly made).
+        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
+        num_threads: That copy, for each rank; None: its share of the machine's cores.
+        num_batches_ahead: Of the consumer.
+        mean: Of the grey levels of red, green and blue, as fractions of 255.
+        std: Their standard deviation, alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        num_train_images: int = NUM_TRAIN,
+        num_val_images: int = NUM_VAL,
+        num_stored_images: int = 256,
+        eval_batch_size_per_rank: int = 128,
+        num_threads: int | None = None,
+        num_batches_ahead: int = 2,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size,
+            seed=seed,
+            eval_batch_size_per_rank=eval_batch_size_per_rank,
+            num_threads=num_threads,
+            num_batches_ahead=num_batches_ahead,
+            mean=mean,
+            std=std,
+        )
+        self.num_classes, self.image_size = num_classes, image_size
+        self.num_train_images, self.num_val_images = num_train_images, num_val_images
+        self.num_stored_images = num_stored_images
+        self.image_shape = (3, image_size, image_size)
+
+    def setup(self, stage: str) -> None:
+        """Draw the noise; every rank does, once."""
+        if hasattr(self, "train_rows"):
+            return
+        self.train_rows, self.eval_rows = (
+            StoredRows(
+                num_images=num_images,
+                num_stored=self.num_stored_images,
+                num_classes=self.num_classes,
+                image_size=self.image_size,
+                seed=self.seed,
+            )
+            for num_images in (self.num_train_images, self.num_val_images)
+        )

@@ -1,0 +1,142 @@
+"""Generated images of characters, with fonts in validation and test that training has not seen: synthetic data.
+
+    32 classes: 2 ... 9 and A ... Z without I and O, which look like others
+    22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
+    each image: a character turned, sheared, scaled, moved, with other greys and noise -> 32 x 32, uint8
+
+There is as much of it as one likes and nothing is downloaded, so a batch can be large and still a small part of an
+epoch. It says nothing about ImageNet accuracy. The fonts of the three sets are different files; families are shared on
+purpose: upright DejaVu Serif is in the training set, its italic in the test.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
+from matplotlib.ft2font import FT2Font
+from torch import Tensor
+
+from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
+from lightning_hybrid.data.in_memory.loader import ImageSet
+
+CHARACTERS = "23456789ABCDEFGHJKLMNPQRSTUVWXYZ"
+NUM_CLASSES = len(CHARACTERS)
+IMAGE_SIZE = 32
+NUM_TRAIN, NUM_VAL, NUM_TEST = 16384, 2048, 2048
+
+FONTS = {
+    "train": (
+        "DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSansMono DejaVuSansMono-Bold DejaVuSansMono-Oblique "
+        "DejaVuSerif DejaVuSerif-BoldItalic STIXGeneral STIXGeneralBolIta cmb10 cmmi10 cmr10 cmti10"
+    ).split(),
+    "val": "DejaVuSans-Oblique DejaVuSerif-Bold STIXGeneralItalic cmtt10".split(),
+    "test": "DejaVuSansMono-BoldOblique DejaVuSerif-Italic STIXGeneralBol cmss10".split(),
+}
+"""All of matplotlib's that hold every character. `*Display`, STIX's `NonUni` and `Siz`, `cmex`, `cmsy` do not."""
+
+# Ours: readable by eye. The size of a character is that of its capital letters, in parts of the image.
+_SIZE, _TURN_RAD, _SHEAR, _SHIFT = (0.45, 0.8), 0.25, 0.2, 0.15
+_INK, _PAPER, _NOISE = (0.5, 1.0), (0.0, 0.3), 0.12
+_MASK_SIZE, _MASK_POINTS = 96, 64
+
+
+def _mask(font_name: str, character: str) -> Tensor:
+    """A character in the middle of a square, fp32, 0 = paper, 1 = ink."""
+    font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
+    if font.get_char_index(ord(character)) == 0:
+        raise ValueError(f"`font` (={font_name}) must hold {character!r}: its images would be blank. Take it out.")
+    font.set_size(_MASK_POINTS, 72)
+    font.set_text(character)
+    font.draw_glyphs_to_bitmap()
+    ink = torch.from_numpy(np.array(font.get_image(), dtype=np.float32)) / 255
+    ink = ink[:_MASK_SIZE, :_MASK_SIZE]
+    mask, (height, width) = torch.zeros(_MASK_SIZE, _MASK_SIZE), ink.shape
+    top, left = (_MASK_SIZE - height) // 2, (_MASK_SIZE - width) // 2
+    mask[top : top + height, left : left + width] = ink
+    return mask
+
+
+def _uniform(size: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
+    return low + (high - low) * torch.rand(size, generator=generator)
+
+
+def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
+    """Each mask turned, sheared, scaled and moved by its own numbers, in `IMAGE_SIZE`."""
+    num = len(masks)
+    angle = _uniform((num,), -_TURN_RAD, _TURN_RAD, generator)
+    capital = 0.72 * _MASK_POINTS / _MASK_SIZE  # height of a capital letter in a mask
+    zoom = capital / _uniform((num,), *_SIZE, generator)
+    shear = _uniform((num,), -_SHEAR, _SHEAR, generator)
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(num, 2, 2)
+    lean = torch.eye(2).repeat(num, 1, 1)
+    lean[:, 0, 1] = shear
+    matrix = zoom[:, None, None] * (turn @ lean)
+    shift = _uniform((num, 2, 1), -2 * _SHIFT, 2 * _SHIFT, generator)
+    places = F.affine_grid(
+        torch.cat([matrix, matrix @ shift], 2), [num, 1, IMAGE_SIZE, IMAGE_SIZE], align_corners=False
+    )
+    return F.grid_sample(masks[:, None], places, align_corners=False)
+
+
+def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
+    """Images of one set's fonts; classes and fonts take turns, so each has its share to within one image.
+
+    Deterministic in its arguments, on one machine and version of torch.
+
+    >>> image_set = rendered("val", num_images=256, seed=0)
+    >>> image_set.images.shape, image_set.images.dtype, image_set.labels.bincount().tolist() == [8] * 32
+    (torch.Size([256, 1, 32, 32]), torch.uint8, True)
+    """
+    fonts = FONTS[name]
+    generator = torch.Generator().manual_seed(seed)
+    masks = torch.stack([_mask(font, character) for font in fonts for character in CHARACTERS])
+    which = torch.arange(num_images) % len(masks)
+    drawn = torch.cat([_placed(masks[part], generator) for part in which.split(2048)])
+    size = (num_images, 1, 1, 1)
+    ink, paper = _uniform(size, *_INK, generator), _uniform(size, *_PAPER, generator)
+    grey = paper + (ink - paper) * drawn + _NOISE * torch.randn(drawn.shape, generator=generator)
+    return ImageSet(images=(grey.clamp(0, 1) * 255).round().to(torch.uint8), labels=which % NUM_CLASSES)
+
+
+@lru_cache(maxsize=1)
+def load_split() -> dict[str, ImageSet]:
+    """The three image sets, by name: `train`, `val`, `test`; made once per process, about 25 MB."""
+    sizes = {"train": NUM_TRAIN, "val": NUM_VAL, "test": NUM_TEST}
+    return {name: rendered(name, num_images=num, seed=seed) for seed, (name, num) in enumerate(sizes.items())}
+
+
+class GlyphsDataModule(InMemoryDataModule):
+    """Generated characters, 32 x 32, for any number of ranks; arguments as in `InMemoryDataModule`."""
+
+    num_classes = NUM_CLASSES
+    image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
+
+    def __init__(
+        self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 512
+    ) -> None:
+        super().__init__(
+            num_train=NUM_TRAIN,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shift_pixels=shift_pixels,
+            eval_batch_size_per_rank=eval_batch_size_per_rank,
+        )
+
+    def load(self) -> dict[str, ImageSet]:
+        """See `load_split`."""
+        return load_split()
+
+    def setup(self, stage: str) -> None:
+        """Make the images, and say that they are synthetic."""
+        if not hasattr(self, "image_sets"):
+            rank_zero_info(
+                f"glyphs: synthetic, {NUM_TRAIN} training images of {len(FONTS['train'])} fonts; validation and test "
+                f"on {len(FONTS['val'])} and {len(FONTS['test'])} others"
+            )
+        super().setup(stage)

@@ -1,0 +1,137 @@
+"""Loaders of image sets that fit in memory: exact over ranks, and resumable after any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoader, eval_shares
+
+
+class ImageSet(NamedTuple):
+    """Stored samples: images uint8 `"sample channels height width"`, labels int64 `"sample"`."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Normalize(NamedTuple):
+    """uint8 grey levels -> fp32 `(level - mean) / std`."""
+
+    mean: float
+    std: float
+
+    @classmethod
+    def fitted_to(cls, images: Tensor) -> Normalize:
+        """With the mean and standard deviation of these (training) images."""
+        levels = images.double()
+        return cls(mean=levels.mean().item(), std=levels.std().item())
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalize a batch."""
+        return (images.float() - self.mean) / self.std
+
+
+class TrainLoader(ResumableLoader):
+    """One rank's share of shuffled epochs, resumable after any batch.
+
+    Augmentation is a function of (seed, epoch, image), so it needs no state.
+
+    Yields:
+        `(images, labels)`: images fp32 `"batch 1 16 16"`, normalised; labels int64 `"batch"`.
+    """
+
+    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+
+    def __init__(
+        self,
+        image_set: ImageSet,
+        *,
+        global_batch_size: int,
+        world_size: int,
+        rank: int,
+        accumulate_grad_batches: int,
+        seed: int,
+        shift_pixels: int,
+        normalise: Normalize,
+        on_other_accumulation: Callable[[int], None] | None = None,
+    ) -> None:
+        order = EpochOrder(
+            num_images=len(image_set.labels),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            world_size=world_size,
+            rank=rank,
+            accumulate_grad_batches=accumulate_grad_batches,
+        )
+        super().__init__(order, on_other_accumulation=on_other_accumulation)
+        self.image_set = image_set
+        self.shift_pixels = shift_pixels
+        self.normalise = normalise
+
+    def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
+        shifts = self._shifts(epoch)
+        for share in shares:
+            indices = torch.from_numpy(share)
+            images, labels = (stored[indices] for stored in self.image_set)
+            yield self.normalise(shifted(images, shifts[indices])), labels
+
+    def _shifts(self, epoch: int) -> Tensor:
+        """How far each image of the set moves in this epoch: int64 `"sample 2"`, rows then columns."""
+        generator = np.random.default_rng([self.order.seed, epoch, 1])
+        size = (len(self.image_set.labels), 2)
+        return torch.from_numpy(generator.integers(-self.shift_pixels, self.shift_pixels + 1, size=size))
+
+
+class EvalLoader:
+    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`.
+
+    Raises:
+        ValueError: There are more ranks than images.
+    """
+
+    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+
+    def __init__(
+        self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalise: Normalize
+    ) -> None:
+        self.image_set = image_set
+        self.shares = eval_shares(
+            num_images=len(image_set.labels),
+            world_size=world_size,
+            rank=rank,
+            batch_size_per_rank=batch_size_per_rank,
+        )
+        self.normalise = normalise
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for share in self.shares:
+            images, labels = (stored[torch.from_numpy(share)] for stored in self.image_set)
+            yield self.normalise(images), labels
+
+
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Each image moved by its own whole pixels (rows down, columns right); what comes in from outside is black.
+
+    >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
+    >>> shifted(image, torch.tensor([[1, 0]]))
+    tensor([[[[0, 0],
+              [1, 2]]]], dtype=torch.uint8)
+    """
+    height, width = images.shape[-2:]
+    margin = int(shifts.abs().max()) if len(shifts) else 0
+    if margin == 0:
+        return images
+    padded = F.pad(images, (margin,) * 4)
+    rows = torch.arange(height) + margin - shifts[:, 0, None]
+    columns = torch.arange(width) + margin - shifts[:, 1, None]
+    batch, channel = torch.arange(len(images)), torch.arange(images.shape[1])
+    return padded[batch[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]

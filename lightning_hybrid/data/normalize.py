@@ -1,0 +1,61 @@
+"""The part of the input pipeline that runs where the network does: from grey levels to what the network reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.data.order import Batch
+
+# Of ImageNet's training images, in fractions of 255; the values every published ResNet recipe uses.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class NormaliseOnDevice:
+    """uint8 grey levels -> fp32 `(level - 255 mean) / (255 std)`, per channel, in channels_last memory.
+
+    Images cross to the device as one byte per value, and only there become four. Batches whose images are not uint8 are
+    left alone, so that it may be asked twice.
+
+    Raises:
+        ValueError: Not one mean and one positive deviation for each of three channels, as fractions of 255.
+
+    >>> on_device = NormaliseOnDevice(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    >>> images, _ = on_device((torch.full((1, 3, 1, 1), 255, dtype=torch.uint8), torch.tensor([0])))
+    >>> images.flatten()
+    tensor([1., 1., 1.])
+    """
+
+    def __init__(self, *, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> None:
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) != 3 or not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):
+                raise ValueError(
+                    f"`{name}` (={list(values)}) must be three fractions of the greatest grey level, for red, green "
+                    f"and blue{', above zero' if name == 'std' else ''}. ImageNet's: "
+                    f"data.{name}={list(IMAGENET_MEAN if name == 'mean' else IMAGENET_STD)}."
+                )
+        self.mean, self.std = tuple(mean), tuple(std)
+        self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Normalize the images of `(images, labels)`, on the device they are on."""
+        images, labels = batch
+        if images.dtype is not torch.uint8:
+            return batch
+        if images.is_cuda:  # made on a stream of their own, they must not be overwritten before this one has read them
+            images.record_stream(torch.cuda.current_stream(images.device))
+        mean, std = self._levels_on(images.device)
+        return torch.sub(images, mean).div_(std), labels
+
+    def _levels_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._levels:  # kept: making them waits for the device
+            mean, std = (torch.tensor(values, dtype=torch.float64) * 255 for values in (self.mean, self.std))
+            self._levels[device] = (_per_channel(mean, device), _per_channel(std, device))
+        return self._levels[device]
+
+
+def _per_channel(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(device=device, dtype=torch.float32).reshape(1, 3, 1, 1)

@@ -1,0 +1,214 @@
+"""Tables of addresses for the C++ passes, and their calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.optim.fused.contiguous import ContiguousViews, addresses
+from lightning_hybrid.optim.fused.cpu import build
+from lightning_hybrid.optim.fused.option_table import OptionTable
+from lightning_hybrid.optim.grad_scaling import GradScaling
+
+_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h
+# Elements. Large enough that taking one costs nothing, small enough that threads end together.
+_BLOCK = 1 << 14
+_NUM_LARS, _NUM_LAMB = 6, 7  # numbers per tensor, as in passes.cpp
+_GRAD, _WEIGHT = 1, 2  # what of a tensor is measured
+
+
+class Table(ctypes.Structure):
+    """`Table` of blocks.h, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_tensors", "num_blocks", "block", "num_threads")),
+        ("parallel", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("state_dtype", "grad_dtype", "weight_dtype", "copy_dtype")),
+        *((name, ctypes.c_void_p) for name in ("grads", "weights", "firsts", "seconds", "copies", "numels")),
+        *((name, ctypes.c_void_p) for name in ("tensor_of", "begin_of", "measured", "weight_squares", "squares")),
+    ]
+
+
+class NativeEngine:
+    """What the passes over the tensors of one kind share; dtypes alike, all with state and copies or all without.
+
+    Tables are made once; a step writes down where its gradients are, and calls. The calls free Python's lock. Sums of
+    squares stay with their blocks: of weights they are known from the last update where that takes them.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self._library = build.library()
+        self._stretches = ContiguousViews(params, *states, copies)
+        weight, copy = params[0].dtype, copies[0].dtype if copies else None
+        numels = torch.tensor([param.numel() for param in params])
+        num_blocks = (numels + _BLOCK - 1) // _BLOCK
+        tensor_of = torch.arange(len(params)).repeat_interleave(num_blocks)
+        first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
+        begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
+        self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
+        pointers = [torch.tensor(addresses(one)) for one in self._stretches.dense]
+        self._arrays: dict[str, Tensor] = {  # kept: the table only knows where they are
+            "grads": torch.zeros(len(params), dtype=torch.int64),
+            "weights": pointers[0],
+            **dict(zip(("firsts", "seconds"), pointers[1:-1], strict=False)),
+            "copies": pointers[-1],
+            "numels": numels,
+            "tensor_of": tensor_of,
+            "begin_of": begin_of,
+            "measured": torch.zeros(len(params), dtype=torch.int64),
+            "weight_squares": torch.zeros(len(tensor_of), dtype=torch.float64),
+            "squares": torch.zeros(len(tensor_of), dtype=torch.float64),
+        }
+        self._table = Table(
+            num_tensors=len(params),
+            num_blocks=len(tensor_of),
+            block=_BLOCK,
+            parallel=build.openmp_parallel() or None,
+            state_dtype=_DTYPES[torch.promote_types(weight, torch.float32)],
+            grad_dtype=_DTYPES[grad_dtype],
+            weight_dtype=_DTYPES[weight],
+            copy_dtype=_DTYPES[copy] if copy is not None else 0,
+            **{name: array.data_ptr() if array.numel() else None for name, array in self._arrays.items()},
+        )
+        self._measured: list[int] = []
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return self._stretches.have_moved()
+
+    def _measure(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
+        """Sums of squares of what is `measured`; 1.0 if one of a gradient is inf or nan: float32, 0-dim."""
+        self._arrays["grads"].copy_(torch.tensor(self._stretches.load(grads)))
+        if measured != self._measured:
+            self._arrays["measured"].copy_(torch.tensor(measured))
+            self._measured = measured
+        self._table.num_threads = torch.get_num_threads()
+        found_inf = torch.zeros(())
+        self._library.measure(ctypes.byref(self._table), _address(decays), found_inf.data_ptr())
+        return found_inf
+
+
+class NativeLars(NativeEngine):
+    """The step of LARS.
+
+        measure()   sum(g * g) or sum(d * d), and sum(w * w) where it is not known       one read of g, and of w there
+        move()      the step, and sum(w * w) for the next one                            one read of g, w, v; one write
+                                                                                         of w, v, copy
+
+    sum(w * w) is known from the last update where a tensor has a copy, that is, is a master, which nobody but its owner
+    writes: an edit shows in `_version`, except one through `.data`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+        *,
+        is_joint: bool,
+    ) -> None:
+        super().__init__(params, states, copies, grad_dtype)
+        self._is_joint, self._are_masters = is_joint, bool(copies)
+        self._numbers = torch.zeros(len(params), _NUM_LARS, dtype=torch.float64)
+
+    def measure(
+        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+    ) -> Tensor:
+        """The norms, and whether a gradient is inf or nan; see `fused.Engine`."""
+        decays = None
+        if self._is_joint:
+            decays = options["weight_decay"] * options["sign"]
+            decays = decays if scaling.inverse_scale is None else decays / scaling.inverse_scale
+        measured = [_GRAD if one else 0 for one in needed]
+        if self._are_masters:
+            for place in self._stretches.changed():
+                measured[place] |= _WEIGHT
+        else:
+            measured = [_GRAD | _WEIGHT if one else 0 for one in needed]
+        return self._measure(grads, measured, decays)
+
+    def move(self, options: OptionTable, scaling: GradScaling) -> None:
+        """The step; see `fused.Engine`."""
+        table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
+        norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
+        self._library.add_up(table, self.sums.data_ptr())
+        self._library.lars_numbers(table, self._is_joint, options.table.data_ptr(), options["lr"].data_ptr(), *norms)
+        self._library.lars_update(table, self._numbers.data_ptr(), _address(found_inf))
+        self._stretches.unload()
+
+
+class NativeLamb(NativeEngine):
+    """The step of LAMB; `states` are both moments and the counts of steps.
+
+    measure()   sum(g * g), where it is needed                       one read of g
+    move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
+                the step                                             one read of w, m, v; one write of w, copy
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+    ) -> None:
+        *moments, self._steps = states
+        super().__init__(params, moments, copies, grad_dtype)
+        self._step_places = addresses(self._steps)
+        self._step_addresses = torch.tensor(self._step_places)
+        self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
+        self._rates = torch.zeros(len(params), dtype=torch.float64)
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return super().has_moved() or self._step_places != addresses(self._steps)
+
+    def measure(
+        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+    ) -> Tensor:
+        """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
+        return self._measure(grads, [_GRAD if one else 0 for one in needed])
+
+    def grad_squares(self) -> Tensor:
+        """The sum of the squares of all gradients, scaled as they are: float64, 0-dim."""
+        self._library.add_up(ctypes.byref(self._table), self.sums.data_ptr())
+        return self.sums[1].sum()
+
+    def move(self, options: OptionTable, scaling: GradScaling) -> None:
+        """The step; see `fused.Engine`."""
+        table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
+        skip, choices, numbers, rates = (
+            _address(found_inf),
+            options.table.data_ptr(),
+            self._numbers.data_ptr(),
+            self._rates,
+        )
+        self._library.lamb_numbers(
+            table, self._step_addresses.data_ptr(), choices, _address(inverse_scale), numbers, skip
+        )
+        self._library.lamb_moments(table, numbers, skip)
+        self._library.add_up(table, self.sums.data_ptr())
+        self._library.lamb_rates(table, choices, options["lr"].data_ptr(), self.sums.data_ptr(), rates.data_ptr())
+        self._library.lamb_update(table, numbers, rates.data_ptr(), skip)
+        torch.autograd.graph.increment_version(self._steps)
+        self._stretches.unload()
+
+
+def _numbers_of(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
+    """Inverse scale and verdict, in the types that the passes read."""
+    inverse_scale, found_inf = scaling.inverse_scale, scaling.found_inf
+    return None if inverse_scale is None else inverse_scale.double(), None if found_inf is None else found_inf.float()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

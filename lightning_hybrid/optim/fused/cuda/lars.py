@@ -1,0 +1,198 @@
+"""Tables of addresses for the Triton kernels, and their three launches per step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lightning_hybrid.optim.fused.contiguous import ContiguousViews, addresses
+from lightning_hybrid.optim.fused.cuda import lars_kernels
+from lightning_hybrid.optim.fused.option_table import OptionTable, lars_options, to_device_
+from lightning_hybrid.optim.grad_scaling import GradScaling
+
+_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+class KernelEngine:
+    """What the kernels of one kind share, on one device: dtypes alike, all with state and copies or all without.
+
+    A tensor that does not fill a stretch of memory, or whose gradient has another layout, is stepped in a dense
+    stand-in, which costs copies of it. `chunk`: elements per program, a power of two. Triton launches on the current
+    device, whichever the tensors are on, so that it is made theirs for as long.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+        *,
+        num_numbers: int,
+        chunk: int,
+    ) -> None:
+        self._stretches = ContiguousViews(params, *states, copies)
+        dense = self._stretches.dense
+        device, weight = params[0].device, params[0].dtype
+        state = torch.promote_types(weight, torch.float32)
+        num_chunks = [-(-param.numel() // chunk) for param in params]
+        tensor_of = [i for i, num in enumerate(num_chunks) for _ in range(num)]
+        index_of = [index for num in num_chunks for index in range(num)]
+        total = len(tensor_of)
+        self._grid, self._counts = (total,), (len(params), total)
+        self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
+        self._numels = table_of([param.numel() for param in params], torch.int64, device)
+        self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
+        pointers = [addresses(one) if one else [0] * len(params) for one in dense]
+        self._pointers = list(table_of(pointers, torch.int64, device))
+        self._grad_pointers = table_of([0] * len(params), torch.int64, device)
+        self._sums = torch.zeros(2, total, dtype=state, device=device)
+        self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
+        self._device = device
+        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self._ignored = torch.zeros((), device=device)  # a verdict that nobody asks for
+        self._are_masters, self._copy = bool(copies), _DTYPES[copies[0].dtype if copies else torch.float16]
+        self._common: dict[str, Any] = {
+            "WEIGHT": _DTYPES[weight],
+            "STATE": _DTYPES[state],
+            "CHUNK": chunk,
+            "num_warps": 8,
+            "enable_fp_fusion": True,  # triton means to change its default, and warns until one is chosen
+        }
+        self._of_grads: dict[str, Any] = {"GRAD": _DTYPES[grad_dtype]}
+        self._grad_addresses: list[int] = []
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was when this was built."""
+        return self._stretches.have_moved()
+
+    def _measure(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
+        found_inf = self._ignored if scaling.verdict is None else scaling.verdict
+        self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
+        if self._grid[0]:
+            lars_kernels.norms[self._grid](
+                *(self._pointers[0], self._grad_pointers, *self._chunks),
+                *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),
+                IS_JOINT=is_joint,
+                HAS_WEIGHT_SUMS=has_weight_sums,
+                **self._common,
+                **self._of_grads,
+            )
+        return found_inf
+
+    def _load(self, grads: Sequence[Tensor]) -> None:
+        """Write down where the gradients are, if that changed since the last step."""
+        places = self._stretches.load(grads)
+        if places == self._grad_addresses:
+            return
+        if _is_capturing():
+            raise RuntimeError(
+                "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
+                "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
+                "step on them before the capture; or set fused=False."
+            )
+        to_device_(self._grad_pointers, torch.tensor(places))
+        self._grad_addresses = places
+
+
+class KernelLars(KernelEngine):
+    """The step of LARS.
+
+        measure()   `norms`
+        move()      `finalize`, `update`
+
+    Three kernels, whatever the number of tensors; more only after a change: a gradient at another address costs one
+    copy of the table of addresses. The host waits for nothing, and compares addresses only.
+
+    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
+    writes: an edit shows in `_version`, except one through `.data`. While a CUDA graph is captured it is read anew, for
+    the graph cannot ask; and gradients must then be where they were in the step before, else `RuntimeError`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        grad_dtype: torch.dtype,
+        *,
+        is_joint: bool,
+        chunk: int = 4096,
+    ) -> None:
+        buffers = states[0] if states else []
+        super().__init__(params, [buffers], copies, grad_dtype, num_numbers=lars_kernels.NUM_LARS, chunk=chunk)
+        self._is_joint, self._has_momentum = is_joint, bool(buffers)
+
+    def measure(
+        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+    ) -> Tensor:
+        """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""
+        with current(self._device):
+            self._load(grads)
+            return self._measure(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
+
+    def move(self, options: OptionTable, scaling: GradScaling) -> None:
+        """The step; see `fused.Engine`."""
+        with current(self._device):
+            self._move(options, scaling)
+            self._stretches.unload()
+
+    def _move(self, options: OptionTable, scaling: GradScaling) -> None:
+        found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
+        if self._grid[0]:
+            lars_kernels.finalize[(self._counts[0],)](
+                *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
+                *self._counts,
+                IS_JOINT=self._is_joint,
+            )
+            weights, buffers, copies = self._pointers
+            lars_kernels.update[self._grid](
+                *(weights, self._grad_pointers, buffers, copies, *self._chunks),
+                *(self._numbers, found_inf, self._sums),
+                COPY=self._copy,
+                HAS_MOMENTUM=self._has_momentum,
+                HAS_COPY=self._are_masters,
+                **self._common,
+                **self._of_grads,
+            )
+
+    def _knows_weights(self) -> bool:
+        if not self._are_masters or self._stretches.pairs or _is_capturing():
+            return False
+        return not self._stretches.changed()
+
+
+def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device, got there without a wait."""
+    on_host = torch.tensor(values, dtype=dtype)
+    table = torch.empty(on_host.shape, dtype=dtype, device=device)
+    to_device_(table, on_host)
+    return table
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """For as long, `device` is the one that kernels are launched on; nothing where there is no such choice."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def try_out(device: torch.device | str = "cuda") -> None:
+    """Compile and launch one small kernel; raises whatever Triton raises where it cannot."""
+    options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
+    numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
+    first_chunk, sums = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(2, device=device)
+    lars_kernels.finalize[(1,)](sums, first_chunk, options, options[0], sums[0], numbers, 1, 0, IS_JOINT=False)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,78 @@
+"""What a loss scaler and an optimizer tell each other: the protocol of `torch.amp.GradScaler` for fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradScaling:
+    """For one step: what gradients are multiplied by, and whether the step is skipped. Both 0-dim, on a device.
+
+    `inverse_scale` is None where gradients are not scaled, `found_inf` where a step is never skipped; else
+    `found_inf` is 0 or more than 0, float32, and then nothing is written. `verdict`, 0 so far, is where passes over
+    gradients may write 1.0 if one is inf or nan.
+    """
+
+    inverse_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    verdict: Tensor | None = None
+
+    def to(self, device: torch.device) -> GradScaling:
+        """The same on another device, but for the verdict: each has its own."""
+        inverse_scale = None if self.inverse_scale is None else self.inverse_scale.to(device, non_blocking=True)
+        found_inf = None if self.found_inf is None else self.found_inf.to(device, non_blocking=True)
+        return GradScaling(inverse_scale=inverse_scale, found_inf=found_inf)
+
+    def unscale(self, tensors: list[Tensor], *, keep: list[Tensor]) -> list[Tensor]:
+        """`tensors` unscaled; in place unless they are the very list to `keep`."""
+        if self.inverse_scale is None:
+            return tensors
+        if tensors is keep:
+            return list(torch._foreach_mul(tensors, self.inverse_scale))
+        torch._foreach_mul_(tensors, self.inverse_scale)
+        return tensors
+
+    def scratch(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Where to compute the next values of `tensors`: clones if the step may be skipped, else themselves."""
+        return tensors if self.found_inf is None else [tensor.clone() for tensor in tensors]
+
+    def commit_(self, tensors: list[Tensor], news: list[Tensor]) -> None:
+        """Let `tensors` be `news`, rounded to their dtype, unless the step is skipped: then they keep every bit.
+
+        A selection, not a product with 0 or 1: 0 * inf is nan.
+
+        >>> weights, spoilt = [torch.tensor([1.0, -0.0])], [torch.tensor([float("inf"), float("nan")])]
+        >>> Scaling(found_inf=torch.tensor(1.0)).commit_(weights, spoilt); weights
+        [tensor([1., -0.])]
+        """
+        if self.found_inf is None:
+            if tensors is not news:
+                torch._foreach_copy_(tensors, news)
+            return
+        skip = self.found_inf > 0
+        for tensor, new in zip(tensors, news, strict=True):
+            torch.where(skip, tensor, new.to(tensor.dtype), out=tensor)
+
+
+UNSCALED = GradScaling()
+
+
+def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """1.0 if an element of `tensors`, on one device, is inf or nan, else 0.0; 0-dim float32, on that device.
+
+    >>> any_not_finite([torch.ones(2)]), any_not_finite([torch.ones(2), torch.tensor([float("nan")])])
+    (tensor(0.), tensor(1.))
+    """
+    extremes: list[Tensor]
+    if tensors[0].device.type == "cpu":  # one pass; torch's norm by inf takes 20 times as long there
+        extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+    else:
+        extremes = list(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf))
+    if not extremes:
+        return torch.zeros((), device=tensors[0].device)
+    return (~torch.isfinite(torch.stack(extremes)).all()).float()

@@ -1,0 +1,359 @@
+"""Times of messages and all-reduces between the ranks there are: what a description of the cluster is fitted to.
+
+    ping        half a round trip between two ranks; the receiver waits already, so no consent is asked
+    exchange    two ranks send each other everything at once, and add: with Gloo's consent (direct.py)
+    flows       some ranks of every node send to the next node at once, side by side: does one fill the link?
+    add         two buffers are added, by all ranks at once
+    sum         an all-reduce of ours by each algorithm, or of the backend's own: `gloo_ring` or `nccl`
+
+`inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Sizes and
+kinds alternate in rounds, so that a slow minute does not make one of them slow. A sample is as many calls as take
+``min_sample_s``, after one that is not counted and lets ranks begin together; of the ranks, the slowest counts.
+
+Collective: every rank of the world must call `measure`. Every wait is limited by the groups' timeouts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.checks import require_positive, require_whole
+from lightning_hybrid.comm.engine.engine import CommEngine
+from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
+from lightning_hybrid.comm.topology import Topology
+
+Kind = Literal["ping", "exchange", "flows", "add", "sum"]
+
+MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+EXCHANGE_BYTES = (4, 256, 4 * KIB)
+SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB, 16 * MIB)
+ALGORITHMS = ("flat", "parallel_flat", "hierarchical", "two_level")
+BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
+ADD_BYTES = 4 * MIB
+
+CALL_SHARE = 1 / 100
+"""Of the time limit that one call may take: sizes beyond are left out, so that each is measured several times."""
+
+LEAST_ROUNDS = 7
+"""So many shall fit into the limit: the costliest cases are left out until they do."""
+
+MOST_CALLS = 200
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Microbenchmark:
+    """What is timed. ``what``: ``inside`` or ``across``; the number of flows; the dtype; the algorithm."""
+
+    kind: Kind
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """Seconds per call of each case, in the order of measuring; the same on every rank. ``took_s``: all of it."""
+
+    times_s: dict[Microbenchmark, list[float]]
+    took_s: float
+
+    def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
+        """Samples by bytes."""
+        return {
+            case.num_bytes: times_s
+            for case, times_s in sorted(self.times_s.items())
+            if (case.kind, case.what) == (kind, what)
+        }
+
+    def whats(self, kind: Kind) -> list[str]:
+        """Everything measured of a kind, in the order of measuring."""
+        return list(dict.fromkeys(case.what for case in self.times_s if case.kind == kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How to measure.
+
+    Arguments:
+        limit_s: of all of it. No call begins after it.
+        num_rounds: samples of each case, where there is time.
+        min_sample_s: short calls are repeated until a sample takes this long.
+        max_bytes: of a message or sum.
+        dtype: of sums, torch's name: that which gradients travel in.
+        algorithms: whose sums are timed, beside the backend's own.
+        timeout_s: of every wait.
+    """
+
+    limit_s: float = 60.0
+    num_rounds: int = 15
+    min_sample_s: float = 0.01
+    max_bytes: int = 64 * MIB
+    dtype: str = "float16"
+    algorithms: Sequence[str] = ALGORITHMS
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        require_positive("limit_s", self.limit_s, "it is the time that measuring may take, in seconds")
+        require_positive("timeout_s", self.timeout_s, "it limits every wait for another rank, in seconds")
+        require_positive("min_sample_s", self.min_sample_s, "it is the least time of a sample, in seconds")
+        require_whole("num_rounds", self.num_rounds, "samples of each case are counted; intervals need", least=3)
+        require_whole("max_bytes", self.max_bytes, "a line needs several sizes", least=16 * KIB)
+        if self.dtype not in ("float16", "bfloat16", "float32"):
+            raise ValueError(f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it.")
+        for name in self.algorithms:
+            CommPlan(algorithm=name)  # type: ignore[arg-type]  # refuses what is none
+
+    def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
+        """Everything there is to time here, the smallest first."""
+        messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
+        places = [place for place, present in zip(("inside", "across"), _levels(topology), strict=True) if present]
+        found = [Microbenchmark(kind="add", what=name, num_bytes=ADD_BYTES) for name in ("float32", "float16")]
+        found += [Microbenchmark(kind="ping", what=place, num_bytes=size) for place in places for size in messages]
+        found += [
+            Microbenchmark(kind="exchange", what=place, num_bytes=size) for place in places for size in EXCHANGE_BYTES
+        ]
+        if "across" in places:
+            flows = _powers(topology.ranks_per_node or 1)
+            found += [
+                Microbenchmark(kind="flows", what=str(n), num_bytes=size) for n in flows for size in messages[-4:]
+            ]
+        sizes = [size for size in SUM_BYTES if size <= self.max_bytes]
+        names = (backend, *self.algorithms)
+        found += [Microbenchmark(kind="sum", what=name, num_bytes=size) for name in names for size in sizes]
+        return sorted(found, key=lambda case: case.num_bytes)
+
+
+def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
+    """Time everything, in rounds, until there are ``num_rounds`` or the time is over.
+
+    Collective: every rank of the world must call it with the same arguments. Uses the default process group to agree on
+    times, and groups of its own for the rest. Raises ``ValueError`` where nodes differ or there is one rank.
+    """
+    validate(topology)
+    began_s = time.perf_counter()
+    group = dist.new_group(timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes")
+    try:
+        with _engines(asked, topology, device) as engines:
+            table = _Table(asked=asked, topology=topology, device=device, group=group, engines=engines, began_s=began_s)
+            return table.run()
+    finally:
+        dist.destroy_process_group(group)
+
+
+def validate(topology: Topology) -> None:
+    """Refuse what a description with equal nodes cannot hold, before anything is measured."""
+    if topology.world_size == 1:
+        raise ValueError(
+            "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "
+            "world.devices=<ranks of a node>, or torchrun on several nodes."
+        )
+    if topology.ranks_per_node is None:
+        sizes = ", ".join(str(len(node)) for node in topology.nodes)
+        raise ValueError(
+            f"`nodes` (of {sizes} ranks) must be of equal size: one node is described for all. Start as many ranks on "
+            "each: `--nproc-per-node` of torchrun, `--ntasks-per-node` of SLURM."
+        )
+
+
+@dataclass(kw_only=True)
+class _Table:
+    """The state of one measurement."""
+
+    asked: Measurement
+    topology: Topology
+    device: torch.device
+    group: dist.ProcessGroup
+    engines: dict[str, CommEngine]
+    began_s: float
+    times_s: dict[Microbenchmark, list[float]] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+
+    def run(self) -> Measurements:
+        calls = self._warm_up()
+        order = list(calls)
+        for turn in range(self.asked.num_rounds):
+            # Another permutation each time, the same on every rank.
+            shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(turn)).tolist()
+            for case in (order[place] for place in shuffled):
+                if self.elapsed_s + 2 * self._last_s(case, calls) > self.asked.limit_s:
+                    continue
+                self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
+        few = [case for case in order if len(self.times_s.get(case, ())) < 3]
+        for case in few:  # no interval can come of these
+            self.times_s.pop(case, None)
+        return Measurements(times_s=self.times_s, took_s=self.elapsed_s)
+
+    def _last_s(self, case: Microbenchmark, calls: dict[Microbenchmark, int]) -> float:
+        return calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
+
+    def _warm_up(self) -> dict[Microbenchmark, int]:
+        """Calls per sample of every case that is not too slow; connects all pairs on the way."""
+        limit_s = self.asked.limit_s * CALL_SHARE
+        sample_s: dict[Microbenchmark, float] = {}
+        calls: dict[Microbenchmark, int] = {}
+        slow: set[tuple[str, str]] = set()
+        for case in self.asked.cases(self.topology, BACKEND_NAMES[self.device.type]):
+            if (case.kind, case.what) in slow or self.elapsed_s > self.asked.limit_s / 3:
+                continue
+            call_s = self._sample(case, 1)
+            if call_s > limit_s:
+                slow.add((case.kind, case.what))
+                continue
+            calls[case] = max(1, min(MOST_CALLS, int(self.asked.min_sample_s / call_s)))
+            sample_s[case] = (calls[case] + 1) * call_s * (2 if case.kind == "ping" else 1)
+        while sum(sample_s.values()) * LEAST_ROUNDS > self.asked.limit_s - self.elapsed_s and len(sample_s) > 1:
+            costliest = max(sample_s, key=lambda case: sample_s[case])
+            del sample_s[costliest], calls[costliest]
+        return calls
+
+    def _sample(self, case: Microbenchmark, num_calls: int) -> float:
+        """Seconds of a call on the slowest rank; all ranks get the same number, and the same ``elapsed_s``."""
+        call = self._call_of(case)
+        taken_s = 0.0
+        if call is not None:
+            call(1)
+            self._synchronize()
+            began_s = time.perf_counter()
+            call(num_calls)
+            self._synchronize()
+            taken_s = (time.perf_counter() - began_s) / num_calls
+        told = torch.tensor([taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        taken_s, self.elapsed_s = told.tolist()
+        return taken_s / 2 if case.kind == "ping" else taken_s
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
+        """What this rank does so many times; None where it has no part."""
+        if case.kind == "add":
+            return self._repeated(self._adder(case))
+        if case.kind == "sum":
+            return self._repeated(self._summer(case))
+        if case.kind == "flows":
+            return self._flow(case)
+        pair = self.topology.nodes[0][:2] if case.what == "inside" else [node[0] for node in self.topology.nodes[:2]]
+        if self.topology.rank not in pair:
+            return None
+        peer = next(rank for rank in pair if rank != self.topology.rank)
+        if case.kind == "exchange":
+            return self._repeated(self._exchanger(case, peer))
+        return _ping(self.group, peer, self._bytes(case), leads=self.topology.rank == pair[0])
+
+    def _repeated(self, once: Callable[[], object]) -> Callable[[int], None]:
+        def call(num_calls: int) -> None:
+            for _ in range(num_calls):
+                once()
+
+        return call
+
+    def _bytes(self, case: Microbenchmark) -> Tensor:
+        return torch.zeros(case.num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _values(self, case: Microbenchmark, dtype: str) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        return torch.zeros(max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device)  # never overflows
+
+    def _adder(self, case: Microbenchmark) -> Callable[[], object]:
+        one, other = self._values(case, case.what), self._values(case, case.what)
+        return lambda: one.add_(other)
+
+    def _summer(self, case: Microbenchmark) -> Callable[[], object]:
+        flat = self._values(case, self.asked.dtype)
+        if case.what not in self.engines:
+            return lambda: dist.all_reduce(flat, group=self.group)
+        engine = self.engines[case.what]
+        return lambda: engine.submit(flat, bucket_index=0, is_last=True).wait()
+
+    def _exchanger(self, case: Microbenchmark, peer: int) -> Callable[[], object]:
+        out, back, total = (self._values(case, self.asked.dtype) for _ in range(3))
+
+        def exchange() -> None:
+            _swap(self.group, out, peer, back, peer)
+            torch.add(out, back, out=total)
+
+        return exchange
+
+    def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
+        """To the next node from the one before, on so many ranks of each; the bytes are of all flows of a node."""
+        num_flows, place = int(case.what), self.topology.local_rank
+        if place >= num_flows:
+            return None
+        nodes, here = self.topology.nodes, self.topology.nodes.index(self.topology.node)
+        after, before = nodes[(here + 1) % len(nodes)][place], nodes[here - 1][place]
+        out, back = (
+            torch.zeros(max(1, case.num_bytes // num_flows), dtype=torch.uint8, device=self.device) for _ in "ab"
+        )
+        return self._repeated(lambda: _swap(self.group, out, after, back, before))
+
+
+def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: int) -> None:
+    """Send and receive at once; not as two calls, of which NCCL would do one after the other."""
+    if out.is_cuda:
+        ops = [dist.P2POp(dist.irecv, back, source, group), dist.P2POp(dist.isend, out, to, group)]
+        works = dist.batch_isend_irecv(ops)
+    else:
+        works = [group.recv([back], source, 0), group.send([out], to, 0)]
+    for work in works:
+        work.wait()
+
+
+def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -> Callable[[int], None]:
+    """Round trips. Over Gloo each rank waits for the next message before it sends its own: no message asks consent."""
+    arrived = torch.zeros_like(buffer)
+
+    def on_cpu(num_calls: int) -> None:
+        arrival = group.recv([arrived], peer, 0)
+        for turn in range(num_calls):
+            if leads:
+                group.send([buffer], peer, 0).wait()
+            arrival.wait()
+            if turn + 1 < num_calls:
+                arrival = group.recv([arrived], peer, 0)
+            if not leads:
+                group.send([buffer], peer, 0).wait()
+
+    def on_cuda(num_calls: int) -> None:
+        for _ in range(num_calls):
+            for sends in (leads, not leads):
+                (group.send if sends else group.recv)([buffer], peer, 0).wait()
+
+    return on_cuda if buffer.is_cuda else on_cpu
+
+
+def _levels(topology: Topology) -> tuple[bool, bool]:
+    """Whether there are ranks that share a node, and several nodes."""
+    return topology.world_size > topology.num_nodes, topology.num_nodes > 1
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the most.
+
+    >>> _powers(6), _powers(1)
+    ([1, 2, 4, 6], [1])
+    """
+    return sorted({*(2**k for k in range(most.bit_length()) if 2**k <= most), most})
+
+
+@contextmanager
+def _engines(asked: Measurement, topology: Topology, device: torch.device) -> Iterator[dict[str, CommEngine]]:
+    engines: dict[str, CommEngine] = {}
+    try:
+        for name in asked.algorithms:
+            plan = CommPlan(algorithm=name)  # type: ignore[arg-type]
+            timeout = timedelta(seconds=asked.timeout_s)
+            engines[name] = CommEngine(topology=topology, plan=plan, timeout=timeout, device=device)
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()

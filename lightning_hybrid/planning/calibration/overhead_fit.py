@@ -1,0 +1,134 @@
+"""What software adds to a cluster's links, so that the simulator's times of measured all-reduces have the least error.
+
+Over Gloo: a stage, a message, a segment, a core's rate and the share that one ring fills (cost_gloo.py). Over NCCL: the
+launch (cost_nccl.py). They are fitted together and stand in for each other, so none has a meaning, or an interval, of
+its own. What is left after that becomes a factor of each algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_hybrid.comm.plan import LEAST_FUSED_BYTES, CommPlan
+from lightning_hybrid.planning.cluster import PEERS, Cluster
+from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.workload import StepWorkload
+
+FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
+"""Where the fit of Gloo's costs begins: the size of those of the emulated cluster (conf/cluster/netlab.yaml)."""
+
+LEAST_STRIDE, LEAST_PROGRESS = 0.03, 1e-3
+"""The fit ends where steps of 3 % do not lower its error by a part in a thousand: ours."""
+
+ROBUST = 0.1
+"""Errors of sums count squared up to here and linearly beyond."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSetup:
+    """What was measured on, and in what.
+
+    ``num_shared_cores``: those of the one machine that all ranks run on; None where there are several machines.
+    ``inside``: what connects the GPUs of a node. ``itemsize``: bytes of an element of the sums that were timed.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    on_cuda: bool
+    itemsize: int
+    num_shared_cores: int | None = None
+    is_interleaved: bool = False
+    inside: Literal["nvlink", "pci"] = "nvlink"
+
+
+def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, world: MeasuredSetup) -> float:
+    """Seconds of one all-reduce by the simulator: cut as the plan cuts it, with nothing to hide it."""
+    work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // world.itemsize), 0.0),))
+    is_peer = algorithm in PEERS
+    plan = CommPlan() if is_peer else CommPlan(algorithm=algorithm)  # type: ignore[arg-type]
+    return simulate(
+        work,
+        cluster,
+        plan,
+        itemsize=world.itemsize,
+        on_cuda=world.on_cuda,
+        algorithm=algorithm if is_peer else None,
+        cuts=[],
+    ).step_s
+
+
+def fit_overheads(
+    bare: Cluster, measured: dict[tuple[str, int], float], world: MeasuredSetup, *, most_bytes_per_s: float
+) -> Cluster:
+    """The cluster whose predictions of the sums have the least error.
+
+    A core that sends, receives and adds is at most as fast as one that does one of these: where the links are so slow
+    that it does not show, this is what is described.
+    """
+
+    def loss(cluster: Cluster) -> float:
+        errors = (
+            math.log(predicted_all_reduce_s(cluster, what, size, world) / time_s) / ROBUST
+            for (what, size), time_s in measured.items()
+        )
+        return statistics.fmean(math.sqrt(1 + error * error) - 1 for error in errors)
+
+    transport = bare.transport
+    if isinstance(transport, Nccl):
+
+        def launched(values: dict[str, float]) -> Cluster:
+            return replace(bare, transport=replace(transport, launch_s=values["launch_s"]))
+
+        return launched(_descend({"launch_s": 1e-5}, lambda values: loss(launched(values))))
+
+    def with_costs(values: dict[str, float]) -> Cluster:
+        core = replace(bare.inside, bytes_per_s=min(values["core_bytes_per_s"], most_bytes_per_s))
+        costs = replace(
+            transport,
+            stage_s=values["stage_s"],
+            message_s=values["message_s"],
+            segment_s=values["segment_s"],
+            ring_share=min(1.0, values["ring_share"]),
+        )
+        return replace(bare, inside=core, transport=costs)
+
+    guess = FIRST_GUESS | {"core_bytes_per_s": most_bytes_per_s / 2}
+    return with_costs(_descend(guess, lambda values: loss(with_costs(values))))
+
+
+def residual_factors(
+    cluster: Cluster, measured: dict[tuple[str, int], float], world: MeasuredSetup
+) -> dict[str, float]:
+    """The median over sizes that buckets have, or at the largest where none was timed; rounded: it knows no more."""
+    found = {}
+    for what in dict.fromkeys(what for what, _ in measured):
+        sizes = sorted(size for name, size in measured if name == what)
+        large = [size for size in sizes if size >= LEAST_FUSED_BYTES] or sizes[-1:]
+        ratios = [measured[what, size] / predicted_all_reduce_s(cluster, what, size, world) for size in large]
+        found[what] = round(statistics.median(ratios), 3)
+    return found
+
+
+def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]) -> dict[str, float]:
+    """Positive values with the least loss: one after another, up and down by a factor that shrinks.
+
+    >>> found = _descend({"x": 1.0, "y": 1.0}, lambda v: (v["x"] - 7) ** 2 + (v["y"] - v["x"] / 2) ** 2)
+    >>> abs(found["x"] - 7) < 0.1, abs(found["y"] - 3.5) < 0.1
+    (True, True)
+    """
+    best, least, stride = dict(values), loss(values), 1.0
+    while stride > LEAST_STRIDE:
+        before = least
+        for name in values:
+            for factor in (1 + stride, 1 / (1 + stride)):
+                tried = best | {name: best[name] * factor}
+                if (found := loss(tried)) < least:
+                    best, least = tried, found
+        if least > before * (1 - LEAST_PROGRESS):
+            stride /= 2
+    return best

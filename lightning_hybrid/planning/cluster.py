@@ -1,0 +1,266 @@
+"""A cluster as far as communication sees it, and the stages that each algorithm takes on it.
+
+A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
+take of a node's inside or of its links to other nodes, alone at full rate. Nodes are alike and so are ranks of equal
+local rank, so one node stands for all. `timeline.py` lets stages run beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
+from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
+from lightning_hybrid.planning.cost_nccl import Nccl
+
+Place = Literal["inside", "across"]
+
+# As in comm/allreduce.py, which needs torch: up to here leaders exchange all they have, and sum parts in two rounds.
+EXCHANGE_BYTES, SCATTER_BYTES = 64 * 2**10, 128 * 2**10
+
+OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
+PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
+"""What others do: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; and two
+textbook forms and the 2D torus, with the links' own latencies and no software."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage of one piece. ``share``: of the place's rate that it can fill by itself.
+
+    >>> Stage(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
+    7.0
+    """
+
+    name: str
+    place: Place
+    delay_s: float
+    work_s: float
+    share: float = 1.0
+
+    @property
+    def alone_s(self) -> float:
+        """With nothing beside it."""
+        return self.delay_s + self.work_s / self.share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes with equal ranks.
+
+    Arguments:
+        num_nodes, ranks_per_node: how many.
+        inside: from a rank to others of its node. Over Gloo the bytes are those that a core copies or adds per second.
+        across: of one network card.
+        nics_per_node: cards that ranks of a node use side by side (rails).
+        transport: what carries messages: `Nccl` or `Gloo`.
+        is_interleaved: ranks go round the nodes, so that every edge of a flat ring leaves one.
+        factors: by algorithm, measured over modelled time, where it was measured (calibrate.py); 1 for others.
+
+    Raises ``ValueError`` for counts below one.
+
+    >>> link = Link(latency_s=1e-6, bytes_per_s=1e9)
+    >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
+    >>> Cluster(num_nodes=2, ranks_per_node=4, inside=link, across=link, transport=gloo).world_size
+    8
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    inside: Link
+    across: Link
+    transport: Gloo | Nccl
+    nics_per_node: int = 1
+    is_interleaved: bool = False
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, factor in self.factors.items():
+            require_positive(f"factors.{name}", factor, "it is measured over modelled time of this algorithm")
+        require_whole("num_nodes", self.num_nodes, "nodes are counted")
+        require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
+        require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
+        if isinstance(self.transport, Nccl):
+            require_share("nvls_share", self.transport.nvls_share, "it is how much of its links' rate NVLS reaches")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """What a node can send to others."""
+        return self.nics_per_node * self.across.bytes_per_s
+
+    def least_s(self, num_bytes: float) -> float:
+        """What no all-reduce can beat; see ``cost.least_s``."""
+        return least_s(num_bytes, num_nodes=self.num_nodes, across=self.across, nics_per_node=self.nics_per_node)
+
+    def of(self, num_nodes: int) -> Cluster:
+        """The same with another number of nodes."""
+        return replace(self, num_nodes=num_nodes)
+
+    def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+        """What a piece of ``num_bytes`` goes through; empty for one rank.
+
+        Raises ``ValueError`` for an algorithm that is unknown, or that this transport does not have.
+        """
+        if algorithm not in (*OURS, *PEERS):
+            raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
+        if self.world_size == 1:
+            return ()
+        factor = self.factors.get(algorithm, 1.0)
+        return tuple(
+            stage if factor == 1.0 else replace(stage, delay_s=factor * stage.delay_s, work_s=factor * stage.work_s)
+            for stage in self._modelled(algorithm, num_bytes)
+        )
+
+    def _modelled(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+        if algorithm in ("halving_doubling", "double_tree", "torus"):
+            return (self._textbook(algorithm, num_bytes),)
+        if isinstance(self.transport, Gloo):
+            return _over_gloo(self, self.transport, algorithm, num_bytes)
+        return _over_nccl(self, self.transport, algorithm, num_bytes)
+
+    def alone_s(self, algorithm: str, num_bytes: float) -> float:
+        """Of one all-reduce in one piece with nothing beside it."""
+        return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes))
+
+    def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
+        rail = replace(self.across, bytes_per_s=self.node_bytes_per_s / self.ranks_per_node)
+        if algorithm == "torus":
+            cost = levels(num_bytes, [(self.ranks_per_node, self.inside), (self.num_nodes, rail)])
+        elif self.num_nodes == 1:
+            cost = (halving_doubling if algorithm == "halving_doubling" else double_tree)(
+                num_bytes, self.ranks_per_node, self.inside
+            )
+        elif algorithm == "halving_doubling":  # the far rounds first have all ranks of a node on its links at once
+            near = halving_doubling(num_bytes, self.ranks_per_node, self.inside)
+            cost = near + halving_doubling(num_bytes / self.ranks_per_node, self.num_nodes, rail)
+        else:
+            near = Cost(latency_s=2 * (self.ranks_per_node - 1) * self.inside.latency_s)
+            whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
+            cost = near + double_tree(num_bytes, self.num_nodes, whole)
+        place: Place = "inside" if self.num_nodes == 1 else "across"
+        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s + cost.add_s)
+
+
+def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+    nodes, k = cluster.num_nodes, cluster.ranks_per_node
+    place: Place = "inside" if nodes == 1 else "across"
+    if algorithm in ("flat", "parallel_flat", "nccl", "nccl_ring", "nccl_tree"):
+        only = {"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm)
+        cost = nccl.all_reduce(
+            num_bytes,
+            num_nodes=nodes,
+            ranks_per_node=k,
+            inside=cluster.inside,
+            across=replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s),
+            algorithm=only,  # type: ignore[arg-type]
+        )
+        return (_stage("all_reduce", place, cost),)
+    if algorithm == "gloo_ring":
+        raise ValueError("`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport.")
+    is_sharded = algorithm == "two_level"
+    if is_sharded:
+        before = after = nccl.scatter_reduce(num_bytes, k, cluster.inside)
+        rate, size = cluster.node_bytes_per_s / k, num_bytes / k
+    else:
+        before = after = nccl.reduce(num_bytes, k, cluster.inside)
+        rate, size = cluster.across.bytes_per_s, num_bytes
+    rail = replace(cluster.across, bytes_per_s=rate)
+    between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
+    names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
+    found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
+    return tuple(stage for stage in found if stage.alone_s > 0)
+
+
+def _stage(name: str, place: Place, cost: Cost) -> StageCost:
+    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s + cost.add_s)
+
+
+def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+    nodes, k, size = cluster.num_nodes, cluster.ranks_per_node, num_bytes
+    if algorithm.startswith("nccl"):
+        raise ValueError(f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport.")
+    if algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1):
+        return (_flat_ring(cluster, gloo, size, is_ours=algorithm != "gloo_ring"),)
+    if algorithm == "parallel_flat":
+        return (_across(cluster, gloo, "parallel_all_reduce", size, num_groups=1),)
+    if algorithm == "two_level":
+        before = _inside(
+            cluster, gloo, "scatter_reduce", ends=2 * (k - 1), all_ends=2 * k * (k - 1), share=1 / k, size=size
+        )
+        between = _across(cluster, gloo, "shard_all_reduce", size / k, num_groups=k)
+        after = replace(before, name="gather")
+    else:
+        before = _inside(cluster, gloo, "reduce", ends=k - 1, all_ends=2 * (k - 1), share=1, size=size)
+        between = _across(cluster, gloo, "ring", size, num_groups=1)
+        after = replace(before, name="broadcast")
+    found = ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
+    return tuple(found)
+
+
+def _inside(
+    cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
+) -> StageCost:
+    """One round of messages in every node: the busiest rank has ``ends`` ends of them, with ``share`` of the bytes."""
+    ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
+    delay_s = 2 * cluster.inside.latency_s
+    delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
+    delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=nodes * all_ends)
+    moved = (ranks - 1) * share * size
+    work_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=moved, of_all=nodes * (ranks - 1) * size)
+    return StageCost(name=name, place="inside", delay_s=delay_s, work_s=work_s)
+
+
+def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
+    """All-reduce between nodes of ``size`` bytes in each of ``num_groups`` groups, as comm/allreduce.py chooses."""
+    nodes = cluster.num_nodes
+    rate = cluster.node_bytes_per_s * gloo.wire_share
+    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
+    wait_s = 0.0
+    if nodes == 2 or (nodes - 1) * size <= EXCHANGE_BYTES:
+        rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
+    elif size <= SCATTER_BYTES:
+        rounds, sent, ends, end_s, share = 2, 2 * (nodes - 1) / nodes * size, 4 * (nodes - 1), gloo.message_s, 1.0
+    else:
+        rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
+        share = min(1.0, num_groups * gloo.ring_share)
+        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # beside the other rings
+        wait_s = gloo.wait_of_ring_s(size, nodes, flow)
+    if rounds:
+        delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
+    delay_s += gloo.work_s(end_s, of_busiest=ends, of_all=num_groups * nodes * ends)
+    return _ring_stage(name, delay_s, wait_s, num_groups * sent / rate, share)
+
+
+def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
+    """A ring that waits for consents leaves its link to others meanwhile: it fills a smaller share of it."""
+    if not work_s:
+        return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
+    return StageCost(
+        name=name, place="across", delay_s=delay_s, work_s=work_s, share=work_s / (wait_s + work_s / share)
+    )
+
+
+def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
+    """Gloo's ring over all ranks; through our engine it costs a stage more."""
+    ranks, nodes = cluster.world_size, cluster.num_nodes
+    edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
+    ends = 2 * segments_of_ring(size, ranks)
+    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0
+    work_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=ranks * ends)
+    passed = 2 * (ranks - 1) / ranks * size
+    moved_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=passed, of_all=ranks * passed)
+    if nodes == 1:
+        return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
+    flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work beside it
+    wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
+    share = min(1.0, edges * gloo.ring_share)
+    return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

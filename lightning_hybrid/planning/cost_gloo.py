@@ -1,0 +1,94 @@
+"""Seconds of what is done over Gloo: its ring, and our messages that go straight to where they are needed.
+
+Gloo asks consent: a message leaves only when its receiver has said that it waits for it. What that costs differs:
+
+    straight (comm/direct.py)   receivers wait from the start, all messages are under way at once:
+                                consent and data, 2 latencies per round
+    Gloo's ring                 every rank passes on 2 (P - 1) chunks in two or more segments; two segments may be
+                                under way, and the consent for the next is given when one has arrived. So a segment
+                                takes t, its time on the wire, where that hides the way of the consent, and
+                                latency + t / 2 else:
+
+        segments * max(t, latency + t / 2)          = 4 (P - 1) latencies for few bytes
+
+In one emulated cluster all ranks of all nodes share few cores (``num_shared_cores``): processor time is then at least
+the work of all ranks over these cores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_hybrid.checks import require_positive, require_share
+from lightning_hybrid.planning.cost import Link
+
+SEGMENTS_OF_CHUNK = 2
+MOST_SEGMENT_BYTES = 2**20
+"""Gloo cuts a chunk of its ring in two, and further where a segment would be larger than this (gloo/allreduce.cc)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gloo:
+    """What Gloo and our Python threads cost a rank, on hosts without accelerators.
+
+    Arguments:
+        stage_s: processor time of one rank for one stage of an algorithm: waking its thread, finding the tensor.
+        message_s: processor time at either end of one of our messages.
+        segment_s: processor time at either end of one segment of Gloo's ring.
+        ring_share: of a link that one ring's flow fills; several rings beside each other fill it up.
+        wire_share: of a link's rate that is payload: the rest are headers and acknowledgements.
+        burst_bytes: that switches store before they pass them on: a message waits for its last burst twice.
+        num_shared_cores: None, or the cores that all ranks of all nodes share, where one machine emulates them.
+    """
+
+    stage_s: float
+    message_s: float
+    segment_s: float
+    ring_share: float = 1.0
+    wire_share: float = 1.0
+    burst_bytes: float = 0.0
+    num_shared_cores: int | None = None
+
+    def __post_init__(self) -> None:
+        require_share("ring_share", self.ring_share, "it is how much of a link one ring fills")
+        require_share("wire_share", self.wire_share, "it is how much of a link's rate is payload")
+        if self.num_shared_cores is not None:
+            require_positive("num_shared_cores", self.num_shared_cores, "emulated ranks run on something")
+
+    def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
+        """Time of work: ``seconds`` for each unit, of which the busiest rank has some and all ranks together more.
+
+        >>> Gloo(stage_s=0, message_s=0, segment_s=0, num_shared_cores=2).work_s(1.0, of_busiest=3, of_all=10)
+        5.0
+        """
+        shared = 0.0 if self.num_shared_cores is None else of_all / self.num_shared_cores
+        return seconds * max(of_busiest, shared)
+
+    def latency_s(self, link: Link, num_bytes: float) -> float:
+        """Of one message, beyond its bytes on the wire."""
+        return link.latency_s + min(num_bytes, self.burst_bytes) / link.bytes_per_s
+
+    def wait_of_ring_s(self, num_bytes: float, num_ranks: int, link: Link) -> float:
+        """What a ring takes beyond its bytes at the link's rate: the consents that the wire does not hide.
+
+        >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
+        >>> gloo.wait_of_ring_s(0, 8, Link(latency_s=2e-3, bytes_per_s=1e8)) == 4 * 7 * 2e-3
+        True
+        """
+        if num_ranks == 1:
+            return 0.0
+        num_segments = segments_of_ring(num_bytes, num_ranks)
+        segment = 2 * (num_ranks - 1) / num_ranks * num_bytes / num_segments
+        on_wire_s = segment / (link.bytes_per_s * self.wire_share)
+        return num_segments * max(0.0, self.latency_s(link, segment) - on_wire_s / 2)
+
+
+def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
+    """Segments that each rank passes on in one all-reduce.
+
+    >>> segments_of_ring(8 * 2**20, 4), segments_of_ring(64 * 2**20, 4)
+    (12, 96)
+    """
+    in_chunk = max(SEGMENTS_OF_CHUNK, math.ceil(num_bytes / num_ranks / MOST_SEGMENT_BYTES))
+    return 2 * (num_ranks - 1) * in_chunk

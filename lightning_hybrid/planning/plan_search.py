@@ -1,0 +1,169 @@
+"""Which plan is best on a described cluster, and what every other would cost: by simulating a step under each.
+
+The rules of ``algorithm="auto"`` know bytes and ranks, not links. Where latency is high they are wrong: at 1 Gbit/s and
+2 ms one way a sum of 4 MiB takes 97 ms hierarchical and 153 two-level, which is what they would take.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.workload import StepWorkload
+
+ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
+FLAT_ON_CUDA = ("auto", "flat", "parallel_flat")
+
+BUCKETS_BYTES = (MIB // 4, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 1024 * MIB)
+"""Tried as sizes of buckets; the last is all gradients in one."""
+
+BELOW_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
+"""Tried as the size from which ``auto`` changes from ``hierarchical`` to ``two_level``."""
+
+CHUNKS_BYTES = (128 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 1024 * MIB)
+GROUPS = (1, 2, 4)
+
+NUM_REFINED = 4
+"""Of the best buckets and algorithms, for how many chunks and groups are tried too."""
+
+CLEARLY_LESS = 0.01
+"""A plan must save this share of a step over the library's own to be preferred: the model is not better than that."""
+
+CLEARLY_LESS_BY_HIERARCHY = 0.05
+"""On CUDA a hierarchy must save this share over the best flat plan: it is three kernels of NCCL where that is one, and
+the processors that they take from backward are not in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan and its step, with all ranks at mean pace."""
+
+    plan: CommPlan
+    num_buckets: int
+    step_s: float
+    exposed_s: float
+    on_cuda: bool = False
+
+    def __str__(self) -> str:
+        plan = self.plan
+        if self.on_cuda:  # where nothing is cut, and by itself all is flat
+            return f"{'flat' if plan.algorithm == 'auto' else plan.algorithm}, {_buckets(plan, on_cuda=True)}"
+        change = f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)" if plan.algorithm == "auto" else ""
+        pieces = f"chunks of {plan.chunk_bytes / KIB:g} KiB, {plan.num_parallel_groups} groups"
+        return f"{plan.algorithm}{change}, {_buckets(plan)}, {pieces}"
+
+
+def rank_plans(
+    work: StepWorkload, cluster: Cluster, plans: Iterable[CommPlan], *, itemsize: int, on_cuda: bool
+) -> list[Candidate]:
+    """Simulates a step under each plan; the fastest first, of equals (to three digits) the one with fewer buckets.
+
+    Of plans that do the same with these gradients on this cluster, the first is kept.
+    """
+    found: dict[object, Candidate] = {}
+    for plan in plans:
+        outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda)
+        done = outcome.buckets, tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets)
+        found.setdefault(
+            done,
+            Candidate(
+                plan=plan,
+                num_buckets=len(outcome.buckets),
+                step_s=outcome.step_s,
+                exposed_s=float(outcome.exposed_s.mean()),
+                on_cuda=on_cuda,
+            ),
+        )
+    return sorted(found.values(), key=lambda candidate: (float(f"{candidate.step_s:.3g}"), candidate.num_buckets))
+
+
+def candidates(
+    work: StepWorkload, cluster: Cluster, *, itemsize: int, on_cuda: bool = True, base: CommPlan | None = None
+) -> tuple[Candidate, ...]:
+    """Every plan that was tried, the best first: algorithms with buckets, then chunks and groups of the best of these.
+
+    ``base`` (default: the library's plan) is among them. It comes first unless another saves a hundredth of the step;
+    on CUDA a hierarchy comes first only if it saves a twentieth over all that is flat.
+    """
+    base = CommPlan() if base is None else base
+    ask = {"itemsize": itemsize, "on_cuda": on_cuda}
+    coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)  # type: ignore[arg-type]
+    refined = [
+        replace(candidate.plan, chunk_bytes=chunk, num_parallel_groups=groups)
+        for candidate in coarse[:NUM_REFINED]
+        for chunk, groups in itertools.product(CHUNKS_BYTES, GROUPS)
+    ]
+    found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)  # type: ignore[arg-type]
+    if on_cuda:
+        flat = next(candidate for candidate in found if candidate.plan.algorithm in FLAT_ON_CUDA)
+        if found[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
+            found = [flat, *(candidate for candidate in found if candidate is not flat)]
+    ours = next(candidate for candidate in found if candidate.plan == base)  # tried first, so nothing stands for it
+    if found[0].step_s > (1 - CLEARLY_LESS) * ours.step_s:
+        found = [ours, *(candidate for candidate in found if candidate is not ours)]
+    return tuple(found)
+
+
+def choose_plan(
+    numels: Sequence[int],
+    cluster: Cluster,
+    *,
+    backward_s: float = 0.0,
+    itemsize: int = 2,
+    on_cuda: bool = True,
+    base: CommPlan | None = None,
+) -> CommPlan:
+    """The plan whose step is the shortest on this cluster.
+
+    Deterministic, so that ranks that know the same cluster choose the same plan.
+
+    Arguments:
+        numels: elements of the gradients in the order in which they get ready: the last layer's first.
+        cluster: with the nodes that will take part; ``cluster.of(num_nodes)`` is the same with others.
+        backward_s: of a rank, spread over the gradients by their elements. 0: nothing hides communication.
+        itemsize: bytes of an element on the wire.
+        on_cuda: as in ``simulate``.
+        base: what is kept where it makes no difference, and preferred where the model sees no hundredth between.
+
+    >>> from lightning_hybrid.planning.cost import Link
+    >>> from lightning_hybrid.planning.cost_gloo import Gloo
+    >>> far = Link(latency_s=2e-3, bytes_per_s=1.25e8)
+    >>> gloo = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_shared_cores=2)
+    >>> near = Link(latency_s=0.0, bytes_per_s=5e8)
+    >>> cluster = Cluster(num_nodes=4, ranks_per_node=4, inside=near, across=far, transport=gloo)
+    >>> choose_plan([2 * MIB], cluster, on_cuda=False).algorithm_for(4 * MIB, cluster)    # by its bytes: two_level
+    'hierarchical'
+    """
+    total = sum(numels)
+    gradients = tuple((numel, backward_s * numel / total) for numel in numels)
+    work = StepWorkload(forward_s=0.0, gradients=gradients)
+    return candidates(work, cluster, itemsize=itemsize, on_cuda=on_cuda, base=base)[0].plan
+
+
+def _coarse(base: CommPlan) -> list[CommPlan]:
+    algorithms = [replace(base, algorithm=name) for name in ALGORITHMS]
+    by_size = [replace(base, algorithm="auto", hierarchical_below_bytes=below) for below in BELOW_BYTES]
+    plans = [*algorithms, *by_size]
+    return [
+        *plans,
+        *(with_buckets(plan, size) for plan, size in itertools.product(plans, BUCKETS_BYTES)),
+    ]
+
+
+def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:
+    """The plan with buckets of this size: no number of them is aimed at, and the last is not larger."""
+    last_bytes = min(bucket_bytes, plan.last_bucket_bytes)
+    return replace(plan, bucket_bytes=bucket_bytes, num_buckets=1, last_bucket_bytes=last_bytes)
+
+
+def _buckets(plan: CommPlan, *, on_cuda: bool = False) -> str:
+    if plan.has_ddp_buckets(on_cuda=on_cuda):
+        return f"DDP's buckets of {plan.bucket_bytes / MIB:g} MiB"
+    if plan.num_buckets == 1:
+        return f"buckets of {plan.bucket_bytes / MIB:g} MiB"
+    aim = "the library's number of" if plan.num_buckets is None else plan.num_buckets
+    return f"{aim} buckets of up to {plan.bucket_bytes / MIB:g} MiB"

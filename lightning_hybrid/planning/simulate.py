@@ -1,0 +1,209 @@
+"""Training steps on a described cluster, simulated: how long they take, and how much of that communication is to blame.
+
+    forward | backward: gradients get ready one by one  -> buckets -> pieces -> stages on shared links | update
+            pieces.Work                                    buckets_of    chunks_of_step     timeline.run
+
+One step is computed from the slowest rank's pace, as every bucket waits for it. Ranks differ by `Jitter`, which is
+sampled; so steps have a distribution, of which quantiles are told. What is left out: that communication kernels take
+processors from an accelerator's arithmetic, traffic of others, and failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import lightning_hybrid.planning.event_simulation as timeline
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.comm.stats.trace import CommTrace
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """How ranks differ from step to step, in what they compute.
+
+    Arguments:
+        relative_std: standard deviation of a rank's time over its mean (normal, never below the mean's half).
+        slow_share: probability that a rank is slow in a step, and ``slow_factor``: how many times as long it takes.
+        seed: of the samples.
+    """
+
+    relative_std: float = 0.0
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+    seed: int = 0
+
+    def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
+        """The slowest rank's time over the mean, in each step.
+
+        >>> Jitter().slowest(4, 3).tolist()
+        [1.0, 1.0, 1.0]
+        """
+        require_whole("num_steps", num_steps, "steps are counted")
+        generator = np.random.default_rng(self.seed)
+        factors = np.empty(num_steps)
+        for step in range(num_steps):  # one row at a time: 16,384 ranks x 1,000 steps need no memory
+            row = np.maximum(0.5, 1 + self.relative_std * generator.standard_normal(num_ranks))
+            factors[step] = np.max(np.where(generator.random(num_ranks) < self.slow_share, row * self.slow_factor, row))
+        return factors
+
+
+NO_JITTER = Jitter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """One simulated step. ``exposed_s``: from the end of backward until the last bucket is averaged."""
+
+    step_s: float
+    exposed_s: float
+    busy_s: float
+    spans: tuple[timeline.Span, ...]
+    ready_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Many steps. ``efficiency``: a rank's step alone over the mean step of all."""
+
+    steps_s: np.ndarray
+    exposed_s: np.ndarray
+    first: StepTimes
+    buckets: tuple[BucketPlan, ...]
+    alone_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Of the mean step."""
+        return float(self.steps_s.mean())
+
+    @property
+    def efficiency(self) -> float:
+        """1: communication and waiting for others cost nothing."""
+        return self.alone_s / self.step_s
+
+    def quantile_s(self, share: float) -> float:
+        """The step time that this share of steps does not exceed."""
+        return float(np.quantile(self.steps_s, share))
+
+
+def step_times(
+    work: StepWorkload, buckets: Sequence[BucketPlan], pieces: Sequence[timeline.SimulatedChunk]
+) -> StepTimes:
+    """One step of ranks that all keep this pace. ``pieces`` are ready when ``work`` says."""
+    spans = timeline.simulate_events(pieces)
+    backward_end_s = work.forward_s + work.backward_s
+    done_s = max((span.end_s for span in spans), default=backward_end_s)
+    exposed_s = max(0.0, done_s - backward_end_s)
+    return StepTimes(
+        step_s=max(backward_end_s + exposed_s + work.update_s, work.input_s),
+        exposed_s=exposed_s,
+        busy_s=_union_s([(span.begin_s, span.end_s) for span in spans]),
+        spans=tuple(spans),
+        ready_s=ready_times_s(work, buckets),
+    )
+
+
+def simulate(
+    work: StepWorkload,
+    cluster: Cluster,
+    plan: CommPlan,
+    *,
+    itemsize: int,
+    on_cuda: bool = True,
+    algorithm: str | None = None,
+    cuts: Sequence[int] | None = None,
+    num_columns: int | None = None,
+    jitter: Jitter = NO_JITTER,
+    num_steps: int = 1,
+) -> Outcome:
+    """Steps of all ranks.
+
+    Arguments:
+        work: of a rank of mean pace.
+        cluster: where.
+        plan: which buckets and algorithms.
+        itemsize: bytes of an element on the wire.
+        on_cuda: buckets are not cut, and go one after another, as on one CUDA stream.
+        algorithm: None: the plan's. Else one of ``cluster.PEERS`` or ``cluster.OURS`` for every bucket, in one piece.
+        cuts: see ``buckets_of``.
+        num_columns: collectives that run side by side; None: as the plan says, one on CUDA.
+        jitter: how ranks differ.
+        num_steps: how many to sample.
+    """
+    numels = [numel for numel, _ in work.gradients]
+    buckets = buckets_of(numels, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, cuts=cuts)
+    if on_cuda:
+        buckets = tuple(replace(bucket, num_chunks=1) for bucket in buckets)
+
+    def columns(bucket: BucketPlan) -> int:
+        if num_columns is not None or on_cuda or algorithm is not None:
+            return num_columns or 1
+        return plan.num_columns(bucket.algorithm, cluster)
+
+    factors = jitter.slowest(cluster.world_size, num_steps)
+    known: dict[float, StepTimes] = {}
+    for factor in factors:
+        if factor not in known:
+            paced = work.scaled(float(factor))
+            ready_s = ready_times_s(paced, buckets)
+            pieces = chunks_of_step(buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda)
+            known[factor] = step_times(paced, buckets, pieces)
+    steps = [known[factor] for factor in factors]
+    return Outcome(
+        steps_s=np.array([step.step_s for step in steps]),
+        exposed_s=np.array([step.exposed_s for step in steps]),
+        first=steps[0],
+        buckets=buckets,
+        alone_s=work.alone_s,
+    )
+
+
+def to_trace(outcome: Outcome) -> CommTrace:
+    """The first step as the trace that a real run writes (comm/trace.py): same rows, same counters, same JSON.
+
+    ``to_trace(outcome).write(path, rank=0)`` is for Perfetto.
+    """
+    now = [0.0]
+    trace = CommTrace(clock=lambda: now[0], keep_events=True)
+    buckets, spans = {bucket.index: bucket for bucket in outcome.buckets}, outcome.first.spans
+    ends_s = {
+        index: max((s.end_s for s in spans if s.bucket == index), default=outcome.first.ready_s[index])
+        for index in buckets
+    }
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    for place, (index, bucket) in enumerate(buckets.items()):
+        ready_s, is_last = outcome.first.ready_s[index], place == len(buckets) - 1
+
+        def begin(bucket: BucketPlan = bucket, is_last: bool = is_last) -> None:
+            trace.begin(num_bytes=bucket.num_bytes, is_last=is_last)
+
+        def end(bucket: BucketPlan = bucket, ready_s: float = ready_s) -> None:
+            trace.end(bucket, ready_s)
+
+        events += [(ready_s, 0, begin), (ends_s[index], 2, end)]
+    for span in spans:
+
+        def stage(span: timeline.Span = span) -> None:
+            bucket = replace(buckets[span.bucket], algorithm=span.lane)  # type: ignore[arg-type]
+            trace.stage(bucket, span.stage, span.column, span.begin_s, int(span.num_bytes))
+
+        events.append((span.end_s, 1, stage))
+    for at_s, _, happen in sorted(events, key=lambda event: event[:2]):
+        now[0] = at_s
+        happen()
+    return trace
+
+
+def _union_s(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds covered by any of these intervals."""
+    total_s, until_s = 0.0, 0.0
+    for begin_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s

@@ -1,0 +1,138 @@
+"""What a step computes, and how its gradients become buckets and pieces that travel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import lightning_hybrid.planning.event_simulation as timeline
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.planning.cluster import Cluster
+
+ALIGNMENT = 16  # elements, as in comm/chunks.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWorkload:
+    """What one rank computes in a step, in seconds.
+
+    Arguments:
+        forward_s: before the first gradient.
+        gradients: for each tensor, in the order in which they get ready: elements, and seconds of backward up to it
+            from the one before.
+        update_s: after the last bucket is averaged.
+        input_s: to make the next batch, beside everything else: a step is never shorter.
+    """
+
+    forward_s: float
+    gradients: tuple[tuple[int, float], ...]
+    update_s: float = 0.0
+    input_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        times_s = [self.forward_s, self.update_s, self.input_s, *(time_s for _, time_s in self.gradients)]
+        if not self.gradients or min(times_s) < 0:
+            raise ValueError(
+                f"`gradients` (={len(self.gradients)} tensors) must hold at least one, and no time may be negative: "
+                "they are what a step computes before communication."
+            )
+
+    @property
+    def backward_s(self) -> float:
+        """From the loss to the last gradient."""
+        return sum(time_s for _, time_s in self.gradients)
+
+    @property
+    def alone_s(self) -> float:
+        """A step of one rank without communication."""
+        return max(self.forward_s + self.backward_s + self.update_s, self.input_s)
+
+    def scaled(self, factor: float) -> StepWorkload:
+        """The same on a rank that takes ``factor`` times as long to compute."""
+        gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
+        return replace(self, forward_s=factor * self.forward_s, gradients=gradients, update_s=factor * self.update_s)
+
+
+def buckets_of(
+    numels: Sequence[int], cluster: Cluster, plan: CommPlan, *, itemsize: int, on_cuda: bool, cuts: Sequence[int] | None
+) -> tuple[BucketPlan, ...]:
+    """The buckets of gradients that get ready in this order.
+
+    ``cuts``: None fuses as ``plan`` says; else tensors are fused up to these places, counted in the order of readiness
+    (Jia et al. fuse in two segments); every place is one tensor per bucket.
+    """
+    if cuts is None:
+        sizes = plan.bucket_caps([n * itemsize for n in numels], num_nodes=cluster.num_nodes, on_cuda=on_cuda)
+    else:
+        places = [0, *sorted(cuts), len(numels)]
+        if any(not 0 <= place <= len(numels) for place in places):
+            raise ValueError(f"`cuts` (={list(cuts)}) must be places from 0 to the number of tensors ({len(numels)}).")
+        sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
+    dtype = {2: "float16", 4: "float32"}[itemsize]
+    return tuple(
+        plan.bucket(index=index, numel=size // itemsize, dtype=dtype, num_bytes=size, topology=cluster, on_cuda=on_cuda)
+        for index, size in enumerate(sizes)
+    )
+
+
+def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[float, ...]:
+    """When the last gradient of each bucket is there, from the begin of the step."""
+    ends = list(itertools.accumulate(bucket.numel for bucket in buckets))
+    found: list[float] = []
+    now_s, numel = work.forward_s, 0
+    for size, time_s in work.gradients:
+        now_s, numel = now_s + time_s, numel + size
+        while len(found) < len(ends) and numel >= ends[len(found)]:
+            found.append(now_s)
+    return tuple(found)
+
+
+def piece_bytes(num_bytes: int, num_pieces: int, itemsize: int) -> list[int]:
+    """Bytes of the pieces into which comm/chunks.py cuts a bucket; the outer ones are small where there are four.
+
+    >>> piece_bytes(3200, 4, 2)
+    [320, 1280, 1280, 320]
+    """
+    numel = num_bytes // itemsize
+    quarters = 4 * num_pieces - 6 if num_pieces >= 4 else num_pieces
+    step = -(-numel // (quarters * ALIGNMENT)) * ALIGNMENT
+    if num_pieces < 4:
+        sizes = [min(step, numel - start) for start in range(0, numel, step)]
+        return [size * itemsize for size in sizes]
+    middle = max(-(-max(0, numel - 2 * step) // ((num_pieces - 2) * ALIGNMENT)) * ALIGNMENT, ALIGNMENT)
+    sizes = [min(step, numel), *(min(middle, numel - start) for start in range(step, numel, middle))]
+    return [size * itemsize for size in sizes if size > 0]
+
+
+def chunks_of_step(
+    buckets: Sequence[BucketPlan],
+    ready_s: Sequence[float],
+    cluster: Cluster,
+    columns: Callable[[BucketPlan], int],
+    *,
+    algorithm: str | None = None,
+    is_serial: bool = False,
+) -> list[timeline.SimulatedChunk]:
+    """The pieces of all buckets; ``algorithm``: instead of that of their plans, in one piece each."""
+    found: list[timeline.SimulatedChunk] = []
+    counts: dict[str, int] = {}
+    for bucket, at_s in zip(buckets, ready_s, strict=True):
+        name = algorithm or bucket.algorithm
+        num_pieces = 1 if algorithm else bucket.num_chunks
+        for size in piece_bytes(bucket.num_bytes, num_pieces, bucket.num_bytes // bucket.numel):
+            column = counts.get(name, 0) % columns(bucket)
+            counts[name] = counts.get(name, 0) + 1
+            stages = cluster.stages(name, size)
+            found.append(
+                timeline.SimulatedChunk(
+                    bucket=bucket.index,
+                    num_bytes=size,
+                    ready_s=at_s,
+                    lane=name,
+                    column=column,
+                    stages=stages,
+                    is_serial=is_serial,
+                )
+            )
+    return found

@@ -1,0 +1,322 @@
+"""Checks of what a user gives the strategy, made before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.ddp_buckets import ddp_limits
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.plan_search import choose_plan
+
+STRATEGY_NAME = "hybrid_allreduce"
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Check that every name is an argument of ``DistributedDataParallel`` and free for the user to set.
+
+    Args:
+        ddp_kwargs: what the user gave beside the strategy's own arguments.
+        own: the strategy's own arguments, for the advice.
+
+    Raises:
+        ValueError: names the option, and the one it is close to.
+    """
+    own = [name for name in own if name != "ddp_kwargs"]
+    ddp = list(inspect.signature(DistributedDataParallel).parameters)
+    for name, value in ddp_kwargs.items():
+        if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            raise ValueError(
+                f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
+                f"hook. For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."
+            )
+        if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
+            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
+        if name not in ddp:
+            near = difflib.get_close_matches(name, [*own, *ddp], n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise ValueError(
+                f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
+                f"{hint} Options: {', '.join(own)}."
+            )
+
+
+def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
+    """Bytes of a bucket, from our option or from DDP's ``bucket_cap_mb`` (MiB), which is taken out of ``ddp_kwargs``.
+
+    Raises:
+        ValueError: both were given.
+    """
+    cap_mb = ddp_kwargs.pop("bucket_cap_mb", None)
+    if cap_mb is None:
+        return bucket_bytes
+    if bucket_bytes is not None:
+        raise ValueError(
+            f"`bucket_cap_mb` (={cap_mb}) and `bucket_bytes` (={bucket_bytes}) say the same thing. Keep `bucket_bytes`."
+        )
+    return int(cap_mb * 2**20)
+
+
+def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
+    """The plan given, or read from the file of that path, or made from the two options that need none.
+
+    Of a cluster, the library's own, until `plan_on` can choose.
+
+    Raises:
+        ValueError: a plan and one of the options were given, or a value cannot work.
+    """
+    if plan is None:
+        made = CommPlan(algorithm=algorithm)
+        return made if bucket_bytes is None else dataclasses.replace(made, bucket_bytes=bucket_bytes, num_buckets=1)
+    if algorithm != "auto" or bucket_bytes is not None:
+        raise ValueError(
+            f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
+            "`bucket_bytes` out, or the plan."
+        )
+    if isinstance(plan, Cluster):
+        return CommPlan()
+    if isinstance(plan, CommPlan):
+        return plan
+    try:
+        return CommPlan.from_json(Path(plan).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
+            "`CommPlan(...).to_json()`, or leave `strategy.plan` out."
+        ) from error
+
+
+def plan_on(
+    cluster: Cluster, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
+) -> CommPlan:
+    """The plan whose step with this module's gradients is the shortest on a cluster as described; nothing hides them.
+
+    The same on ranks that were given the same description. The job may have another number of nodes.
+
+    Raises:
+        ValueError: nodes of the job have other numbers of ranks than those of the description.
+    """
+    if topology.ranks_per_node != cluster.ranks_per_node:
+        raise ValueError(
+            f"`plan` (=a cluster with {cluster.ranks_per_node} ranks per node) must be of nodes as this job's, which "
+            f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or leave "
+            "`strategy.plan` out."
+        )
+    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+    dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
+    numels = [parameter.numel() for parameter in gradients]
+    return choose_plan(numels, cluster.of(topology.num_nodes), itemsize=dtype.itemsize, on_cuda=on_cuda)
+
+
+def bucket_caps_for_ddp(
+    module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
+) -> dict[str, Any]:
+    """The plan's buckets as ``bucket_cap_mb_list``; empty where torch has no such option, or the user gave it.
+
+    DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
+    with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
+    Gradients of each dtype go into buckets of their own, and one list must do for all: it is made for the dtype that
+    has most bytes. The others, normalisation in fp32 beside half-precision weights, fill none; DDP puts those last.
+    On CUDA, where a plan leaves buckets to DDP, they are DDP's own two sizes: of the first bucket, and of all others.
+
+    >>> bias_then_weight = nn.Linear(256, 256)
+    >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)
+    {'bucket_cap_mb_list': [0.0009765625, 0.25]}
+    """
+    if (
+        "bucket_cap_mb_list" in ddp_kwargs
+        or "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters
+    ):
+        return {}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
+        return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for parameter in reversed(trained):
+        by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())
+    caps = plan.bucket_caps(max(by_dtype.values(), key=sum, default=[]), num_nodes=num_nodes)
+    caps = [cap for cap in caps if cap]
+    if len(caps) < 2:
+        return {}
+    if ddp_kwargs.get("find_unused_parameters"):
+        caps.reverse()
+    return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
+
+
+def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -> torch.dtype | None:
+    """The dtype that an option names.
+
+    Raises:
+        ValueError: for any other.
+
+    >>> dtype_from("fp16"), dtype_from("torch.bfloat16"), dtype_from(None)
+    (torch.float16, torch.bfloat16, None)
+    """
+    if setting is None or (isinstance(setting, torch.dtype) and setting in _DTYPES.values()):
+        return setting
+    if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
+        return _DTYPES[setting.removeprefix("torch.")]
+    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
+
+
+def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:
+    """The bytes per second that an option gives.
+
+    Raises:
+        ValueError: it is no number above zero, or not finite.
+
+    >>> rate_from(125_000_000), rate_from(None)
+    (125000000.0, None)
+    """
+    if setting is None:
+        return None
+    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 < setting < math.inf:
+        raise ValueError(
+            f"`{name}` (={setting!r}) must be None or a number of bytes per second above zero: it is what a node's "
+            "link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where it is not known."
+        )
+    return float(setting)
+
+
+def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
+    """Check that ``Trainer(precision=...)`` agrees with the precision in the strategy object.
+
+    Raises:
+        MisconfigurationException: it says something else.
+    """
+    asked = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
+    if asked not in ("32-true", plugin.precision):
+        raise MisconfigurationException(
+            f"`precision` (={asked!r}) must agree with the strategy's own precision plugin "
+            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
+            f"place: leave `precision=` out, or leave `precision_plugin=` out."
+        )
+
+
+def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
+    """The setting of ``tune``; booleans too, as YAML reads ``on`` and ``off`` as such.
+
+    ``is_own_choice``: whether the plan is the library's; one that the user chose is tuned only where that is asked for.
+
+    Raises:
+        ValueError: for any other.
+
+    >>> tune_from("auto"), tune_from(True), tune_from(False)
+    ('auto', 'on', 'off')
+    >>> tune_from("auto", is_own_choice=False)
+    'off'
+    """
+    setting = {True: "on", False: "off"}[setting] if isinstance(setting, bool) else setting
+    if setting not in ("auto", "on", "off"):
+        raise ValueError(
+            f"`tune` (={setting!r}) must be one of auto, on, off: whether the plan of communication is tuned in the "
+            "first steps. Leave `strategy.tune` out for auto."
+        )
+    return "off" if setting == "auto" and not is_own_choice else setting
+
+
+def user_moves_batches(module: pl.LightningModule | None) -> bool:
+    """Whether module or data module has a hook of its own that moves batches to the device."""
+    assert module is not None
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    return any(
+        is_overridden(hook, module) or (datamodule is not None and is_overridden(hook, datamodule)) for hook in hooks
+    )
+
+
+def in_our_words(told: str, strategy_type: str) -> str:
+    """Lightning's advice on unused parameters, with the names of this strategy."""
+    told = told.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
+    return told.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
+
+
+def register_variants(registry: Any, strategy: type) -> None:
+    """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
+    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+        name = f"{STRATEGY_NAME}{suffix}"
+        if name in registry:
+            continue
+        description = f"Hybrid all-reduce data parallel, start_method={start_method}"
+        registry.register(name, strategy, description=description, start_method=start_method)
+        for unused in (False, True):
+            registry.register(
+                f"{name}_find_unused_parameters_{str(unused).lower()}",
+                strategy,
+                description=f"{description}, find_unused_parameters={unused}",
+                find_unused_parameters=unused,
+                start_method=start_method,
+            )
+
+
+def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Check that ``module`` has every parameter that an optimizer trains: DDP would not average others.
+
+    Raises:
+        ValueError: names optimizer and group.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise ValueError(
+                    f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
+                    "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
+                    "Register it (`self.name = torch.nn.Parameter(...)`) in `__init__` or `configure_model`."
+                )
+
+
+def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
+    """Check, before a step, that DDP averages all that it trains; ``averaged``: by ``id``.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in averaged:
+                names = {id(p): name for name, p in module.named_parameters()}
+                raise RuntimeError(
+                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
+                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
+                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
+                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
+                )
+
+
+def refuse_nothing_to_train(module: nn.Module) -> None:
+    """Check that ``module`` has a trainable parameter.
+
+    Raises:
+        ValueError: it has none, or all are frozen.
+    """
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        state = "all of them frozen" if parameters else "none registered"
+        raise ValueError(
+            f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
+            "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
+        )

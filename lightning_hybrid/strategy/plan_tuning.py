@@ -1,0 +1,96 @@
+"""When the plan of communication is tuned in a ``Trainer``'s fit; how that is done is in ``comm/tuning.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm.tuning.plan_cache import default_folder
+from lightning_hybrid.comm.tuning.plan_trials import MOST_STEPS
+from lightning_hybrid.comm.tuning.session import TuningSession
+
+LEAST_STEPS = 100
+"""What tuning needs, about: with fewer it would end before it has found much."""
+MOST_SHARE = 0.1
+"""Of the steps of a run; in a shorter run than ``LEAST_STEPS / MOST_SHARE`` there is none."""
+
+
+def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: bool, num_steps: float) -> str | None:
+    """Why the plan of a run of ``num_steps`` is not tuned; None where it is. Empty where that need not be said.
+
+    >>> one, two = (Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=k) for k in (4, 2))
+    >>> [why_not(tune, nodes, on_cuda=False, num_steps=10_000)
+    ...  for tune, nodes in (("auto", one), ("on", one), ("auto", two), ("off", two))]
+    ['', None, None, '']
+    """
+    if tune == "off" or topology.world_size == 1 or (on_cuda and topology.num_nodes == 1):
+        return ""
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and another plan adds gradients in another order"
+    if tune == "on":
+        return None
+    return None if topology.num_nodes > 1 and num_steps * MOST_SHARE >= LEAST_STEPS else ""
+
+
+class FitTuning:
+    """Tunes the plan of an engine in a fit, where that is worth it: at the first batch the length of the run is known.
+
+    Arguments:
+        engine: of the fit.
+        tune: the user's setting.
+        cache_dir: where plans are kept; None: in the user's cache.
+        on_plan: called on every rank where a plan is taken for good.
+    """
+
+    def __init__(
+        self,
+        engine: CommEngine,
+        tune: Literal["auto", "on", "off"],
+        cache_dir: str | None,
+        *,
+        on_plan: Callable[[CommPlan], None],
+    ) -> None:
+        self._engine = engine
+        self._tune = tune
+        self._folder = default_folder() if cache_dir is None else Path(cache_dir)
+        self._on_plan = on_plan
+        self._is_begun = False
+        self._tuning: TuningSession | None = None
+
+    def before_batch(self, module: pl.LightningModule | None) -> None:
+        """Every rank calls it before every batch of training."""
+        if not self._is_begun:
+            assert module is not None
+            self._is_begun = True
+            self._begin(module.trainer)
+        if self._tuning is not None:
+            self._tuning.before_batch()
+
+    def after_optimizer_step(self) -> None:
+        """Every rank calls it after every step of an optimizer."""
+        if self._tuning is not None:
+            self._tuning.after_optimizer_step()
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        engine, num_steps = self._engine, steps_to_come(trainer)
+        reason = why_not(self._tune, engine.topology, on_cuda=engine.device.type == "cuda", num_steps=num_steps)
+        if reason:
+            rank_zero_info(f"comm: the plan is not tuned: {reason}")
+        if reason is not None:
+            return
+        most_steps = MOST_STEPS if self._tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
+        self._tuning = TuningSession(
+            engine, cache_folder=self._folder, most_steps=most_steps, tell=rank_zero_info, on_plan=self._on_plan
+        )
+
+
+def steps_to_come(trainer: pl.Trainer) -> float:
+    """Optimizer steps that a fit still makes, in its first batch; infinite where that is not known."""
+    num_steps = trainer.estimated_stepping_batches
+    return float("inf") if num_steps == -1 else float(num_steps) - trainer.global_step

@@ -1,0 +1,221 @@
+"""Where ranks meet: a store that rank zero keeps at the address that the user gave, and a roll call of who came."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.seed import reset_seed
+
+GRACE_S = 5.0
+"""For rank zero's verdict to reach the others, beyond the time limit. Ours: a word to the store takes milliseconds."""
+
+MAX_NAMED = 8  # ranks that did not come; there may be thousands
+
+
+class RendezvousError(RuntimeError):
+    """Ranks that did not find one another: who is missing, where the others waited, and for how long."""
+
+
+def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of a new process group, once all ranks have come to it.
+
+    Rank zero listens on `address` alone where that is a number (or `localhost`), and on all interfaces where it is a
+    name: a host may know its own name by another address than others do. Each rank writes its name into the store;
+    rank zero waits for all and says how that went, so that every rank ends with the same words.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        address: `MASTER_ADDR`.
+        port: `MASTER_PORT`.
+        rank: Of this process.
+        world_size: Ranks that are to come.
+        timeout: How long to wait for all of them; also of the store's later words.
+
+    Raises:
+        RendezvousError: Some did not come in time, two processes have the same rank, or the port is taken.
+    """
+    end_s = time.monotonic() + timeout.total_seconds()
+    where = f"{address}:{port}"
+    try:
+        store = _keep(address, port, world_size, timeout) if rank == 0 else _join(address, port, world_size, timeout)
+    except dist.DistError as error:
+        if rank == 0:
+            raise RendezvousError(
+                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {_first_line(error)}. Is another "
+                "process rank 0 too, or another job at this port? Set another port on every rank, or end that process."
+            ) from error
+        raise RendezvousError(_no_keeper(where, rank, timeout)) from error
+    calls = dist.PrefixStore("roll call", store)
+    me = f"process {os.getpid()} on host {socket.gethostname()}"
+    other = calls.compare_set(f"rank {rank}", "", me).decode()
+    if other != me:
+        raise RendezvousError(
+            f"`RANK` (={rank}) must be another one on each process: {other} is rank {rank} at {where} too, beside {me}."
+            " Start each rank once, with torchrun or srun, which number them."
+        )
+    told = _call_roll(calls, world_size, end_s) if rank == 0 else _hear(calls, end_s, where, rank, timeout)
+    if told:
+        raise RendezvousError(
+            f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
+            f"{told} did not come. Is it started, with this MASTER_ADDR and MASTER_PORT, and may it connect here "
+            "(firewall)? `strategy.timeout` is how long ranks wait for one another."
+        )
+    return dist.PrefixStore("default_pg", store)
+
+
+def listening_address(address: str) -> str:
+    """Where rank zero listens: the address itself where it is a number, otherwise everywhere (an empty string).
+
+    >>> listening_address("10.0.0.7"), listening_address("localhost"), listening_address("node7")
+    ('10.0.0.7', '127.0.0.1', '')
+    """
+    if address == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return ""
+
+
+# ---- rank zero -------------------------------------------------------------------------------------------------------
+
+
+def _keep(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens where it should; this process may have one there already, which is then used again."""
+    listener = _listen(listening_address(address), port)
+    common: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    descriptor = None if listener is None else listener.detach()  # the store closes it
+    return dist.TCPStore(address, port, world_size, is_master=True, master_listen_fd=descriptor, **common)
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    """A socket that is bound there; None leaves it to torch, which listens on all interfaces."""
+    if not address:
+        return None
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if not _is_taken(error):
+            rank_zero_warn(
+                f"MASTER_ADDR (={address}) is no address of this host's own ({error.strerror}): rank 0 listens at port "
+                f"{port} on all interfaces."
+            )
+        return None
+    return listener
+
+
+def _is_taken(error: OSError) -> bool:
+    """Whether somebody listens there; it may be this process, so torch is to look."""
+    return error.errno == errno.EADDRINUSE
+
+
+def _call_roll(calls: dist.Store, world_size: int, end_s: float) -> str:
+    """Wait for all, and tell all how that went: "" or who did not come."""
+    missing = list(range(world_size))
+    while True:
+        missing = [rank for rank in missing if not calls.check([f"rank {rank}"])]
+        if not missing or time.monotonic() >= end_s:
+            break
+        time.sleep(0.01)
+    told = _named(missing)
+    calls.set("verdict", told or "all came")
+    if told:  # the store ends with this process
+        last_s = time.monotonic() + GRACE_S
+        while calls.add("heard", 0) < world_size - 1 - len(missing) and time.monotonic() < last_s:
+            time.sleep(0.01)
+    return told
+
+
+def _named(ranks: list[int]) -> str:
+    """Ranks in words.
+
+    >>> _named([]), _named([3]), _named([1, 2]), _named(list(range(10)))
+    ('', 'rank 3', 'ranks 1, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
+    """
+    if not ranks:
+        return ""
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
+
+
+# ---- the others ------------------------------------------------------------------------------------------------------
+
+
+def _join(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _hear(calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta) -> str:
+    """Rank zero's verdict."""
+    left_s = max(0.0, end_s - time.monotonic()) + GRACE_S
+    try:
+        calls.wait(["verdict"], timedelta(seconds=left_s))
+        told = calls.get("verdict").decode()
+        calls.add("heard", 1)
+    except RuntimeError as error:  # of the store
+        raise RendezvousError(_no_keeper(where, rank, timeout)) from error
+    return "" if told == "all came" else told
+
+
+def _no_keeper(where: str, rank: int, timeout: timedelta) -> str:
+    return (
+        f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be where rank 0 waits for the others: rank {rank} on host "
+        f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Is rank 0 started, did it "
+        "end with an error of its own, and may this host connect to it (firewall)? Where no launcher is meant, unset "
+        "RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0].rstrip(".")
+
+
+# ---- Lightning's seam ------------------------------------------------------------------------------------------------
+
+
+class RendezvousMixin:
+    """For a DDP strategy: the process group meets by `meet`. torchrun's agents keep a store and a roll of their own."""
+
+    def setup_distributed(self) -> None:
+        """As DDP's, with this store.
+
+        Raises:
+            RendezvousError: As `meet`; or ranks met, and cannot connect to one another.
+        """
+        mine: Any = self
+        reset_seed()
+        mine.set_world_ranks()
+        mine._process_group_backend = mine._get_process_group_backend()
+        environment, kwargs = mine.cluster_environment, dict[str, Any](timeout=mine._timeout)
+        kwargs["device_id"] = mine.root_device if mine.root_device.type != "cpu" else None
+        if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            kwargs["store"] = meet(
+                address=environment.main_address,
+                port=environment.main_port,
+                rank=environment.global_rank(),
+                world_size=environment.world_size(),
+                timeout=mine._timeout,
+            )
+        try:
+            _init_dist_connection(environment, mine._process_group_backend, **kwargs)
+        except dist.DistError as error:
+            raise RendezvousError(
+                f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
+                f"{environment.main_port} and must be able to connect to one another: {_first_line(error)}. "
+                "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
+                "the host's name. Has every process descriptors enough (`ulimit -n`)?"
+            ) from error

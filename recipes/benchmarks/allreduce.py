@@ -1,0 +1,163 @@
+"""Seconds of one all-reduce: every algorithm of the library and the backend's own, over sizes and dtypes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm.plan import Algorithm
+from recipes.benchmarks.report import Row
+
+BACKEND = "torch"
+"""Name of the arm that is the backend's own all-reduce on the default group: what everything is compared with."""
+
+MAX_CALLS = 1000
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceBench:
+    """Times all-reduces one after another, the arms in turns.
+
+    A sample is as many calls of one arm as take about ``min_sample_s``, of which the slowest rank's time per call
+    counts. Calls follow each other without a barrier, which ranks would leave at different times. Each round takes one
+    sample of every arm, and every round begins with another arm. Before, each arm sums ones, and the sum is checked.
+
+    Arguments:
+        algorithms: null means ``auto`` and every algorithm there is.
+        min_bytes, max_bytes, factor: sizes are ``min_bytes * factor**k`` up to ``max_bytes``, which is the last.
+        dtypes: names of torch's, such as ``float16``.
+        num_rounds: samples of each arm, for each size and dtype.
+        timeout_s: of every collective.
+    """
+
+    min_bytes: int
+    max_bytes: int
+    factor: int
+    dtypes: Sequence[str]
+    num_rounds: int
+    algorithms: Sequence[str] | None = None
+    min_sample_s: float = 0.2
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_bytes <= self.max_bytes or self.factor < 2:
+            raise ValueError(
+                f"`min_bytes`, `max_bytes`, `factor` (={self.min_bytes}, {self.max_bytes}, {self.factor}) must be "
+                "ascending sizes and a whole number above 1: sizes are min_bytes * factor**k up to max_bytes."
+            )
+        for name in self.dtypes:
+            if name not in DTYPES:
+                raise ValueError(f"`dtypes` (={name}) must be some of {', '.join(DTYPES)}.")
+        for name in self.algorithms or ():
+            CommPlan(algorithm=name)  # type: ignore[arg-type]  # refuses what is none
+
+    @property
+    def sizes_bytes(self) -> list[int]:
+        """Ascending.
+
+        >>> AllReduceBench(min_bytes=1024, max_bytes=9000, factor=4, dtypes=["float32"], num_rounds=7).sizes_bytes
+        [1024, 4096, 9000]
+        """
+        sizes = []
+        size = self.min_bytes
+        while size < self.max_bytes:
+            sizes.append(size)
+            size *= self.factor
+        return [*sizes, self.max_bytes]
+
+    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Row]:
+        """Rows of all sizes, as they come. Collective."""
+        with self._arms(fabric, topology) as arms:
+            for dtype in self.dtypes:
+                for num_bytes in self.sizes_bytes:
+                    yield from self._size(fabric, topology, arms, num_bytes, getattr(torch, dtype))
+
+    @contextmanager
+    def _arms(self, fabric: Fabric, topology: Topology) -> Iterator[dict[str, Callable[[Tensor], object]]]:
+        names = ["auto", *get_args(Algorithm)] if self.algorithms is None else list(self.algorithms)
+        engines = {
+            name: CommEngine(
+                topology=topology,
+                plan=CommPlan(algorithm=name),  # type: ignore[arg-type]
+                timeout=timedelta(seconds=self.timeout_s),
+                device=fabric.device,
+            )
+            for name in names
+        }
+        try:
+            yield {BACKEND: dist.all_reduce} | {name: _through(engine) for name, engine in engines.items()}
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    def _size(
+        self,
+        fabric: Fabric,
+        topology: Topology,
+        arms: dict[str, Callable[[Tensor], object]],
+        num_bytes: int,
+        dtype: torch.dtype,
+    ) -> Iterator[Row]:
+        num_elements = num_bytes // dtype.itemsize
+        for name, arm in arms.items():  # connects, and warms up
+            ones = torch.ones(num_elements, dtype=dtype, device=fabric.device)
+            arm(ones)
+            if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
+                raise RuntimeError(f"`{name}` gave a wrong sum of {num_bytes} bytes in {dtype} on rank {topology.rank}")
+        flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)  # sums of zeros never overflow
+        slowest_s = max(_seconds_per_call(fabric, arm, flat, 1) for arm in arms.values())
+        num_calls = max(1, min(MAX_CALLS, int(self.min_sample_s / slowest_s)))
+        names, times_s = list(arms), {name: list[float]() for name in arms}
+        for turn in range(self.num_rounds):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                times_s[name].append(_seconds_per_call(fabric, arms[name], flat, num_calls))
+        for name in names:
+            yield Row(
+                section="allreduce",
+                case=str(dtype).removeprefix("torch."),
+                arm=name,
+                num_bytes=num_bytes,
+                num_nodes=topology.num_nodes,
+                times_s=tuple(times_s[name]),
+            )
+
+
+def _through(engine: CommEngine) -> Callable[[Tensor], object]:
+    return lambda flat: engine.submit(flat, bucket_index=0, is_last=True).wait()
+
+
+def _seconds_per_call(fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int) -> float:
+    """Of the slowest rank; the same number on every rank."""
+    fabric.barrier()
+    synchronize(fabric.device)
+    began_s = time.perf_counter()
+    for _ in range(num_calls):
+        arm(flat)
+    synchronize(fabric.device)
+    return slowest([(time.perf_counter() - began_s) / num_calls], fabric.device)[0]
+
+
+def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of each of these times over all ranks. Collective."""
+    times = torch.tensor(times_s, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return [float(time_s) for time_s in times]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,82 @@
+"""One picture and one table of the steps in several records: `python -m recipes.benchmarks.compare OUT.png RECORD...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from recipes.benchmarks.report import Row
+
+NAMES = {"ddp": "stock ddp, fp32", "fp16_compress": "ddp, fp16_compress_hook", "auto": "hybrid_allreduce, 16-true"}
+NETWORKS = {"linear_8mib": "8 MiB of gradients", "resnet50": "ResNet-50", "alexnet": "AlexNet"}
+
+
+def steps_of(record: Path) -> tuple[str, float, list[Row]]:
+    """Layout, rate of a link and the rows of whole steps. ``record``: the folder of a ``bench.json``."""
+    found: dict[str, Any] = json.loads((record / "bench.json").read_text())
+    rows = []
+    for row in found["rows"]:
+        if row["section"] == "step":
+            del row["median_s"]
+            rows.append(Row(**{**row, "times_s": tuple(row["times_s"])}))
+    nodes = found["title"].partition("=")[2].split()
+    return f"{nodes[0]} x {nodes[3]}", found["config"]["link_bytes_per_s"], rows
+
+
+def line_of(layout: str, rate: float, rows: Sequence[Row]) -> str:
+    """A row of a Markdown table: medians [least, most] in ms, ratios to ours, ours over its byte bound."""
+    by_arm = {row.arm: row for row in rows}
+    ours = by_arm["auto"]
+
+    def cell(row: Row) -> str:
+        return f"{row.median_s * 1e3:.0f} [{min(row.times_s) * 1e3:.0f}, {max(row.times_s) * 1e3:.0f}]"
+
+    ratios = [f"{by_arm[arm].median_s / ours.median_s:.2f}" for arm in ("ddp", "fp16_compress")]
+    bounds = [f"{by_arm[arm].median_s / (by_arm[arm].bound_s(rate) or 1):.2f}" for arm in NAMES]
+    cells = [NETWORKS[ours.case], layout, *(cell(by_arm[arm]) for arm in NAMES), *ratios, *bounds]
+    return "| " + " | ".join(cells) + " |"
+
+
+def picture(records: Sequence[tuple[str, float, list[Row]]]) -> Figure:
+    """A panel for each gradient set, a group of bars for each layout; a tick on a bar is its byte bound."""
+    cases = list(dict.fromkeys(row.case for _, _, rows in records for row in rows))
+    figure = Figure(figsize=(4.2 * len(cases), 3.6), layout="constrained")
+    for axes, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
+        groups = [(layout, rate, rows) for layout, rate, rows in records if rows[0].case == case]
+        for index, (_, rate, rows) in enumerate(groups):
+            for place, row in enumerate(row for arm in NAMES for row in rows if row.arm == arm):
+                where = index + 0.28 * (place - 1)
+                label = NAMES[row.arm] if index == 0 else None
+                axes.bar(where, row.median_s, width=0.26, color=f"C{place}", label=label)
+                axes.text(where, row.median_s, f"{row.median_s:.2g}", ha="center", va="bottom", fontsize=8)
+                bound = row.bound_s(rate)
+                if bound is not None:
+                    said = "byte bound" if index == place == 0 else None
+                    axes.hlines(bound, where - 0.13, where + 0.13, color="black", linewidth=1.5, label=said)
+        axes.set_xticks(range(len(groups)), [layout for layout, *_ in groups])
+        axes.set_title(NETWORKS[case])
+        axes.set_xlabel("nodes x ranks")
+        axes.set_ylabel("s per step")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncol=4)
+    return figure
+
+
+def main() -> None:
+    """Write the picture, print the table."""
+    out, *folders = sys.argv[1:]
+    records = [steps_of(Path(folder)) for folder in folders]
+    picture(records).savefig(out, dpi=110)
+    heads = ["gradients", "nodes x ranks", *NAMES.values(), "over ddp", "over fp16_compress"]
+    heads += [f"{arm} / bound" for arm in ("ddp", "fp16_compress", "ours")]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    for record in records:
+        print(line_of(*record))
+
+
+if __name__ == "__main__":
+    main()

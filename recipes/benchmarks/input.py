@@ -1,0 +1,55 @@
+"""Measure the input pipeline on this machine: `python -m recipes.benchmarks.input`, or with `bench.root=/data/imagenet`."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads decode, each with one of torch's
+
+import hydra
+import numpy
+import PIL
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hybrid.data.images import decode
+from recipes.benchmarks import input_cases
+from recipes.benchmarks import report as bench_report
+from recipes.cli import config_check, launch
+
+launch.register_resolvers()
+
+KEYS = {"about": str | None, "bench": input_cases.InputBench, "run_dir": str}
+
+
+@hydra.main(version_base="1.3", config_path="../../conf", config_name="benchmarks/input")
+def main(cfg: DictConfig) -> None:
+    """Measure; print the tables; write ``bench.json`` with every sample, and ``table.md``."""
+    with launch.short_errors():
+        config_check.check(cfg, KEYS)
+        bench = instantiate(cfg.bench)
+        speeds = bench.speeds()
+        waits = bench.waits(speeds)
+    versions = {"numpy": numpy.__version__, "pillow": PIL.__version__}
+    versions["simplejpeg"] = getattr(decode.simplejpeg, "__version__", "not installed")
+    versions["dali"] = input_cases.dali_version()
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    folder = Path(config.pop("run_dir"))
+    config["bench"].pop("scratch")  # a place on this machine
+    told = {
+        "config": config,
+        "environment": bench_report.environment() | versions,
+        "speeds": [input_cases.as_dict(row) for row in speeds],
+        "waits": [asdict(row) for row in waits],
+    }
+    tables = [input_cases.speed_table(speeds)] + ([input_cases.wait_table(waits)] if waits else [])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "table.md").write_text("\n\n".join(tables) + "\n")
+    print("\n" + "\n\n".join(tables) + f"\n\nwritten to {folder.resolve()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Time optimizer updates and whole training steps on this machine: `python -m recipes.benchmarks.optimizer`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.benchmarks import report as bench_report
+from recipes.benchmarks import training as bench_training
+from recipes.benchmarks import updates
+from recipes.cli import config_check, config_values, launch
+
+launch.register_resolvers()
+
+KEYS: dict[str, Any] = {
+    "device": str | None,
+    "num_threads": (config_values.COUNT, None),
+    "about": str | None,
+    "updates": updates.UpdateBench | None,
+    "training": bench_training.TrainingBench | None,
+    "run_dir": str,
+}
+
+
+@hydra.main(version_base="1.3", config_path="../../conf", config_name="benchmarks/optimizer")
+def main(cfg: DictConfig) -> None:
+    """Measure; print the table; write ``bench.json`` with every sample, and ``table.md``."""
+    with launch.short_errors():
+        config_check.check(cfg, KEYS)
+        device = launch.device_of(cfg.device)
+        updates, training = instantiate(cfg.updates), instantiate(cfg.training)
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    rows = [] if updates is None else list(updates.run(device))
+    tables = [] if updates is None else [updates.markdown(rows)]
+    if rows:
+        rate = updates.copy_rate(device)
+        tables.append(updates.floor_markdown(rows, rate))
+        print("\n\n".join(tables), flush=True)
+    steps = [] if training is None else list(training.run(device))
+    tables += [bench_training.markdown(steps)] if steps else []
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    folder = Path(config.pop("run_dir"))
+    told = {
+        "config": config,
+        "environment": {**bench_report.environment(), "device": str(device), "num_threads": torch.get_num_threads()},
+        "copy_bytes_per_s": rate if rows else None,
+        "rows": [asdict(row) | {"median_s": row.median_s} for row in rows],
+        "training": [asdict(row) for row in steps],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "table.md").write_text("\n\n".join(tables) + "\n")
+    print(f"\n{tables[-1] if steps else ''}\n\nwritten to {folder.resolve()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Seconds of whole training steps of Lightning's, by strategy, at the gradient shapes of known networks."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import Topology
+from recipes.benchmarks.allreduce import slowest, synchronize
+from recipes.benchmarks.baselines import CompressedDDPStrategy, SilentStrategy
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, numel
+from recipes.benchmarks.report import Row
+
+STOCK, COMPRESSED = "ddp", "fp16_compress"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A strategy and a precision, by a name.
+
+    ``ddp``: stock Lightning in fp32. ``fp16_compress``: the same with torch's hook. ``auto`` or the name of an
+    algorithm: ours, ``precision="16-true"``. The same with ``_fp32`` behind it: ours, in fp32. ``is_silent``: ours, but
+    nothing is averaged.
+
+    >>> Arm(name="two_level").precision, Arm(name="auto_fp32").precision, Arm(name="fp16_compress").wire_itemsize
+    ('16-true', '32-true', 2)
+    """
+
+    name: str
+    bucket_bytes: int | None = None
+    timeout_s: float = 300.0
+    is_silent: bool = False
+
+    @property
+    def precision(self) -> Any:
+        """For the ``Trainer``."""
+        return "32-true" if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32") else "16-true"
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of an element on the wire."""
+        return 4 if self.precision == "32-true" and self.name != COMPRESSED else 2
+
+    def strategy(self) -> DDPStrategy:
+        """A new one."""
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.name == STOCK:
+            return DDPStrategy(timeout=timeout)
+        if self.name == COMPRESSED:
+            return CompressedDDPStrategy(timeout=timeout)
+        algorithm: Any = self.name.removesuffix("_fp32")
+        ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
+        return ours(algorithm=algorithm, bucket_bytes=self.bucket_bytes, timeout=timeout)
+
+
+class StepClock(Callback):
+    """Notes when each step ended."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Read the clock once the device is done."""
+        synchronize(trainer.strategy.root_device)
+        self.ends_s.append(time.perf_counter())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBench:
+    """Times whole steps, from the end of one to the end of the next: forward, backward, averaging, optimizer, loop.
+
+    Arms take turns: each round is a ``Trainer.fit`` of every arm, whose first steps are not counted (buckets are
+    rebuilt after the first).
+
+    Arguments:
+        trainer: makes a ``Trainer`` for this world out of the other arguments.
+        gradients: names of ``recipes.benchmarks.gradient_sets``.
+        arms: see ``Arm``.
+        num_rounds, num_steps: fits of each arm, and steps counted in each fit.
+        num_warmup_steps: steps not counted in each fit; 2 or more.
+        bucket_bytes: of our own arms; null means the library's.
+        overlap: null, or which of our arms also runs with a backward as long as its communication.
+    """
+
+    trainer: Callable[..., pl.Trainer]
+    gradients: Sequence[str]
+    arms: Sequence[str]
+    num_rounds: int
+    num_steps: int
+    num_warmup_steps: int = 3
+    bucket_bytes: int | None = None
+    overlap: str | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in self.gradients:
+            if name not in GRADIENT_SETS:
+                raise ValueError(f"`gradients` (={name}) must be one of {', '.join(GRADIENT_SETS)}.")
+        for key, name in [*(("arms", arm) for arm in self.arms), ("overlap", self.overlap or STOCK)]:
+            try:
+                self._arm(name).strategy()
+            except ValueError as error:
+                raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
+        if self.overlap in (STOCK, COMPRESSED):
+            raise ValueError(f"`overlap` (={self.overlap}) must be an arm of ours: auto or an algorithm.")
+        if self.num_warmup_steps < 2:
+            raise ValueError(
+                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more: buckets are rebuilt after the first "
+                "step, and a time is taken from the end of one step to the end of the next."
+            )
+
+    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Row]:
+        """Rows of all gradient sets, as they come. Collective."""
+        fit = partial(self._fit, fabric)
+        for gradients in self.gradients:
+            times_s = {name: list[float]() for name in self.arms}
+            for _ in range(self.num_rounds):
+                for name in self.arms:
+                    times_s[name] += fit(gradients, self._arm(name), backward_s=0.0)
+            for name in self.arms:
+                yield self._row("step", gradients, name, topology, times_s[name])
+            if self.overlap is not None:
+                yield from self._overlap(fit, gradients, self.overlap, topology)
+
+    def _overlap(self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology) -> Iterator[Row]:
+        """Steps with and without communication; these without arithmetic, and with a backward that waits as long."""
+        arm = self._arm(name)
+        silent = replace(arm, is_silent=True)
+        with_s, without_s = (statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent))
+        backward_s = max(0.0, with_s - without_s)
+        cases = [(arm, 0.0), (silent, 0.0), (arm, backward_s), (silent, backward_s)]
+        times_s: list[list[float]] = [[] for _ in cases]
+        for _ in range(self.num_rounds):
+            for (each, wait_s), samples in zip(cases, times_s, strict=True):
+                samples += fit(gradients, each, backward_s=wait_s)
+        for (each, wait_s), samples in zip(cases, times_s, strict=True):
+            words = f"{name}{', silent' * each.is_silent}{f', backward of {wait_s:.3f} s' * bool(wait_s)}"
+            yield self._row("overlap", gradients, words, topology, samples, wait_s)
+
+    def _arm(self, name: str) -> Arm:
+        return Arm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
+
+    def _fit(self, fabric: Fabric, gradients: str, arm: Arm, *, backward_s: float) -> list[float]:
+        """Seconds of each counted step; the same numbers on every rank."""
+        clock = StepClock()
+        module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s)
+        trainer = self.trainer(
+            strategy=arm.strategy(),
+            precision=arm.precision,
+            max_steps=self.num_warmup_steps + self.num_steps,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        steps = torch.zeros(self.num_warmup_steps + self.num_steps, 1)
+        trainer.fit(module, DataLoader(steps, batch_size=1))  # type: ignore[arg-type]
+        del trainer, module
+        gc.collect()
+        counted = clock.ends_s[self.num_warmup_steps - 1 :]
+        return slowest([end - begin for begin, end in itertools.pairwise(counted)], fabric.device)
+
+    def _row(
+        self,
+        section: str,
+        gradients: str,
+        arm: str,
+        topology: Topology,
+        times_s: Sequence[float],
+        backward_s: float = 0.0,
+    ) -> Row:
+        name = arm.partition(",")[0]
+        return Row(
+            section=section,
+            case=gradients,
+            arm=arm,
+            num_bytes=numel(GRADIENT_SETS[gradients]()) * Arm(name=name).wire_itemsize,
+            num_nodes=topology.num_nodes,
+            times_s=tuple(times_s),
+            backward_s=backward_s,
+        )

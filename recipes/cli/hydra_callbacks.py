@@ -1,0 +1,45 @@
+"""What every recipe does before Hydra makes a directory for it: `hydra.callbacks` of `conf/job.yaml`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.cli import launch, preflight, stdio
+
+
+class BeforeRun(Callback):
+    """Refuse surroundings that cannot work, in one message; outlive standard output.
+
+    Hydra writes into the run directory before it calls a recipe, and has no words for a directory that takes nothing.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Of a single job."""
+        self._look(config, "run")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Of a sweep."""
+        self._look(config, "sweep")
+
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Leave the streams as they were."""
+        stdio.restore()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Leave the streams as they were."""
+        stdio.restore()
+
+    def _look(self, config: DictConfig, mode: str) -> None:
+        stdio.last()
+        with launch.short_errors():  # Hydra would only warn of another error than SystemExit
+            own = {name: value for name, value in _plain(config).items() if name != "hydra"}
+            preflight.check_secrets(own)
+            folder = config.hydra[mode].dir
+            preflight.check(folder if launch.is_rank_zero() else None)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))

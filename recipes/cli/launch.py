@@ -1,0 +1,205 @@
+"""One job, one directory: what Hydra, Lightning's launcher and torchrun must agree on, and clear words when they fail.
+
+Three ways to start the ranks of a job, and who knows what:
+
+    python recipes/train.py              Lightning starts ranks 1, 2, ... by repeating the command line; Hydra would let
+                                         each choose a directory and, under --multirun, each run the whole sweep
+    torchrun recipes/train.py            every rank composes its own configuration and would take its own time stamp
+    srun python recipes/train.py         the same
+
+so `job` rewrites the command line to repeat exactly this job in this directory, and the directory of a job that was
+started from outside carries the launcher's own id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch.distributed
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from lightning.fabric import Fabric
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed import DistError
+
+from lightning_hybrid.checkpoint.file import CheckpointWriteError
+from lightning_hybrid.strategy.rendezvous import RendezvousError
+from recipes.cli.launch_variables import LAUNCH_VARIABLES
+from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
+from recipes.training import tracking
+
+KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
+"""Errors whose message says what is wrong without their name."""
+
+TOLD_WHILE_RUNNING = (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError)
+"""Errors of a run that end it in one message; a ValueError if it is about what was given."""
+
+IN_OUR_WORDS = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)")
+
+NOT_TOGETHER = (
+    "`WORLD_SIZE` ranks must find one another at MASTER_ADDR:MASTER_PORT and stay; one did not come, or is gone: see "
+    "what it said, and whether a firewall is between"
+)
+
+
+# ---- resolvers -------------------------------------------------------------------------------------------------------
+
+
+def launch_id(otherwise: str) -> str:
+    """A name that every rank of a job started by torchrun or SLURM finds alike; else `otherwise`."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun-{run_id}"
+    if slurm_started_us():
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', 0)}"
+    return otherwise
+
+
+def register_resolvers() -> None:
+    """Make the functions that `conf` uses known; before Hydra composes."""
+    resolvers: dict[str, Callable[..., Any]] = {
+        "launch_id": launch_id,
+        "world_from_launcher": world_from_launcher,
+        "product": lambda a, b: a * b,
+        "accumulation": accumulation,
+        "steps_between_questions": steps_between_questions,
+        "on_rank_zero": lambda value: value if is_rank_zero() else None,
+        "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
+        "offline_unless_told": lambda: "WANDB_MODE" not in os.environ,
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank zero, by what its launcher says; true where there is none."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all).
+
+    To be put around what is done before work starts: whatever goes wrong there comes from what was given.
+    """
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        raise SystemExit(f"error: {told_of(error)}") from None
+
+
+def told_of(error: Exception) -> str:
+    """What an error says, and where: the key of the part that could not be built, and what of it was given."""
+    where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
+    cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
+    notes = ("full_key:", "object_type=", "reference_type=")
+    text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
+    text = text.removeprefix("ValueError raised while resolving interpolation: ")
+    key = where.partition(":")[2].strip()
+    if isinstance(cause, DistError):
+        return f"{NOT_TOGETHER}: {text.partition(chr(10))[0]}"
+    if IN_OUR_WORDS.match(text) is None:  # not in our words: by torch, Lightning or the system
+        text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
+        text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
+    return text + (f" [{key}]" if key else "")
+
+
+def _given(key: str) -> str:
+    """What of a part was given on the command line: by its message alone nobody would know."""
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
+    within = [
+        one for one, name in names.items() if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+    ]
+    given = within if key and within else list(names)
+    return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; None: CUDA's where there is one, else the CPU.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` (={name!r}) must be a device of this machine: {reason}. Set device=cpu.") from error
+    return device
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def quieten() -> None:
+    """Ignore what Lightning 2.6 does wrong in the eyes of torch 2.13 at every loader: no user can change it."""
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+@contextmanager
+def job() -> Iterator[list[pl.Trainer | Fabric]]:
+    """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
+
+    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
+    we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
+    """
+    quieten()
+    hydra = HydraConfig.get()
+    before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
+    sys.argv = [argv[0], *command_of_this_job()]
+    with read_write(
+        cast(DictConfig, hydra)
+    ):  # Lightning gives this, and not the directory of a sweep, to the ranks it starts
+        hydra.run.dir = hydra.runtime.output_dir
+    try:
+        yield trainers
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
+            process.wait()
+        exit_code = 0
+    except (SIGTERMException, KeyboardInterrupt):
+        if is_rank_zero():
+            print(f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto", flush=True)
+        raise
+    except TOLD_WHILE_RUNNING as error:
+        is_told = not isinstance(error, ValueError) or str(error).startswith("`")
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters
+            raise
+        raise SystemExit(f"error: {told_of(error)}") from None
+    finally:
+        sys.argv = argv
+        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
+            os.environ.pop(name, None)
+        tracking.finish(exit_code)
+
+
+def command_of_this_job() -> list[str]:
+    """The command line, without the script, that makes Hydra compose this very job again and run it alone."""
+    hydra = HydraConfig.get()
+    command = [f"--config-name={hydra.job.config_name}"]
+    command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]
+    ours = ("hydra.mode=", "hydra.run.", "hydra.sweep.", "hydra/sweeper", "hydra.sweeper", "hydra/launcher")
+    # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
+    of_hydra, of_task = (
+        cast(list[str], OmegaConf.to_container(given)) for given in (hydra.overrides.hydra, hydra.overrides.task)
+    )
+    command += [override for override in of_hydra if not override.lstrip("+").startswith(ours)]
+    return [*command, *of_task, "hydra.mode=RUN"]

@@ -1,0 +1,71 @@
+"""Standard output and error that may end before the run does: `| head -1`, a terminal that is gone, a full disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any, TextIO, cast
+
+
+class BrokenPipeSafeStream:
+    """A stream of text whose end does not end the run: what cannot be written is dropped, and that is said once.
+
+    Args:
+        stream: `sys.stdout` or `sys.stderr`.
+        name: For the words.
+        other: Where to say it.
+    """
+
+    def __init__(self, stream: TextIO, *, name: str, other: Any) -> None:
+        self._stream, self._name, self._other = stream, name, other
+
+    def write(self, text: str) -> int:
+        """As of any stream; never fails for want of a reader or of space."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._let_go(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """As of any stream."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._let_go(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self, error: OSError) -> None:
+        """Point it at nothing, so that neither later words nor the interpreter's last flush fail."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
+        if self._other is not None:
+            told = (
+                f"{self._name} takes no more ({error.strerror}): nothing is printed there from here on; the run goes on"
+            )
+            print(told, file=self._other, flush=True)
+
+
+def last() -> None:
+    """Let this process outlive its standard output and error. Once is enough.
+
+    Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
+    """
+    logging.raiseExceptions = False
+    for name, words, other in (("stdout", "standard output", "stderr"), ("stderr", "standard error", None)):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, BrokenPipeSafeStream):
+            beside = getattr(sys, other) if other else None
+            setattr(sys, name, BrokenPipeSafeStream(cast(TextIO, stream), name=words, other=beside))
+
+
+def restore() -> None:
+    """Undo `last`."""
+    logging.raiseExceptions = True
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), BrokenPipeSafeStream):
+            setattr(sys, name, stream._stream)

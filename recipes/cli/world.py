@@ -1,0 +1,173 @@
+"""How many ranks there are, and how the images of a step are dealt to them: plain arithmetic before anything starts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_hybrid.data import batch_size_per_rank
+from lightning_hybrid.models import ghost_batch_size
+from recipes.cli.preflight import check_place, whole_number
+
+
+def slurm_started_us() -> bool:
+    """Whether this process is a task of a SLURM job, as Lightning sees it: not in an interactive shell."""
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
+    """Ranks of the world, from the trainer's arguments.
+
+    >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1), num_ranks("auto", 2, "cpu")
+    (8, 2, 3, 2)
+
+    Raises:
+        ValueError: `devices` is no number of devices.
+    """
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if not isinstance(devices, int | str):
+        return len(devices) * num_nodes
+    if devices in ("auto", -1, "-1"):
+        devices = 1 if accelerator == "cpu" else torch.cuda.device_count() or 1
+    try:
+        return int(devices) * num_nodes
+    except ValueError:
+        raise ValueError(
+            f"`trainer.devices` (={devices!r}) must be a number of devices, a list of them or auto: each is a process."
+            " Set trainer.devices=2."
+        ) from None
+
+
+def world_from_launcher(what: str, otherwise: int | str) -> int | str:
+    """Ranks of a node (`what="devices"`) or nodes (`"num_nodes"`), from torchrun or SLURM; else `otherwise`.
+
+    SLURM counts where Lightning takes its word too: tasks of a job step that is not an interactive shell.
+    """
+    names = {
+        "devices": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+        "num_nodes": ("GROUP_WORLD_SIZE", "SLURM_NNODES"),
+    }
+    of_torchrun, of_slurm = names[what]
+    if of_torchrun in os.environ:
+        return whole_number(of_torchrun)
+    if slurm_started_us() and of_slurm in os.environ:
+        return whole_number(of_slurm)
+    return otherwise
+
+
+def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
+    """After how many steps ranks ask each other whether one was told to stop.
+
+    On GPUs the host's wait for the answer costs most where steps are short. Steps of many batches last for seconds, and
+    the signal's grace is 30 of them.
+
+    >>> steps_between_questions("gpu", 1), steps_between_questions("gpu", 64), steps_between_questions("cpu", 1)
+    (20, 1, 1)
+    """
+    has_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    return 20 if has_gpu and accumulate_grad_batches == 1 else 1
+
+
+def check_world(trainer: pl.Trainer) -> None:
+    """Refuse a launcher whose ranks are not the trainer's, and a rank that is not among them.
+
+    Raises:
+        ValueError: They are not.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None:
+        return
+    size = {"num_devices": trainer.num_devices, "num_nodes": trainer.num_nodes}
+    environment.validate_settings(**size)
+    check_place(local_rank=environment.local_rank(), node_rank=environment.node_rank(), **size)
+
+
+def accumulation(
+    global_batch_size: int,
+    batch_size_per_rank: int | None,
+    max_batch_size_per_rank: int | None,
+    devices: Any,
+    num_nodes: int,
+    accelerator: str = "auto",
+) -> int:
+    """Batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
+
+    Without a `batch_size_per_rank`, the fewest whose batches are alike and of at most `max_batch_size_per_rank` images;
+    without that either, one.
+
+    Raises:
+        ValueError: It is not a whole number, or an argument is not, or the fewest equal batches are more than twice as
+            many as the limit asks for.
+
+    >>> accumulation(256, 32, None, 4, 1), accumulation(256, None, None, 4, 1)
+    (2, 1)
+    >>> accumulation(65536, None, 128, 8, 256), accumulation(65536, None, 128, 1, 1), accumulation(96, None, 10, 2, 1)
+    (1, 512, 6)
+    """
+    world_size = num_ranks(devices, num_nodes, accelerator)
+    if world_size < 1 or not isinstance(global_batch_size, int):
+        return 1  # the trainer refuses a world without ranks in its own words, `check` the batch
+    share = global_batch_size / world_size
+    if batch_size_per_rank is None:
+        if max_batch_size_per_rank is None:
+            return 1
+        _check_batch("max_batch_size_per_rank", max_batch_size_per_rank, share, why="null for no limit")
+        if share % 1 or share <= max_batch_size_per_rank:
+            return 1  # what does not divide by the ranks is refused when the data is built
+        return _fewest_rounds(int(share), max_batch_size_per_rank, world_size)
+    _check_batch("batch_size_per_rank", batch_size_per_rank, share, why="null for a rank's whole share")
+    together = world_size * batch_size_per_rank
+    if global_batch_size < 1 or global_batch_size % together:
+        nearest = _nearest(global_batch_size, together)
+        raise ValueError(
+            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * batch_size_per_rank` "
+            f"(={world_size} * {batch_size_per_rank}): {global_batch_size / together:.2f} accumulation steps is not a "
+            f"whole number. Nearest that fit: global_batch_size={nearest}."
+        )
+    return global_batch_size // together
+
+
+def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches: int) -> str:
+    """How the images of a step are dealt, in one line.
+
+    Raises:
+        ValueError: They do not divide.
+
+    >>> batch_line(65536, 256, 2)
+    'batch: 65536 images = 256 ranks x 2 batches of 128; BatchNorm sees 128 at a time'
+    """
+    parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
+    images = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
+    seen = ghost_batch_size(global_batch_size=global_batch_size, **parts)
+    dealt = f"{world_size} ranks x {accumulate_grad_batches} batch{'es' if accumulate_grad_batches > 1 else ''}"
+    return f"batch: {global_batch_size} images = {dealt} of {images}; BatchNorm sees {seen} at a time"
+
+
+def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
+    """Not just any divisor: a share that is twice a prime would train two images at a time, without a word."""
+    fewest = -(-share // max_batch_size)
+    for rounds in range(fewest, 2 * fewest + 1):
+        if share % rounds == 0:
+            return rounds
+    nearest = _nearest(share * world_size, world_size * max_batch_size)
+    raise ValueError(
+        f"`global_batch_size` (={share * world_size}) must divide into equal batches: the {share} images of each of "
+        f"{world_size} ranks have no divisor from {-(-share // (2 * fewest))} to `max_batch_size_per_rank` "
+        f"(={max_batch_size}). Nearest that fit: global_batch_size={nearest}; or choose another number of ranks."
+    )
+
+
+def _nearest(global_batch_size: int, part: int) -> str:
+    below = max(global_batch_size, 0) // part * part
+    return f"{below} or {below + part}" if below else str(part)
+
+
+def _check_batch(name: str, value: Any, share: float, *, why: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"`{name}` (={value}) must be a whole number of images above zero, or {why}: here {share:g} images."
+        )

@@ -1,0 +1,300 @@
+"""Packing an image set into shards: what `recipes/pack.py` does, one split after the other.
+
+Every shard appears whole or not at all, with an index of its own beside it; the index of all is written last. A run
+that was killed therefore goes on behind its last whole shard, and a reader never finds half a set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from lightning_hybrid.data.images.crops import resized, short_side_resized
+from lightning_hybrid.data.images.datamodule import share_of_cores
+from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
+from lightning_hybrid.data.images.folder import ImageFolder, check_root
+from lightning_hybrid.data.images.shards import (
+    INDEX_NAME,
+    ShardedImages,
+    ShardIndex,
+    crc32_of,
+    damaged_shards,
+    shard_name,
+)
+
+PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
+NUM_SAMPLES = 64  # ours: images whose mean size tells how many make a shard
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What became of one split."""
+
+    split: str
+    num_images: int
+    num_shards: int
+    num_bytes: int
+    num_corrupt: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How to pack.
+
+    Args:
+        root: The set as it is unpacked.
+        out: Where `<split>/shard-*.bin` and `<split>/index.npz` go.
+        splits: Folders of `root`.
+        seed: Of the order in which images are stored.
+        short_side: Images whose short side is longer are resized to it (bilinear, antialiased) and encoded again as
+            JPEG; None: every file stays as it is.
+        quality: Of the JPEGs that are encoded again.
+        shard_bytes: About so many in a file.
+        max_corrupt_images: So many images of a split that cannot be decoded are left out and listed in
+            `<split>/corrupt.txt`; more end the run.
+        num_threads: None: a thread per core.
+        verify: Decode what is not resized as well, to find what is corrupt now rather than in training.
+    """
+
+    root: str
+    out: str
+    splits: Sequence[str]
+    seed: int
+    short_side: int | None
+    quality: int
+    shard_bytes: int
+    max_corrupt_images: int
+    num_threads: int | None
+    verify: bool
+
+    def __post_init__(self) -> None:
+        if Path(self.root).resolve() == Path(self.out).resolve():
+            raise ValueError(
+                f"`out` (={self.out}) must not be `root`: shards beside class folders are one set twice. Set out=..."
+            )
+        for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"`{name}` (={getattr(self, name)}) must be from {least} to {most}. Set {name}=...")
+        if self.short_side is not None and self.short_side < 1:
+            raise ValueError(f"`short_side` (={self.short_side}) must be pixels above zero, or null to resize nothing.")
+
+    def run(self) -> list[Packed]:
+        """Pack every split.
+
+        Raises:
+            ValueError: `root` is incomplete, `out` holds another packing, or too many images are corrupt.
+        """
+        check_root(Path(self.root), self.splits)
+        sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}
+        return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
+
+    def prepared(self, data: bytes) -> bytes:
+        """The bytes to store for an image file.
+
+        Raises:
+            CorruptImageError: It cannot be decoded.
+        """
+        if self.short_side is None and not self.verify:
+            return data
+        pixels = decode_rgb(data, decoder=default_decoder())
+        height, width, _ = pixels.shape
+        if self.short_side is None or min(height, width) <= self.short_side:
+            return data
+        height, width = short_side_resized(height, width, short_side=self.short_side)
+        small = resized(pixels, height=height, width=width)[0].permute(1, 2, 0).contiguous().numpy()
+        return encode_jpeg(small, quality=self.quality)
+
+
+@dataclass
+class _Split:
+    """One split on its way."""
+
+    packing: Packing
+    source: ImageFolder
+    out: Path
+    corrupt: list[tuple[str, str]] = field(default_factory=list)  # name, reason
+
+    def run(self) -> Packed:
+        start_s = time.perf_counter()
+        self.out.mkdir(parents=True, exist_ok=True)
+        num_per_shard = self._agree_on_plan()
+        if not (self.out / INDEX_NAME).is_file():
+            order = np.random.default_rng([self.packing.seed, 0]).permutation(len(self.source))
+            bar = tqdm(total=len(self.source), desc=self.out.name, unit=" images", smoothing=0.05)
+            parts = []
+            for shard, start in enumerate(range(0, len(order), num_per_shard)):
+                images = order[start : start + num_per_shard]
+                parts.append(self._part(shard) or self._write(shard, images, bar))
+                self._note_corrupt(parts[-1])
+                bar.update(start + len(images) - bar.n)
+            bar.close()
+            about = json.dumps({name: getattr(self.packing, name) for name in _DECIDES})
+            replace(ShardIndex.joined(parts), about=about).save(self.out / INDEX_NAME)
+        for path in self.out.glob("*.part"):
+            path.unlink()
+        index = ShardedImages(self.out).index
+        return Packed(
+            split=self.out.name,
+            num_images=len(index.labels),
+            num_shards=len(index.shard_num_bytes),
+            num_bytes=int(index.shard_num_bytes.sum()),
+            num_corrupt=len(self.source) - len(index.labels),
+            seconds=time.perf_counter() - start_s,
+        )
+
+    def _agree_on_plan(self) -> int:
+        """Images per shard; the same as before, or this is another packing."""
+        packing = {name: value for name, value in asdict(self.packing).items() if name in _DECIDES}
+        names = crc32_of(self._name(image) for image in range(len(self.source)))
+        plan = packing | {"num_images": len(self.source), "names_crc32": names}
+        path = self.out / PLAN_NAME
+        if path.is_file():
+            before = json.loads(path.read_text())
+            num_per_shard: int = before.pop("num_per_shard")
+            if different := [name for name in plan if plan[name] != before.get(name)]:
+                name = different[0]
+                raise ValueError(
+                    f"`{name}` (={plan[name]}) must be that of the packing in {self.out} (={before.get(name)}), which "
+                    "this would go on with. Pack as before, or into another out=..."
+                )
+            return num_per_shard
+        samples = np.random.default_rng([self.packing.seed, 1]).choice(
+            len(self.source), size=min(NUM_SAMPLES, len(self.source)), replace=False
+        )
+        sizes = [len(data) for data in map(self._prepared, samples) if isinstance(data, bytes)]
+        num_per_shard = max(1, round(self.packing.shard_bytes / max(1.0, float(np.mean(sizes or [1])))))
+        _write_whole(path, json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1).encode() + b"\n")
+        return num_per_shard
+
+    def _name(self, image: int) -> bytes:
+        """`<class>/<file>`."""
+        return os.fsencode(self.source.name(image)[len(str(self.source.folder)) + 1 :])
+
+    def _prepared(self, image: int) -> bytes | str:
+        """The bytes to store, or why there are none."""
+        try:
+            return self.packing.prepared(self.source.read(int(image)))
+        except (CorruptImageError, OSError) as error:
+            return str(error)
+
+    def _part(self, shard: int) -> ShardIndex | None:
+        """The index of a shard that an earlier run finished."""
+        path, index = self.out / shard_name(shard), self._part_path(shard)
+        if not index.is_file() or not path.is_file():
+            return None
+        part = ShardIndex.load(index)
+        return part if path.stat().st_size == part.shard_num_bytes[0] else None
+
+    def _part_path(self, shard: int) -> Path:
+        return self.out / shard_name(shard).replace(".bin", ".part")
+
+    def _write(self, shard: int, images: NDArray[np.int64], bar: tqdm) -> ShardIndex:
+        path = self.out / shard_name(shard)
+        unfinished = path.with_suffix(".unfinished")
+        kept, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
+        with open(unfinished, "wb") as file:
+            num_threads = self.packing.num_threads or share_of_cores(1)
+            for image, data in zip(images, mapped_ahead(self._prepared, images, num_threads), strict=True):
+                bar.update()
+                if isinstance(data, str):
+                    corrupt.append((self.source.name(int(image)), data))
+                    self._refuse_too_many(corrupt)
+                    continue
+                file.write(data)
+                kept.append(int(image))
+                sizes.append(len(data))
+                crc32s.append(zlib.crc32(data))
+                shard_crc32 = zlib.crc32(data, shard_crc32)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        part = ShardIndex(
+            shards=np.full(len(kept), shard, dtype=np.int32),
+            offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(kept)].astype(np.int64),
+            num_bytes=np.array(sizes, dtype=np.int32),
+            crc32s=np.array(crc32s, dtype=np.uint32),
+            labels=self.source.labels[kept],
+            names=np.array([self._name(image) for image in kept], dtype=np.bytes_),
+            shard_num_bytes=np.array([sum(sizes)], dtype=np.int64),
+            shard_crc32s=np.array([shard_crc32], dtype=np.uint32),
+            classes=self.source.classes,
+            about=json.dumps({"corrupt": corrupt}),
+        )
+        part.save(self._part_path(shard))
+        return part
+
+    def _note_corrupt(self, part: ShardIndex) -> None:
+        self.corrupt += [(name, why) for name, why in json.loads(part.about)["corrupt"]]
+        self._refuse_too_many([])
+        if self.corrupt:
+            lines = "".join(f"{name}\t{why}\n" for name, why in self.corrupt)
+            _write_whole(self.out / CORRUPT_NAME, lines.encode(errors="replace"))
+
+    def _refuse_too_many(self, more: Sequence[tuple[str, str]]) -> None:
+        corrupt = [*self.corrupt, *more]
+        if len(corrupt) > self.packing.max_corrupt_images:
+            name, why = corrupt[-1]
+            raise ValueError(
+                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the number of images that "
+                f"cannot be decoded: there are {len(corrupt)} so far, the last {name} ({why}). Repair them, or set "
+                f"max_corrupt_images={len(corrupt)} or more to leave them out."
+            )
+
+
+_DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # of a packing: what the bytes depend on
+
+
+def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: int) -> Iterator[R]:
+    """`map`, by threads, in order, and no more than a few values ahead: results are large.
+
+    >>> list(mapped_ahead(lambda value: value * value, range(5), num_threads=2))
+    [0, 1, 4, 9, 16]
+    """
+    with ThreadPoolExecutor(num_threads) as pool:
+        waiting: deque[Future[R]] = deque()
+        for value in values:
+            waiting.append(pool.submit(function, value))
+            if len(waiting) > 4 * num_threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(data)
+    os.replace(unfinished, path)
+
+
+def check_packed(out: Path, splits: Sequence[str]) -> None:
+    """Read every byte of a packed set.
+
+    Raises:
+        ValueError: Packing was not finished, or a shard is not what was packed.
+    """
+    for split in splits:
+        if not (out / split / INDEX_NAME).is_file():
+            raise ValueError(
+                f"`out` (={out}) must be packed to its end before it can be checked: there is no {split}/{INDEX_NAME}. "
+                "Run it without check=true: it goes on where it was."
+            )
+        if damaged := damaged_shards(out / split):
+            raise ValueError(
+                f"`out` (={out}) must hold what was packed: {split}/{damaged[0]} does not ({len(damaged)} shards of "
+                f"{split}/ do not). Copy them again, or remove {split}/ and pack again."
+            )

@@ -1,0 +1,176 @@
+"""Whole fits of a small network: how they end, that nothing was rounded that should not be, and that they resume."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.optim import LAMB, LARS
+from recipes.gpu.runner import Details, Given
+
+BATCH_SIZE, NUM_BATCHES, NUM_EPOCHS = 16, 8, 3
+ONE_STEP = 2.0**-12  # added to 1 it is lost in fp16 and in bf16
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "lars": lambda params, fused: LARS(params, lr=0.5, trust_coefficient=0.02, weight_decay=1e-4, fused=fused),
+    "lamb": lambda params, fused: LAMB(params, lr=0.01, weight_decay=1e-4, fused=fused),
+    "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=fused),
+}
+
+
+class Small(pl.LightningModule):
+    """Convolutions in channels_last, three normalisations, sizes that leave gradients at odd addresses, two buffers."""
+
+    third: Tensor
+    num_steps: Tensor
+
+    def __init__(
+        self, optimizer: str = "sgd", *, fused: bool = True, on_hidden: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            convolutions = (nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 13, 3, stride=2))
+            self.features = nn.Sequential(*convolutions, nn.GroupNorm(1, 13)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.head = nn.Sequential(nn.Linear(13, 37), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 10))
+        self.register_buffer("third", torch.full((5,), 1 / 3))
+        self.register_buffer("num_steps", torch.ones(()))
+        self.optimizer_name, self.fused, self.on_hidden = optimizer, fused, on_hidden
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Cross entropy; nothing is read back."""
+        self.num_steps += ONE_STEP
+        hidden = self.features(batch[0]).mean(dim=(2, 3))
+        if self.on_hidden is not None:
+            hidden.register_hook(self.on_hidden)
+        loss = F.cross_entropy(self.head(hidden).float(), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """A forward pass."""
+        self.head(self.features(batch[0]).mean(dim=(2, 3)))
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """By name."""
+        return OPTIMIZERS[self.optimizer_name](self.parameters(), self.fused)
+
+
+def loader(seed: int = 0) -> DataLoader:
+    """The same batches each time: ten classes, told apart by the brightness of a channel."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (BATCH_SIZE * NUM_BATCHES,), generator=generator)
+    images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
+    images[:, 0] += labels[:, None, None] / 5
+    images[:, 1] -= labels[:, None, None] % 3
+    return DataLoader(TensorDataset(images, labels), batch_size=BATCH_SIZE, pin_memory=torch.cuda.is_available())
+
+
+def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
+    """Quiet; on CUDA with the same bits each time."""
+    quiet: dict[str, Any] = {
+        "accelerator": "gpu" if given.on_cuda else "cpu",
+        "devices": 1,
+        "strategy": HybridAllReduceStrategy(loss_scale=2.0**10 if precision == "16-true" else None),
+        "max_epochs": NUM_EPOCHS,
+        "deterministic": True,
+        "log_every_n_steps": 1000,
+        "num_sanity_val_steps": 0,
+    }
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return pl.Trainer(**{**quiet, **dict.fromkeys(off, False), "precision": precision, **settings})
+
+
+def fit(given: Given, module: Small, precision: Any, **settings: Any) -> dict[str, Tensor]:
+    """Weights and buffers after a whole fit, on the CPU. Whatever `Trainer.fit` raises comes through."""
+    data, ckpt_path = settings.pop("data", None), settings.pop("ckpt_path", None)
+    trainer_for(given, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+# ---- ends, and exact buffers -----------------------------------------------------------------------------------------
+
+
+def ends_in(precision: str, optimizer: str) -> Callable[[Given], Details]:
+    """A check: by lists and by kernels, it learns, ends, leaves an fp32 module with exact buffers; and both agree."""
+    return _Ends(precision, optimizer)
+
+
+class _Ends:
+    def __init__(self, precision: str, optimizer: str) -> None:
+        self.precision, self.optimizer = precision, optimizer
+
+    def __call__(self, given: Given) -> Details:
+        weights, told = [], []
+        for fused in (False, True):
+            module = Small(self.optimizer, fused=fused)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                weights.append(fit(given, module, self.precision))
+            told += [str(each.message) for each in caught]
+            _is_as_before(module)
+            first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
+            assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
+        if (self.precision, self.optimizer) == ("16-true", "lars"):
+            for what in ("validate", "test", "predict"):
+                getattr(trainer_for(given, self.precision), what)(module, loader())
+                _is_as_before(module)
+        apart = max(_apart(weights[0][name], weights[1][name]) for name in weights[0])
+        # Both round alike to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
+        bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[self.precision]
+        assert apart < bound, f"kernels and lists must agree to {bound}, and are {apart:.2g} of a norm apart"
+        return {"told": f"lists and kernels {apart:.1e} apart", "warnings": list(dict.fromkeys(told))}
+
+
+def _is_as_before(module: Small) -> None:
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point():
+            assert tensor.dtype is torch.float32, f"{name} must be fp32 again, and is {tensor.dtype}"
+            assert tensor.isfinite().all(), f"{name} must be finite"
+    assert (module.third == 1 / 3).all(), f"`third` must keep its bits, and is {module.third[0].item()!r}"
+    expected = 1 + ONE_STEP * NUM_BATCHES * NUM_EPOCHS
+    found = module.num_steps.item()
+    assert found == expected, f"a buffer that is written must be exact: {expected}, and is {found!r}"
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    norm = other.double().norm().item()
+    return (one.double() - other.double()).norm().item() / (norm or 1.0)
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+class _SavesOnce(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resumes(given: Given) -> Details:
+    """A run that was stopped after its first epoch ends with the bits of one that was not."""
+    path = given.folder / "first.ckpt"
+    for optimizer in ("lars", "lamb"):
+        whole = fit(given, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
+        resumed = fit(given, Small(optimizer), "16-true", ckpt_path=path)
+        same_bits(resumed, whole, f"{optimizer}, resumed")
+    return {"told": "lars and lamb in 16-true: the same bits"}
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    other = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not other, f"{what}: {len(other)} of {len(expected)} tensors have other bits, the first is {other[0]}"

@@ -1,0 +1,245 @@
+"""Runs checks, each in a process of its own with a time limit, and says what became of each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Details = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = [f"recipes.gpu.{name}" for name in ("fits", "speed", "waits", "worlds")]
+
+
+class NotHere(Exception):  # noqa: N818  no error
+    """A check asks what this machine cannot answer: it is skipped, for this reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a check is told: `device`, "cuda" or "cpu"; an empty `folder` of its own; seconds until it is ended."""
+
+    device: Literal["cuda", "cpu"]
+    folder: Path
+    limit_s: float
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the numbers are a GPU's."""
+        return self.device == "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A question about this machine.
+
+    `run` returns what it found, as JSON can hold it: `told`, a line for people, and any tables. It raises where the
+    answer is no, or `NotHere`. On a CPU it has as long as on a GPU.
+    """
+
+    name: str
+    run: Callable[[Given], Details]
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """PASS, FAIL, or SKIP with the reason; `told` is a line, `details` all that was found."""
+
+    name: str
+    verdict: Literal["PASS", "FAIL", "SKIP"]
+    seconds: float
+    told: str
+    details: Details = field(default_factory=dict)
+
+    def line(self) -> str:
+        """For the terminal.
+
+        >>> print(Outcome(name="sums", verdict="FAIL", seconds=1.234, told="not equal").line())
+        FAIL  sums                          1.2 s  not equal
+        """
+        return f"{self.verdict}  {self.name:<26}{self.seconds:>7.1f} s  {self.told}"
+
+
+def run_all(
+    checks: Sequence[Check],
+    device: Literal["cuda", "cpu"],
+    out: Path,
+    *,
+    limit_s: float,
+    on_outcome: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """One check after the other. Where `limit_s` is over, the rest is skipped and says so."""
+    end_s, outcomes = time.monotonic() + limit_s, list[Outcome]()
+    for check in checks:
+        left_s = min(check.limit_s, end_s - time.monotonic())
+        if left_s <= 0:
+            outcome = Outcome(name=check.name, verdict="SKIP", seconds=0.0, told="no time left: give more `minutes`")
+        else:
+            outcome = run_one(check, device, out / check.name, limit_s=left_s)
+        on_outcome(outcome)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit_s: float) -> Outcome:
+    """In a fresh process, which has ended, with all that it started, when this returns. `folder/log` has its output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log").touch()
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, known)]))
+    context = multiprocessing.get_context("forkserver")  # imports once; a CUDA context is in no process but a check's
+    context.set_forkserver_preload(PRELOADED)
+    start_s = time.monotonic()
+    process = context.Process(target=_be, args=(check.run, Given(device=device, folder=folder, limit_s=limit_s)))
+    process.start()
+    process.join(limit_s)
+    seconds, code = time.monotonic() - start_s, process.exitcode
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
+    process.join()
+    if code is None:
+        told: Details = {"verdict": "FAIL", "told": f"not done after {limit_s:.0f} s; see {folder / 'log'}"}
+    elif not answer.exists():
+        died = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        told = {"verdict": "FAIL", "told": f"its process ended {died}; see {folder / 'log'}"}
+    else:
+        told = json.loads(answer.read_text())
+    if told["verdict"] == "FAIL":
+        told["details"] = told.get("details", {}) | {"log": (folder / "log").read_text(errors="replace")[-4000:]}
+    return Outcome(name=check.name, seconds=seconds, **told)
+
+
+def _be(run: Callable[[Given], Details], given: Given) -> None:
+    """The process of a check, and the leader of a group of processes, so that none is left when it has to be ended."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    with (given.folder / "log").open("wb", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        details = run(given)
+        told: Details = {"verdict": "PASS", "told": details.pop("told", ""), "details": details}
+    except NotHere as reason:
+        told = {"verdict": "SKIP", "told": str(reason)}
+    except BaseException as error:
+        traceback.print_exc()
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        told = {"verdict": "FAIL", "told": lines[0][:300], "details": {"error": traceback.format_exc()[-4000:]}}
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    unfinished = given.folder / "answer.tmp"
+    unfinished.write_text(json.dumps(told))
+    unfinished.rename(given.folder / "answer.json")
+    os._exit(0)  # a thread that waits for a rank that is gone keeps no check from its end
+
+
+# ---- what was asked for ----------------------------------------------------------------------------------------------
+
+
+def keys_from(given: Sequence[str]) -> dict[str, str]:
+    """`out`, `minutes` and `only` of the command line.
+
+    >>> keys_from(["out=here", "minutes=2"])
+    {'out': 'here', 'minutes': '2'}
+
+    Raises:
+        ValueError: another key, or no key at all.
+    """
+    keys = dict(each.partition("=")[::2] for each in given)
+    for key in keys:
+        if key not in ("out", "minutes", "only"):
+            raise ValueError(f"`{key}` is not known: give out=DIR, minutes=8 or only=NAME,NAME.")
+    return keys
+
+
+def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
+    """Those whose names are in `only`, separated by commas; all where it is empty.
+
+    Raises:
+        ValueError: there is no check of a name.
+    """
+    names = list(filter(None, only.split(",")))
+    known = {check.name: check for check in checks}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"`only` (={name}) must be a check: {', '.join(known)}.")
+    return [known[name] for name in names] or list(checks)
+
+
+# ---- what comes of it ------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, outcomes: Sequence[Outcome], environment: Details) -> None:
+    """Everything that was found, with the versions with which it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checks = [asdict(outcome) for outcome in outcomes]
+    path.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n")
+
+
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """All `table`s that checks returned, lists of rows of one kind, in Markdown.
+
+    >>> found = {"table": [{"arm": "lars", "ms": 0.25}, {"arm": "lamb", "ms": 0.5}]}
+    >>> print(tables([Outcome(name="updates", verdict="PASS", seconds=1.0, told="", details=found)]))
+    updates
+    <BLANKLINE>
+    | arm | ms |
+    |---|---|
+    | lars | 0.25 |
+    | lamb | 0.5 |
+    """
+    parts = []
+    for outcome in outcomes:
+        rows = outcome.details.get("table", [])
+        if rows:
+            head = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+            body = ["| " + " | ".join(str(cell) for cell in row.values()) + " |" for row in rows]
+            parts.append("\n".join([outcome.name, "", *head, *body]))
+    return "\n\n".join(parts)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """How many of each.
+
+    >>> summary([Outcome(name="x", verdict="PASS", seconds=0.0, told="")])
+    '1 passed, 0 failed, 0 skipped.'
+    """
+    counts = [sum(outcome.verdict == verdict for outcome in outcomes) for verdict in ("PASS", "FAIL", "SKIP")]
+    return "{} passed, {} failed, {} skipped.".format(*counts)
+
+
+def num_failures(outcomes: Sequence[Outcome]) -> int:
+    """The exit code."""
+    return sum(outcome.verdict == "FAIL" for outcome in outcomes)
+
+
+def limit_s_from(minutes: str) -> float:
+    """The time limit of all checks together.
+
+    Raises:
+        ValueError: it is no number above zero.
+
+    >>> limit_s_from("0.5")
+    30.0
+    """
+    try:
+        limit_s = 60 * float(minutes)
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s < 86_400:
+        raise ValueError(f"`minutes` (={minutes}) must be a number above zero, of a day at most: minutes=8.")
+    return limit_s

@@ -1,0 +1,24 @@
+"""The tests that need a GPU, by pytest in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from recipes.gpu.runner import ROOT, Details, Given, NotHere
+
+
+def gpu_tests(given: Given) -> Details:
+    """`pytest -m gpu`: none fails."""
+    if not given.on_cuda:
+        raise NotHere("the tests of `-m gpu` need one")
+    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    print(done.stdout, done.stderr, sep="\n")
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    assert done.returncode == 0, f"{lines[-1]}: {'; '.join(failed)[:250]}"
+    return {"told": lines[-1].strip("= ")}

@@ -1,0 +1,179 @@
+"""Who waits for whom: that no stream reads too early, and where the host waits for the device."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.checkpoint.host_copy import HostCopies
+from lightning_hybrid.comm import CommEngine
+from recipes.gpu.fits import NUM_BATCHES, Small, fit, loader, same_bits
+from recipes.gpu.runner import ROOT, Details, Given
+
+TEN_MS_OF_CYCLES = 20_000_000  # at 2 GHz
+
+
+def waits(given: Given) -> Details:
+    """Whoever reads a tensor too early is caught: all that writes on a stream is late by 10 ms, and doubles or halves.
+
+    In turns: what the sum hands back, what backward hands to the sum, what the prefetcher hands to the step, what a
+    checkpoint copies. Each must end with the bits of a run in which the host waits for the device at every such place.
+    """
+
+    def late(*, is_safe: bool) -> dict[str, dict[str, Tensor]]:
+        pause = _synchronize if is_safe else _pause
+
+        def doubled(tensor: Tensor) -> Tensor:
+            pause(given)
+            doubled = tensor * 2
+            if is_safe:
+                _synchronize(given)
+            return doubled
+
+        def summed(flat: Tensor) -> Tensor:
+            return flat.copy_(doubled(flat))
+
+        batches = _Doubled(loader(), doubled)
+        with _finishing_with(summed):
+            sums = fit(given, Small(), "16-true", max_epochs=1)
+        backward = fit(given, Small(on_hidden=doubled), "16-true", max_epochs=1)
+        prefetched = fit(given, Small(), "16-true", max_epochs=1, data=batches)
+        return {"the sum": sums, "backward": backward, "the prefetcher": prefetched}
+
+    quick, safe = late(is_safe=False), late(is_safe=True)
+    for what, weights in quick.items():
+        same_bits(weights, safe[what], f"{what}, 10 ms late")
+    device = torch.device(given.device)
+    weight, host = torch.ones(1 << 20, device=device), HostCopies()
+    _pause(given)
+    copied = host.take({"weight": weight.add_(1)})["weight"]
+    weight.add_(1)
+    host.wait()
+    assert (copied == 2).all(), f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
+    told = "sum, backward, prefetcher and checkpoint wait"
+    return {"told": told if given.on_cuda else f"{told} (a CPU has no streams: the arithmetic alone was tried)"}
+
+
+class _Doubled:
+    """A loader whose batches are changed where the prefetcher moves them."""
+
+    def __init__(self, batches: DataLoader, change: Callable[[Tensor], Tensor]) -> None:
+        self.batches, self.change = batches, change
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def on_device(self, batch: Any) -> Any:
+        """What `DevicePrefetcher` calls on its stream."""
+        return [self.change(batch[0]), batch[1]]
+
+
+@contextmanager
+def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Every sum is changed where its last stage ran."""
+    original = CommEngine.submit
+
+    def submit(self: CommEngine, flat: Tensor, **told: Any) -> Any:
+        finish = told.pop("finish", lambda flat: flat)
+        return original(self, flat, finish=lambda flat: finish(change(flat)), **told)
+
+    CommEngine.submit = submit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CommEngine.submit = original  # type: ignore[method-assign]
+
+
+def _pause(given: Given) -> None:
+    if given.on_cuda:
+        torch.cuda._sleep(TEN_MS_OF_CYCLES)
+    else:
+        time.sleep(1e-4)
+
+
+def _synchronize(given: Given) -> None:
+    if given.on_cuda:
+        torch.cuda.synchronize()
+
+
+# ---- who waits -------------------------------------------------------------------------------------------------------
+
+
+class _Reads(TorchDispatchMode):
+    """Notes, on a CPU, what would make the host wait on CUDA."""
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero):
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+
+class _Watches(pl.Callback):
+    """Counts waits by file and line, from the start of step 4 to the end of the last but one of the epoch."""
+
+    def __init__(self, given: Given) -> None:
+        self.given, self.places = given, Counter[str]()
+        self._reads, self._catching = _Reads(self._note), warnings.catch_warnings()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx != 4:
+            return
+        self._catching.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note
+        if self.given.on_cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        else:
+            self._reads.__enter__()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if args[-1] != NUM_BATCHES - 2:
+            return
+        if self.given.on_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+        else:
+            self._reads.__exit__(None, None, None)
+        self._catching.__exit__(None, None, None)
+
+    def _note(self, message: Any = "synchronizing", *args: Any, **kwargs: Any) -> None:
+        """A warning of torch's that the host waits, or a read: by the innermost line that is not torch's own."""
+        if "synchroniz" in str(message):
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+            self.places[f"{_short(frames[-1].filename)}:{frames[-1].lineno}"] += 1
+
+
+def _short(filename: str) -> str:
+    return filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
+
+
+def who_waits(given: Given) -> Details:
+    """In three steps no line of the library's waits for the device, with kernels; all lines that do, by optimizer."""
+    table: list[Details] = []
+    for optimizer in ("lars", "lamb", "sgd"):
+        watch = _Watches(given)
+        fit(given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False)
+        table += [{"optimizer": optimizer, "where": place, "times": times} for place, times in watch.places.items()]
+    ours = [f"{row['where']} ({row['optimizer']})" for row in table if row["where"].startswith("lightning_hybrid/")]
+    if given.on_cuda:  # a CPU is asked at will
+        assert not ours, f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
+    return {"told": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others", "table": table}

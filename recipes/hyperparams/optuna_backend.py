@@ -1,0 +1,80 @@
+"""Optuna as the back end of a search: it is asked for points and told outcomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.hyperparams.coarse_to_fine import Axis, Point
+from recipes.hyperparams.trial_log import Mode, Outcome, rank_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptunaSearch:
+    """`num_trials` points of Optuna's default sampler (TPE), between `low` and `high` of each axis; `num` is not used.
+
+    A search that goes on asks from the beginning,
+    with the same seed, and is told what is known, so that nothing is run twice. A trial that diverged or failed is
+    told as infinitely bad, one that was stopped as pruned.
+
+    Attributes:
+        num_trials: In all.
+        seed: Of the sampler.
+        num_at_a_time: Points asked for before any of them is told: as many as there are workers.
+
+    Raises:
+        ValueError: Not a whole number of trials above zero, or optuna is not there.
+    """
+
+    num_trials: int = 12
+    seed: int = 0
+    num_at_a_time: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_trials, int) or self.num_trials < 1:
+            raise ValueError(f"`backend.num_trials` (={self.num_trials}) must be a whole number, at least 1.")
+        _optuna()
+
+    def search(
+        self,
+        axes: Sequence[Axis],
+        run: Callable[[list[Point]], list[Outcome] | None],
+        mode: Mode,
+    ) -> bool:
+        """Run it all; false if the time ended before. Arguments as in `CoarseToFine.search`."""
+        optuna = _optuna()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(
+            direction="minimize" if mode == "min" else "maximize", sampler=optuna.samplers.TPESampler(seed=self.seed)
+        )
+        worst = math.inf if mode == "min" else -math.inf
+        at_a_time = max(1, self.num_at_a_time)
+        for first in range(0, self.num_trials, at_a_time):
+            asked = [study.ask() for _ in range(min(at_a_time, self.num_trials - first))]
+            points: list[Point] = [
+                {axis.key: trial.suggest_float(axis.key, axis.low, axis.high, log=axis.scale == "log") for axis in axes}
+                for trial in asked
+            ]
+            outcomes = run(points)
+            if outcomes is None:
+                return False
+            for trial, outcome in zip(asked, outcomes, strict=True):
+                if outcome.status == "stopped" and outcome.value is not None:
+                    trial.report(outcome.value, step=round(100 * outcome.curve[-1][0]))
+                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                else:
+                    study.tell(trial, outcome.value if rank_of(outcome, mode=mode)[0] == 0 else worst)
+        return True
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise ValueError(
+            "`backend` (=optuna) needs the package optuna, which is not installed: pip install "
+            "'lightning-hybrid[search]'. backend=coarse_to_fine needs nothing."
+        ) from None
+    return optuna

@@ -1,0 +1,94 @@
+"""What a search found: a table of all trials, best first, and a picture of each round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from recipes.cli.markdown import markdown_table
+from recipes.hyperparams.coarse_to_fine import Axis, point_of
+from recipes.hyperparams.trial_log import Mode, Outcome, best_of, rank_of
+
+
+def markdown(rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objective: str, mode: Mode) -> str:
+    """A row for each trial, best first; a trial that came up in several rounds stands under its first."""
+    keys = [axis.key for axis in axes]
+    first_round: dict[str, int] = {}
+    outcomes: dict[str, Outcome] = {}
+    for number, found in enumerate(rounds, start=1):
+        for outcome in found:
+            first_round.setdefault(outcome.key, number)
+            outcomes[outcome.key] = outcome
+    rows = []
+    for place, outcome in enumerate(sorted(outcomes.values(), key=lambda o: rank_of(o, mode=mode)), start=1):
+        point = point_of(outcome.overrides, keys)
+        value = "" if outcome.value is None else f"{outcome.value:.5g}"
+        rows.append(
+            [
+                str(place),
+                *(f"{point[key]:.6g}" for key in keys),
+                value,
+                outcome.status,
+                str(first_round[outcome.key]),
+                f"{outcome.wall_s:.1f}",
+                outcome.reason,
+            ]
+        )
+    return markdown_table(["rank", *keys, objective, "status", "round", "s", "reason"], rows)
+
+
+def edges(rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, mode: Mode) -> list[str]:
+    """Keys whose best value lies at an end of the range, or beyond it: the range should be wider."""
+    best = best_of([outcome for found in rounds for outcome in found], mode=mode)
+    if best is None:
+        return []
+    point = point_of(best.overrides, [axis.key for axis in axes])
+    return [axis.key for axis in axes if axis.is_edge(point[axis.key])]
+
+
+def picture(
+    rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
+) -> Figure:
+    """A row for each round, a panel for each axis: objective against value; what was lost is a cross at the top."""
+    shown = [found for found in rounds if found] or [[]]
+    figure = Figure(figsize=(5 * len(axes), 3.2 * len(shown)), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(len(shown), len(axes), squeeze=False)
+    for number, (found, row) in enumerate(zip(shown, panels, strict=True), start=1):
+        best = best_of(found, mode=mode)
+        for panel, axis in zip(row, axes, strict=True):
+
+            def x_of(outcome: Outcome, axis: Axis = axis) -> float:
+                return point_of(outcome.overrides, [axis.key])[axis.key]
+
+            for status, style in (("done", "C0o"), ("stopped", "C1v")):
+                some = [o for o in found if o.status == status and o.value is not None and math.isfinite(o.value)]
+                panel.plot([x_of(o) for o in some], [o.value for o in some], style, label=status)
+            if best is not None:
+                panel.plot([x_of(best)], [best.value], "C3*", markersize=13, label="best")
+            lost = [outcome for outcome in found if outcome.status in ("diverged", "failed")]
+            top = panel.get_xaxis_transform()
+            panel.plot([x_of(o) for o in lost], [0.95] * len(lost), "kx", transform=top, label="diverged or failed")
+            if axis.scale == "log":
+                panel.set_xscale("log")
+            values = [o.value for o in found if o.value is not None and math.isfinite(o.value)]
+            if values and min(values) > 0 and max(values) > 20 * min(values):
+                panel.set_yscale("log")
+            panel.set_title(f"round {number}")
+            panel.set_xlabel(axis.key)
+            panel.set_ylabel(objective)
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=8)
+    return figure
+
+
+def write(
+    folder: Path, rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
+) -> None:
+    """`table.md` and `search.png` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(markdown(rounds, axes, objective=objective, mode=mode) + "\n")
+    picture(rounds, axes, objective=objective, mode=mode, title=title).savefig(folder / "search.png", dpi=100)

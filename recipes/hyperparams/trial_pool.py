@@ -1,0 +1,146 @@
+"""Run trials in processes that import everything once and then take one trial after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from recipes.hyperparams.trial_log import Outcome
+
+Limits = tuple[tuple[float, float], ...]
+"""`(fraction of the run, worst objective there)`: a trial that is worse is stopped."""
+
+
+class Runner(Protocol):
+    """Runs one trial; it travels to other processes, so it must be picklable."""
+
+    def __call__(self, overrides: tuple[str, ...], limits: Limits) -> Outcome:
+        """Run the trial with these overrides."""
+
+
+def run_safely(runner: Runner, overrides: tuple[str, ...], limits: Limits) -> Outcome:
+    """The runner's outcome; an error of the trial is an outcome too, and ends nothing else."""
+    began_s = time.perf_counter()
+    try:
+        outcome = runner(overrides, limits)
+    except Exception as error:  # not SystemExit: Lightning turns SIGTERM and Ctrl-C into one
+        text = " ".join(str(error).split()) or "no message"
+        outcome = Outcome(overrides=overrides, status="failed", reason=f"{type(error).__name__}: {text[:300]}")
+    return replace(outcome, wall_s=round(time.perf_counter() - began_s, 3))
+
+
+def _serve(connection: Connection, runner: Runner) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it closes the connection
+    while True:
+        try:
+            overrides, limits = connection.recv()
+        except EOFError:  # the parent has ended
+            return
+        connection.send(run_safely(runner, overrides, limits))
+
+
+class _Worker:
+    def __init__(self, runner: Runner) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads in an unknown state
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, runner), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.overrides: tuple[str, ...] | None = None
+
+    def start(self, overrides: tuple[str, ...], limits: Limits) -> None:
+        self.overrides = overrides
+        self.connection.send((overrides, limits))
+
+    def result(self) -> Outcome:
+        """What came; a process that died is a failed trial."""
+        assert self.overrides is not None
+        try:
+            outcome: Outcome = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            reason = f"its process ended with exit code {self.process.exitcode}"
+            return Outcome(overrides=self.overrides, status="failed", reason=reason)
+        self.overrides = None
+        return outcome
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.process.join(timeout=0 if self.overrides else 5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class TrialPool:
+    """Runs trials, at most `num_workers` at a time; leave it as a context manager to end its processes.
+
+    Args:
+        runner: Runs one trial.
+        num_workers: Processes; 0 = in this process, one after the other.
+        budget_s: No trial is started later than this after the pool was made; None = no limit.
+
+    Raises:
+        ValueError: A negative number.
+    """
+
+    def __init__(self, runner: Runner, *, num_workers: int, budget_s: float | None = None) -> None:
+        if num_workers < 0:
+            raise ValueError(f"`num_workers` (={num_workers}) must be 0 or more: 0 runs trials in this process.")
+        self.runner = runner
+        self.num_workers = num_workers
+        self.deadline_s = None if budget_s is None else time.monotonic() + budget_s
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> TrialPool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._workers.clear()
+
+    def is_out_of_time(self) -> bool:
+        """Whether no further trial may be started."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    def run(self, trials: Iterable[Sequence[str]], limits_now: Callable[[], Limits] = tuple) -> Iterator[Outcome]:
+        """Outcomes as they come.
+
+        Args:
+            trials: The overrides of each; taken from the front.
+            limits_now: Asked when a trial starts, so that it is judged by those that ended before.
+        """
+        waiting = deque(tuple(overrides) for overrides in trials)
+        if self.num_workers == 0:
+            while waiting and not self.is_out_of_time():
+                yield run_safely(self.runner, waiting.popleft(), limits_now())
+            return
+        while True:
+            self._start_some(waiting, limits_now)
+            busy = {worker.connection: worker for worker in self._workers if worker.overrides is not None}
+            if not busy:
+                return
+            for ready in wait(list(busy)):
+                worker = busy[ready]  # type: ignore[index]
+                outcome = worker.result()
+                if worker.overrides is not None:  # it died
+                    worker.overrides = None
+                    self._workers.remove(worker)
+                    worker.connection.close()
+                yield outcome
+
+    def _start_some(self, waiting: deque[tuple[str, ...]], limits_now: Callable[[], Limits]) -> None:
+        for place in range(self.num_workers):
+            if not waiting or self.is_out_of_time():
+                return
+            if place == len(self._workers):
+                self._workers.append(_Worker(self.runner))
+            if self._workers[place].overrides is None:
+                self._workers[place].start(waiting.popleft(), limits_now())

@@ -1,0 +1,123 @@
+"""What one rank computes in a step of a network: which gradient is ready when."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_hybrid.planning.workload import StepWorkload
+
+FORWARD_SHARE = 1 / 3  # of a step's arithmetic: backward makes two products for each of forward's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A module with parameters of its own: elements of each, in their order, and FLOPs of one image's forward."""
+
+    name: str
+    numels: tuple[int, ...]
+    forward_flops: int
+
+
+def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
+    """The layers in the order in which forward runs them.
+
+    Counted on the meta device, where nothing is computed. Only products are counted (``models/flops.py``), so
+    normalisation and activations cost nothing by themselves: their time goes to the products beside them.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
+    >>> [(layer.name, layer.numels, layer.forward_flops) for layer in layers_of(net, (3, 4, 4))]
+    [('0', (216, 8), 6912), ('1', (8, 8), 0), ('3', (256, 2), 512)]
+    """
+    shadow = copy.deepcopy(model).to("meta").train()
+    found: dict[str, Layer] = {}
+    counter = FlopCounterMode(display=False)
+    before: dict[str, int] = {}
+
+    def begin(name: str) -> None:
+        before[name] = counter.get_total_flops()
+
+    def end(name: str, module: nn.Module) -> None:
+        numels = tuple(parameter.numel() for parameter in module.parameters(recurse=False))
+        flops = (counter.get_total_flops() - before[name]) // 2  # two images
+        earlier = found.pop(name).forward_flops if name in found else 0
+        found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
+
+    for name, module in shadow.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_, name=name: begin(name))
+            module.register_forward_hook(lambda module, *_, name=name: end(name, module))
+    with counter:
+        shadow(torch.empty(2, *image_shape, device="meta"))
+    return list(found.values())
+
+
+def work_of(
+    layers: Sequence[Layer], *, batch_size: int, images_per_s: float, update_s: float = 0.0, input_s: float = 0.0
+) -> StepWorkload:
+    """A step of ``batch_size`` images on a device that alone does ``images_per_s``, spread by FLOPs over the layers.
+
+    Forward is a third of it; backward goes from the last layer to the first, and in a layer the last tensor is ready
+    first. ``images_per_s`` is a measured rate, or achieved FLOP/s over FLOPs per image.
+    """
+    if not images_per_s > 0 or not batch_size > 0:
+        raise ValueError(
+            f"`images_per_s` (={images_per_s}) and `batch_size_per_rank` (={batch_size}) must be positive: a step's "
+            "arithmetic takes their ratio. Give the rate of one device alone: images_per_s=<rate>."
+        )
+    step_s = batch_size / images_per_s
+    total = sum(layer.forward_flops for layer in layers) or 1
+    gradients: list[tuple[int, float]] = []
+    for layer in reversed(layers):
+        backward_s = (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
+        for place, numel in enumerate(reversed(layer.numels)):
+            gradients.append((numel, backward_s if place == 0 else 0.0))
+    return StepWorkload(
+        forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s
+    )
+
+
+def measured_work(path: Path, *, batch_size: int) -> StepWorkload:
+    """What ``recipes/planning/gradient_timing.py`` measured, at this batch.
+
+    Raises ``ValueError`` for another batch than was measured.
+    """
+    told = json.loads(path.read_text())
+    if told["batch_size_per_rank"] != batch_size:
+        raise ValueError(
+            f"`batch_size_per_rank` (={batch_size}) must be that of the profile, {told['batch_size_per_rank']}: times "
+            f"of another batch are not known. Measure anew with batch_size_per_rank={batch_size}."
+        )
+    work = told["work"]
+    gradients = tuple((numel, time_s) for numel, time_s in work.pop("gradients"))
+    return StepWorkload(gradients=gradients, **work)
+
+
+def flops_per_image(layers: Sequence[Layer]) -> int:
+    """Of a training step, three times those of forward."""
+    return 3 * sum(layer.forward_flops for layer in layers)
+
+
+def vgg16() -> nn.Module:
+    """VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), for published measurements of it; 138,357,544 parameters.
+
+    >>> with torch.device("meta"):
+    ...     sum(parameter.numel() for parameter in vgg16().parameters())
+    138357544
+    """
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(4096, 1000))

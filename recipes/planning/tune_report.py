@@ -1,0 +1,272 @@
+"""What `recipes/tune.py` found: tables, a description for conf/cluster, a plan, a picture and JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, numbers
+from lightning_hybrid.planning.calibration.link_fit import LineFit
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
+from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
+from lightning_hybrid.planning.cost_gloo import Gloo
+from lightning_hybrid.planning.plan_search import Candidate, candidates
+from lightning_hybrid.planning.workload import StepWorkload
+from recipes.benchmarks.report import environment, size
+
+LEVELS = {"inside": "inside a node", "across": "between nodes"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A calibration, and the plans for one step on it."""
+
+    samples: Measurements
+    world: MeasuredSetup
+    found: Calibration
+    work: StepWorkload
+    plans: tuple[Candidate, ...]
+    base: CommPlan
+    name: str
+    about: str
+    network: str
+    num_shown: int
+
+    @classmethod
+    def of(
+        cls,
+        samples: Measurements,
+        world: MeasuredSetup,
+        work: StepWorkload,
+        base: CommPlan,
+        cfg: DictConfig,
+        *,
+        network: str,
+    ) -> Report:
+        """Fit and choose. ``network``: whose gradients."""
+        found = calibrate(samples, world)
+        transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"
+        about = cfg.about or f"{world.num_nodes} nodes x {world.ranks_per_node} ranks, {transport}"
+        return cls(
+            samples=samples,
+            world=world,
+            found=found,
+            work=work,
+            plans=candidates(work, found.cluster, itemsize=world.itemsize, on_cuda=world.on_cuda, base=base),
+            base=base,
+            name=cfg.name,
+            about=f"{about}, measured" + (", one node only" if found.across is None else ""),
+            network=network,
+            num_shown=cfg.num_shown,
+        )
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def markdown(self) -> str:
+        """Links, sums, plans, and what the user should know."""
+        found = self.found
+        lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
+        lines += [
+            "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | off by, median / worst | consent us |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|"]
+        for name, fit in (("inside", found.inside), ("across", found.across)):
+            if fit is not None:
+                lines.append(_row(LEVELS[name], fit, found.consent_s.get(name)))
+        cluster = found.cluster
+        if found.across is not None:
+            lines += ["", f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between less inside)"]
+        if isinstance(transport := cluster.transport, Gloo):
+            costs = {name: f"{1e6 * getattr(transport, name):.3g} us" for name in ("stage_s", "message_s", "segment_s")}
+            costs["inside.bytes_per_s"] = f"{cluster.inside.bytes_per_s:.3g}"
+            costs["ring_share"] = f"{transport.ring_share:.3g}"
+        else:
+            costs = {"launch_s": f"{1e6 * transport.launch_s:.3g} us"}
+        lines.append("software, fitted to the sums: " + ", ".join(f"{k} {v}" for k, v in costs.items()))
+        if found.flow_bytes_per_s:
+            rates = ", ".join(f"{num}: {rate / 1e9:.4g}" for num, rate in found.flow_bytes_per_s.items())
+            lines.append(f"GB/s of a node by flows side by side: {rates}")
+        lines.append(
+            "GB/s of a rank that adds, all at once: "
+            + ", ".join(f"{dtype} {rate / 1e9:.3g}" for dtype, rate in found.add_bytes_per_s.items())
+        )
+        worst = found.worst
+        lines.append(
+            f"sums: {len(found.sums)} timed, predicted {found.typical_error:.1%} off at the median; worst "
+            f"{worst.algorithm}, {size(worst.num_bytes)}: {worst.ratio:.2f} of the measured"
+        )
+        lines += [f"note: {note}" for note in found.notes]
+        return "\n".join([*lines, "", self.why()])
+
+    def why(self) -> str:
+        """The plan, and what the runners-up, the library's own and the worst cost more."""
+        best = self.plans[0]
+        ours = next(candidate for candidate in self.plans if candidate.plan == self.base)
+        shown = list(dict.fromkeys([*self.plans[: self.num_shown], ours, self.plans[-1]]))
+        backward_s = self.work.backward_s
+        num_bytes = sum(numel for numel, _ in self.work.gradients) * self.world.itemsize
+        hidden = f"{1e3 * backward_s:.4g} ms of backward to hide them" if backward_s else "no backward to hide them"
+        lines = [
+            f"plan for {self.network}, {num_bytes / 2**20:.4g} MiB of gradients, {hidden}: {best}",
+            "",
+            "| plan | buckets | step ms | exposed ms | more |",
+            "|---|---|---|---|---|",
+        ]
+        for candidate in shown:
+            mark = " (the library's own)" if candidate is ours else ""
+            lines.append(
+                f"| {candidate}{mark} | {candidate.num_buckets} | {1e3 * candidate.step_s:.5g} "
+                f"| {1e3 * candidate.exposed_s:.4g} | {candidate.step_s / best.step_s - 1:.1%} |"
+            )
+        return "\n".join([*lines, "", f"of {len(self.plans)} plans that were simulated, the last is the slowest"])
+
+    def usage(self, folder: Path) -> str:
+        """What to do with the files."""
+        return "\n".join(
+            [
+                f"written to {folder.resolve()}; use it by",
+                f"  python recipes/simulate.py --config-dir={folder} cluster={self.name} num_nodes=<nodes>",
+                f"  python recipes/train.py strategy.plan={folder / 'plan.json'}",
+            ]
+        )
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def write(self, folder: Path, config: dict[str, Any]) -> None:
+        """``cluster/<name>.yaml``, ``plan.json``, ``summary.json``, ``table.md``, ``tune.png``."""
+        (folder / "cluster").mkdir(parents=True, exist_ok=True)
+        told = {
+            "config": config,
+            "environment": environment(),
+            "world": asdict(self.world),
+            "took_s": self.samples.took_s,
+            "calibration": numbers(self.found),
+            "cluster": asdict(self.found.cluster),
+            "plan": asdict(self.plans[0].plan),
+            "plans": [asdict(candidate) for candidate in self.plans],
+            "samples": [asdict(case) | {"times_s": times_s} for case, times_s in sorted(self.samples.times_s.items())],
+        }
+        (folder / "summary.json").write_text(json.dumps(told, indent=1) + "\n")
+        (folder / "cluster" / f"{self.name}.yaml").write_text(self.description())
+        (folder / "plan.json").write_text(self.plans[0].plan.to_json() + "\n")
+        (folder / "table.md").write_text(self.markdown() + "\n")
+        self.picture().savefig(folder / "tune.png", dpi=90)
+
+    def description(self) -> str:
+        """The cluster in the form of conf/cluster, with the source of each number."""
+        found, cluster, transport = self.found, self.found.cluster, self.found.cluster.transport
+        inside, across = _interval(found.inside), _interval(found.across)
+        nodes = "${num_nodes}" if found.across is not None else "1 # links between nodes were not measured"
+        lines = [
+            f"# Measured by recipes/tune.py on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
+            "# Links: lines through messages, with 90 % intervals. The rest is fitted to sums, which it then predicts",
+            f"# {found.typical_error:.1%} off at the median and {abs(found.worst.ratio - 1):.0%} at worst.",
+            *(f"# {note}" for note in found.notes),
+            f"about: {json.dumps(self.about)}",
+            "links:",
+            "  _target_: lightning_hybrid.planning.cluster.Cluster",
+            f"  num_nodes: {nodes}",
+            f"  ranks_per_node: {cluster.ranks_per_node}",
+            "  inside:",
+            "    _target_: lightning_hybrid.planning.cost.Link",
+            f"    latency_s: {_yaml(cluster.inside.latency_s)} # of one host's memory: within the software's costs",
+            f"    bytes_per_s: {_yaml(cluster.inside.bytes_per_s)} # messages: {inside}",
+            "  across:",
+            "    _target_: lightning_hybrid.planning.cost.Link",
+            f"    latency_s: {_yaml(cluster.across.latency_s)} # messages between nodes less those inside",
+            f"    bytes_per_s: {_yaml(cluster.across.bytes_per_s)} # messages: {across}",
+            f"  nics_per_node: {cluster.nics_per_node}",
+            f"  is_interleaved: {str(cluster.is_interleaved).lower()}",
+            f"  factors: {{{', '.join(f'{k}: {v:g}' for k, v in cluster.factors.items())}}} # measured over modelled",
+            "  transport:",
+        ]
+        if isinstance(transport, Gloo):
+            lines.append("    _target_: lightning_hybrid.planning.cost_gloo.Gloo")
+        else:
+            lines += ["    _target_: lightning_hybrid.planning.cost_nccl.Nccl", "    _convert_: all"]
+        for name, value in asdict(transport).items():
+            lines.append(f"    {name}: {_yaml(value)}")
+        lines += [
+            f"on_cuda: {str(self.world.on_cuda).lower()}",
+            "images_per_s: {} # of one rank alone, by model: yours",
+        ]
+        lines += [f"{name}: null" for name in ("input_images_per_s", "watts_per_node", "price_per_node_hour")]
+        return "\n".join(lines) + "\n"
+
+    def picture(self) -> Figure:
+        """Messages with their lines, and sums with what the described cluster says."""
+        figure = Figure(figsize=(13, 5), layout="constrained")
+        messages, sums = figure.subplots(1, 2)
+        for place, fit in (("inside", self.found.inside), ("across", self.found.across)):
+            if fit is None:
+                continue
+            times_s = self.samples.of("ping", place)
+            colour = f"C{list(LEVELS).index(place)}"
+            for num_bytes, samples_s in times_s.items():
+                messages.plot([num_bytes] * len(samples_s), [1e3 * t for t in samples_s], ".", color=colour, alpha=0.4)
+            label = f"{LEVELS[place]}: {1e6 * fit.latency_s:.3g} us + bytes / {fit.bytes_per_s / 1e9:.3g} GB/s"
+            messages.plot(list(times_s), [1e3 * fit.seconds(n) for n in times_s], color=colour, label=label)
+        messages.set_title("messages: samples, and the line")
+        for number, name in enumerate(dict.fromkeys(one.algorithm for one in self.found.sums)):
+            points = sorted((s.num_bytes, s.measured_s, s.predicted_s) for s in self.found.sums if s.algorithm == name)
+            sizes = [num_bytes for num_bytes, *_ in points]
+            sums.plot(sizes, [1e3 * measured_s for _, measured_s, _ in points], "o", color=f"C{number}", label=name)
+            sums.plot(sizes, [1e3 * predicted_s for *_, predicted_s in points], "--", color=f"C{number}")
+        sums.set_title("sums: measured (points), and by the description (dashed)")
+        for axes in (messages, sums):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("bytes")
+            axes.set_ylabel("ms")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+        figure.suptitle(self.about)
+        return figure
+
+
+def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
+    low_s, high_s = fit.latency_interval_s
+    slow, fast = fit.rate_interval_bytes_per_s
+    worst_bytes, worst = fit.worst
+    cells: Sequence[str] = [
+        name,
+        f"{1e6 * fit.latency_s:.4g}",
+        f"{1e6 * low_s:.4g} to {1e6 * high_s:.4g}",
+        f"{fit.bytes_per_s / 1e9:.4g}",
+        f"{slow / 1e9:.4g} to {fast / 1e9:.4g}",
+        f"{fit.typical_error:.1%} / {worst:+.0%} at {size(worst_bytes)}" + ("" if fit.is_line else ": no line"),
+        "" if consent_s is None else f"{1e6 * consent_s:.4g}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _interval(fit: LineFit | None) -> str:
+    """What a comment in the description says of a link."""
+    if fit is None:
+        return "not measured"
+    (low_s, high_s), (slow, fast) = fit.latency_interval_s, fit.rate_interval_bytes_per_s
+    return (
+        f"{1e6 * fit.latency_s:.4g} us ({1e6 * low_s:.4g} to {1e6 * high_s:.4g}), "
+        f"{fit.bytes_per_s:.4g} bytes/s ({slow:.4g} to {fast:.4g})"
+    )
+
+
+def _yaml(value: Any) -> str:
+    """A number as YAML 1.1 knows one, which wants a point before an exponent; lists and null as JSON.
+
+    >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0)
+    ('1.25e-05', '2.0e+10', 'null', '0.0')
+    """
+    if isinstance(value, float) and value != 0:
+        text = f"{value:.6g}"
+        mantissa, e, exponent = text.partition("e")
+        return mantissa + (".0" if "." not in mantissa else "") + e + exponent
+    return json.dumps(value)

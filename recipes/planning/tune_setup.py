@@ -1,0 +1,170 @@
+"""What `recipes/tune.py` needs before it measures: clear refusals, ranks that agree, and the step to plan for."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from omegaconf import DictConfig
+from torch import nn
+
+from lightning_hybrid.comm import CommPlan, Topology, host_identity
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark, validate
+from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
+from lightning_hybrid.planning.workload import StepWorkload
+from recipes.cli import config_check, config_values
+from recipes.cli.world import num_ranks
+from recipes.planning.layers import layers_of, measured_work
+from recipes.planning.layers import work_of as work_of_layers
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+KEYS: dict[str, Any] = {
+    "world.accelerator": str,
+    "world.devices": (config_values.RANKS, list[int], str),
+    "world.num_nodes": config_values.RANKS,
+    "name": str,
+    "about": str | None,
+    "measure": Measurement,
+    "samples": str | None,
+    "inside": Literal["nvlink", "pci"],
+    "image_shape": list[config_values.COUNT],  # type: ignore[valid-type]
+    "batch_size_per_rank": config_values.COUNT,
+    "images_per_s": (config_values.POSITIVE, None),
+    "profile": str | None,
+    "plan": CommPlan,
+    "num_shown": config_values.COUNT,
+    "run_dir": str,
+    "model": nn.Module,
+}
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse what no measuring can mend, before any rank is started.
+
+    Raises:
+        ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
+    """
+    config_check.check(cfg, KEYS)
+    if cfg.samples is None and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1:
+        raise ValueError(
+            f"`world.devices` (={cfg.world.devices}) must make two ranks or more with `world.num_nodes` "
+            f"(={cfg.world.num_nodes}): links are between ranks, and one has none. Give world.devices=<ranks of a "
+            "node>, or start it by torchrun on several nodes."
+        )
+    if not str(cfg.name).isidentifier():
+        raise ValueError(f"`name` (={cfg.name}) must be letters, digits and _: it becomes cluster=<name>.")
+    folder = Path(cfg.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"`hydra.run.dir` (={folder}) must be a folder that can be written: {error.strerror}. What is measured "
+            "would be lost: give hydra.run.dir=<folder>."
+        ) from error
+
+
+def work_of(cfg: DictConfig) -> StepWorkload:
+    """The step to plan for: as measured by a profile, by a rate, or gradients that nothing hides."""
+    if cfg.profile is not None:
+        return measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    layers = layers_of(model, list(cfg.image_shape))
+    if cfg.images_per_s is not None:
+        return work_of_layers(layers, batch_size=cfg.batch_size_per_rank, images_per_s=cfg.images_per_s)
+    numels = (numel for layer in reversed(layers) for numel in reversed(layer.numels))
+    return StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
+
+
+def strategy(timeout_s: float) -> DDPStrategy:
+    """That starts or joins the ranks, and does not wait for ever for one that does not come."""
+    return DDPStrategy(timeout=timedelta(seconds=timeout_s))
+
+
+def connect(fabric: Fabric, asked: Measurement) -> Topology:
+    """Start or join the ranks; who shares a node with whom.
+
+    Collective. Raises:
+        ValueError: They do not find each other, were asked for different things, or nodes are not alike.
+    """
+    try:
+        fabric.launch()
+        topology = Topology.discover()
+        told: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(told, asdict(asked))
+    except RuntimeError as error:
+        raise ValueError(
+            f"`world` (={fabric.world_size} ranks) must be able to connect: {str(error).splitlines()[0]}. Are all "
+            f"ranks started, within {asked.timeout_s:g} s of each other? Do they reach each other on the interface "
+            "that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the host's name?"
+        ) from error
+    require_alike(told)
+    validate(topology)
+    return topology
+
+
+def require_alike(told: list[dict[str, Any]]) -> None:
+    """Refuse ranks that would measure different things, and so wait for each other in different places.
+
+    >>> require_alike([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
+    Traceback (most recent call last):
+    ValueError: `measure.dtype` (='float32' on rank 1) must be the same on all ranks: it is 'float16' on rank 0. Start \
+every rank with the same command.
+    """
+    for rank, values in enumerate(told):
+        for name, value in values.items():
+            if value != told[0][name]:
+                raise ValueError(
+                    f"`measure.{name}` (={value!r} on rank {rank}) must be the same on all ranks: it is "
+                    f"{told[0][name]!r} on rank 0. Start every rank with the same command."
+                )
+
+
+def earlier(path: str) -> tuple[Measurements, MeasuredSetup]:
+    """What an earlier run measured, and on what.
+
+    Raises:
+        ValueError: It is no summary of one.
+    """
+    try:
+        told = json.loads(Path(path).read_text())
+        times_s = {
+            Microbenchmark(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one["times_s"]
+            for one in told["samples"]
+        }
+        return Measurements(times_s=times_s, took_s=told["took_s"]), MeasuredSetup(**told["world"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`samples` (={path}) must be the summary.json that recipes/tune.py wrote: {error!r}. Leave it out to "
+            "measure."
+        ) from error
+
+
+def world_of(topology: Topology, device: torch.device, asked: Measurement, *, inside: Any) -> MeasuredSetup:
+    """What is measured on. Collective: every rank tells its machine and its cores."""
+    mine = (host_identity()[:2], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    told: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(told, mine)
+    is_one_machine = len({machine for machine, _ in told}) == 1
+    return MeasuredSetup(
+        num_nodes=topology.num_nodes,
+        ranks_per_node=topology.ranks_per_node or 1,
+        on_cuda=device.type == "cuda",
+        itemsize=ITEMSIZE[asked.dtype],
+        num_shared_cores=told[0][1] if is_one_machine and device.type == "cpu" else None,
+        is_interleaved=any(node != tuple(range(node[0], node[-1] + 1)) for node in topology.nodes),
+        inside=inside,
+    )

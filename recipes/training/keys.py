@@ -1,0 +1,88 @@
+"""Keys of conf/train.yaml, and what each must hold: the parts by what they make, the rest by type and range."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_hybrid.models import forward_flops_per_image
+from recipes.cli import config_check
+from recipes.cli.config_values import COUNT, NOT_NEGATIVE, NOTHING, POSITIVE, RANKS, SEED
+
+TRAIN_KEYS: dict[str, Any] = {
+    "seed": SEED,
+    "precision": str | int | None,
+    "global_batch_size": COUNT,
+    "batch_size_per_rank": int | None,
+    "max_batch_size_per_rank": int | None,
+    "warmup_epochs": (NOT_NEGATIVE, None),
+    "warmup_steps": int | None,
+    "label_smoothing": float,
+    "channels_last": bool,
+    "compile": bool,
+    "trust_ratio": bool,
+    "decay_excluded": bool,
+    "resume": str | None,
+    "run_dir": str,
+    "model": nn.Module,
+    "model.num_classes": COUNT,
+    "data": pl.LightningDataModule,
+    "optim": Optimizer,
+    "optim._partial_": Literal[True],
+    "optim.weight_decay": float,
+    "schedule": LRScheduler,
+    "schedule._partial_": Literal[True],
+    "strategy": Strategy,
+    "trainer": pl.Trainer,
+    "trainer.devices": (RANKS, list[int], str),
+    "trainer.num_nodes": RANKS,
+    "trainer.check_val_every_n_epoch": (COUNT, None),
+    "trainer.val_check_interval": (POSITIVE, str, dict, None),
+    "trainer.accumulate_grad_batches": COUNT,
+    "callbacks": dict[str, Callback | None],
+    "logger": (Logger, None, NOTHING),
+}
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a configuration of `recipes/train.py` that cannot work.
+
+    Raises:
+        ValueError: As :func:`recipes.cli.config_check.check`.
+    """
+    config_check.check(cfg, TRAIN_KEYS)
+
+
+def model_for(data: pl.LightningDataModule, cfg: DictConfig) -> nn.Module:
+    """The configured network, after a forward without memory or arithmetic: whether it takes what `data` gives.
+
+    Raises:
+        ValueError: It does not, or it has fewer logits than `data` has classes.
+    """
+    model: nn.Module = instantiate(cfg.model)
+    num_classes, shape = getattr(data, "num_classes", 0), getattr(data, "image_shape", None)
+    if cfg.model.num_classes < num_classes:
+        raise ValueError(
+            f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
+            f"{type(data).__name__} (={num_classes}): the others would have no logit. Set "
+            f"model.num_classes={num_classes}."
+        )
+    if shape is not None:
+        try:
+            forward_flops_per_image(model, shape)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"`model` (={type(model).__name__}) must take images of {' x '.join(map(str, shape))}, which "
+                f"{type(data).__name__} gives: {error}. Set model.in_channels={shape[0]}, and model.image_size="
+                f"{shape[1]} where it has one."
+            ) from error
+    return model

@@ -1,0 +1,204 @@
+"""Which checkpoint a run goes on from: the newest whole one, of the same configuration, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hybrid.checkpoint.file import (
+    DamagedCheckpointError,
+    RefusedCheckpointError,
+    check_whole,
+    load_unchecked,
+    mark_of,
+)
+
+NO_INFLUENCE = {"model.checkpoint_activations"}
+"""Keys of what is kept that change no number of a run."""
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A file that looks like a checkpoint of a whole training state."""
+
+    path: Path
+    global_step: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The larger, the newer: by steps, and among those of one step by the clock."""
+        return self.global_step, self.path.stat().st_mtime_ns
+
+
+def checkpoint(cfg: DictConfig) -> str | None:
+    """The checkpoint that `resume` asks for, once it is known to fit; None = begin anew.
+
+    Raises:
+        ValueError: There is no such file, none of those there is whole, or it is of another configuration.
+    """
+    path = _asked_for(cfg.resume, Path(cfg.run_dir))
+    if path is not None and (now := kept_configuration(cfg)) is not None:
+        refuse_other_configuration(path, now)
+    return None if path is None else str(path)
+
+
+def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
+    if resume is None:
+        return None
+    if resume == "auto":
+        return newest_whole(run_dir / "checkpoints")
+    path = Path(resume)
+    if not path.is_file():
+        raise ValueError(
+            f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
+            "<run directory>/checkpoints/last.ckpt; resume=auto with its hydra.run.dir=... finds the newest whole one."
+        )
+    check_whole(path)
+    return path
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """Of all checkpoints in `folder` the one of the most steps whose checksum is right; None if there is no checkpoint.
+
+    Damaged ones, and such as hold more than plain data, are named in a warning and passed over.
+
+    Raises:
+        ValueError: There are some, and none is whole: to begin anew without a word would write over them.
+    """
+    paths = {path.resolve() for path in folder.glob("*.ckpt") if path.is_file()}
+    refused: list[str] = []
+    found = [candidate for path in sorted(paths) if (candidate := _look_at(path, refused)) is not None]
+    for candidate in sorted(found, key=lambda each: each.age, reverse=True):
+        try:
+            check_whole(candidate.path)
+        except DamagedCheckpointError as error:
+            refused.append(str(error))
+            continue
+        for words in refused:
+            rank_zero_warn(f"{words} It is passed over: the run resumes from {candidate.path}.")
+        return candidate.path
+    if refused:
+        raise ValueError(
+            f"`resume` (=auto) found no whole checkpoint in {folder}: {' '.join(refused)} Begin anew with resume=null, "
+            "or name another checkpoint."
+        )
+    return None
+
+
+def _look_at(path: Path, refused: list[str]) -> Candidate | None:
+    """How far the checkpoint is, of which little is read; None for weights alone, and for what cannot be read."""
+    try:
+        content = load_unchecked(path, map_location="cpu", mmap=True)
+    except (DamagedCheckpointError, RefusedCheckpointError) as error:
+        refused.append(str(error))
+        return None
+    if not isinstance(content, dict) or "optimizer_states" not in content:
+        return None
+    return Candidate(path=path, global_step=int(content["global_step"]))
+
+
+# ---- of the same configuration ---------------------------------------------------------------------------------------
+
+
+class Configuration(Callback):
+    """Keep what a resumed run must have alike in the checkpoint.
+
+    Args:
+        kept: Parts of the configuration, as plain data.
+    """
+
+    def __init__(self, kept: dict[str, Any]) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """The configuration."""
+        return {"kept": self.kept}
+
+
+def kept_configuration(cfg: DictConfig) -> dict[str, Any] | None:
+    """What `Configuration` would keep of this run; None where it is taken out."""
+    node = (cfg.callbacks or {}).get("configuration")
+    return None if node is None else cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))
+
+
+def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
+    """Compare the run's configuration with the one in a checkpoint; one without passes.
+
+    Raises:
+        ValueError: Names the first key that differs, and how many more do.
+    """
+    content = load_unchecked(path, map_location="cpu", mmap=True)
+    before = content.get("callbacks", {}).get(Configuration.__name__, {}).get("kept")
+    if before is None:
+        return
+    differing = [key for key in differences(before, now) if key not in NO_INFLUENCE]
+    if differing:
+        (key, *more), old, new = differing, dict(_leaves(before)), dict(_leaves(now))
+        also = f" So must {', '.join(f'{each} (={old.get(each)})' for each in more)}." if more else ""
+        raise ValueError(
+            f"`{key}` (={new.get(key)}) must be that of the checkpoint (={old.get(key)}): {path} is of another run, "
+            f"and its weights, optimizer state and schedule would not be what this configuration leads to.{also} Set "
+            f"{key}={old.get(key)}, or begin anew in another directory: hydra.run.dir=..., without `resume`."
+        )
+
+
+def differences(before: Any, now: Any) -> list[str]:
+    """Dotted keys at which two configurations differ.
+
+    >>> differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 0}, "e": 4})
+    ['a.c', 'd', 'e']
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    return [key for key in {**old, **new} if (key in old) != (key in new) or old.get(key) != new.get(key)]
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(each, f"{place}.{key}" if place else str(key))
+    else:
+        yield place, value
+
+
+# ---- the same on every rank ------------------------------------------------------------------------------------------
+
+
+class SameCheckpoint(Callback):
+    """Compare over ranks what each will resume from, before it does. Every rank must have this callback.
+
+    Each rank looks into the run directory by itself. Where that is not one directory, or one that some see late, ranks
+    would go on from different places, or wait for others for ever.
+
+    Args:
+        ckpt_path: What this rank resumes from.
+
+    Raises:
+        ValueError: In `setup`, on every rank alike: says what each found.
+    """
+
+    def __init__(self, ckpt_path: str | None) -> None:
+        self.ckpt_path = ckpt_path
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Compare. Collective."""
+        if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
+            return
+        found: list[str | None] = [None] * trainer.world_size
+        dist.all_gather_object(found, None if self.ckpt_path is None else mark_of(Path(self.ckpt_path)))
+        if len(set(found)) > 1:
+            told = "; ".join(f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(found[:8]))
+            raise ValueError(
+                f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank, and is not: {told}. Let "
+                "hydra.run.dir be a directory that all nodes share, or give each the same file by resume=<path>."
+            )

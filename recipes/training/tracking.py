@@ -1,0 +1,195 @@
+"""One run, one tracker: what it is told, how a resumed run goes on in it, and words for a server out of reach."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.callbacks.run_report.environment import code_state
+from recipes.training import csv_logger
+from recipes.training.csv_logger import CSVRows
+
+STEP_METRIC = "trainer/global_step"
+"""Lightning's name for the step, against which its logger for W&B draws all curves."""
+
+
+class TrackerRun(Callback):
+    """Keep in the checkpoint how far the run's loggers are, so that a resumed run goes on there.
+
+    The id of the tracker's run; of W&B's, where it sends or writes anything. The rows that CSV and W&B have: what a
+    killed run logged after the checkpoint is dropped from the CSV, and written again with the same numbers by W&B. And
+    the row that Lightning has not logged yet when the checkpoint of a step is written.
+    """
+
+    def __init__(self) -> None:
+        self.run_id: str | None = None
+        self._trainer: pl.Trainer | None = None
+        self._resumed: dict[str, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Know whose loggers to ask."""
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on where the checkpoint was."""
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                num_rows = self._resumed.get("num_rows", {}).get(type(logger).__name__)
+                csv_logger.go_on(logger, num_rows, self._resumed.get("row_to_come"))
+        self._resumed = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The id (None without a tracker that has one), rows by logger, the row to come."""
+        trainer = self._trainer
+        state: dict[str, Any] = {"run_id": self.run_id}
+        if trainer is not None and trainer.loggers:
+            state["row_to_come"] = csv_logger.row_to_come(trainer)
+            if trainer.is_global_zero:
+                state["num_rows"] = {
+                    type(logger).__name__: csv_logger.num_rows_of(logger) for logger in trainer.loggers
+                }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A run that was begun has an id by now; one with another logger keeps that of the checkpoint for later."""
+        self._resumed = state_dict
+        if self.run_id is None:
+            self.run_id = state_dict["run_id"]
+
+
+def kept_run_id(ckpt_path: str | None) -> str | None:
+    """The id in a checkpoint; None where it has none. Raises as `kept_state`."""
+    found: str | None = kept_state(ckpt_path).get("run_id")
+    return found
+
+
+def kept_state(ckpt_path: str | None) -> dict[str, Any]:
+    """What `TrackerRun` left in a checkpoint, of which nothing else is read; nothing where it has none.
+
+    Raises:
+        ValueError: The file is no checkpoint.
+    """
+    if ckpt_path is None:
+        return {}
+    try:
+        checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
+        found: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
+    except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError
+        if "weights_only" in str(error):  # whole, but with objects of the user's own
+            rank_zero_warn(f"the tracker's run id in {ckpt_path} cannot be read: the tracker begins a new run")
+            return {}
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"`resume` (={ckpt_path}) must be a whole checkpoint of Lightning's: {reason}. Give one that was saved in "
+            "full, or leave `resume` out to begin anew."
+        ) from error
+    return found
+
+
+def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:
+    """The configured logger; W&B's goes on with the run of the checkpoint, unless `logger.id` names another.
+
+    Where wandb is not installed metrics go to a CSV file, with a warning: it is the default logger, not a wish.
+
+    Raises:
+        ValueError: TensorBoard was asked for and is not installed; the checkpoint cannot be read.
+    """
+    target = str((cfg.logger or {}).get("_target_", ""))
+    if target.endswith("TensorBoardLogger") and not any(map(_is_installed, ("tensorboard", "tensorboardX"))):
+        raise ValueError(
+            "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, and neither is installed: nothing "
+            "would be logged. Run `pip install -e '.[tensorboard]'`, or choose logger=csv or logger=wandb."
+        )
+    if target.endswith("CSVRows"):
+        num_rows = kept_state(ckpt_path).get("num_rows", {}).get("CSVRows")
+        return cast(Logger, instantiate(cfg.logger, num_rows_kept=num_rows or 0))
+    if not target.endswith("WandbLogger"):
+        return cast(Logger | None, instantiate(cfg.logger) or None)
+    if not _is_installed("wandb"):
+        rank_zero_warn("wandb is not installed: metrics go to csv/metrics.csv of the run directory, as with logger=csv")
+        num_rows = kept_state(ckpt_path).get("num_rows", {}).get("CSVRows")
+        return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)
+    kept = None if cfg.logger.get("id") else kept_run_id(ckpt_path)
+    return cast(Logger, instantiate(cfg.logger, **({} if kept is None else {"id": kept})))
+
+
+def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> None:
+    """Tell loggers and report what the run is, before training: resolved configuration, overrides, state of the code.
+
+    W&B's run begins here, while nothing waits for this process yet.
+
+    Raises:
+        ValueError: W&B refuses the key, or cannot be reached.
+    """
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    told = config | {"overrides": list(overrides), "code": code_state(Path(__file__).parent)}
+    for logger in trainer.loggers:
+        with _words_for_wandb():
+            logger.log_hyperparams(told)
+        if "wandb" in sys.modules and type(logger).__name__ == "WandbLogger":
+            _begin_wandb(trainer, logger)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunReport):
+            callback.config, callback.overrides = config, told["overrides"]
+            callback.code_dir = Path(__file__).parent
+
+
+def finish(exit_code: int) -> None:
+    """End W&B's run, where there is one; that its disk is full is said, and hides no other error."""
+    wandb: Any = sys.modules.get("wandb")
+    if wandb is None:
+        return
+    try:
+        wandb.finish(exit_code=exit_code)
+    except OSError as error:
+        rank_zero_warn(
+            f"W&B's files of this run are not whole ({error.strerror}): `wandb sync` will send what is there. "
+            "curves.json of the run directory, or the report of a resumed run, has what was logged."
+        )
+
+
+@rank_zero_only
+def _begin_wandb(trainer: pl.Trainer, logger: Any) -> None:
+    run = logger.experiment
+    if run.disabled:
+        return
+    for metric in m.METRICS.values():
+        if metric.best is not None:
+            run.define_metric(metric.name, step_metric=STEP_METRIC, step_sync=True, summary=metric.best)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, TrackerRun):
+            callback.run_id = run.id
+
+
+@contextmanager
+def _words_for_wandb() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        wandb: Any = sys.modules.get("wandb")
+        if wandb is None or not isinstance(error, wandb.errors.Error):
+            raise
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"`logger.offline` (=False) needs a W&B server that lets this run in: {reason}. Check the key "
+            "(`wandb login`, or WANDB_API_KEY) and the network; or leave `logger.offline` and WANDB_MODE out: the run "
+            "is then written to its directory, and `wandb sync` sends it later."
+        ) from error
+
+
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None

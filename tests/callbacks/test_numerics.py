@@ -1,0 +1,280 @@
+"""Numbers that go wrong are told with rank, batch and layer, once; and the state is there for a look."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
+from lightning_hybrid.callbacks import numerics as numbers_module
+from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from tests import toy
+from tests.precision.test_optimizer_protocol import HostReads
+
+HOST = numbers_module.host_identity()[0]
+
+
+class Spoiled(toy.Toy):
+    """Its loss is nan on one rank from a step on, for so many batches."""
+
+    def __init__(self, rank=0, step=2, num_batches=1000, factor=float("nan")):
+        super().__init__()
+        self.rank, self.step, self.left, self.factor = rank, step, num_batches, factor
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        is_here = not dist.is_initialized() or dist.get_rank() == self.rank
+        if is_here and self.trainer.global_step >= self.step and self.left > 0:
+            self.left -= 1
+            loss = loss * self.factor
+        return loss
+
+
+def fit(module, folder=None, *, precision="16-true", num_epochs=20, every=10, patience=3, loader=None, **settings):
+    """The error, with its notes, and the warnings."""
+    check = NumericsMonitor(folder, patience=patience)
+    trainer = toy.trainer(
+        max_epochs=num_epochs, precision=precision, log_every_n_steps=every, callbacks=[check], **settings
+    )
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, toy.loader() if loader is None else loader)
+        except Exception as raised:
+            error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
+    return error, [str(each.message) for each in caught if "numbers" in each.filename or "was inf" in str(each.message)]
+
+
+def endless_overflow(folder):
+    return fit(Spoiled(rank=1), folder)
+
+
+def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_ranks, tmp_path):
+    for rank, (error, _) in enumerate(two_ranks.run(endless_overflow, str(tmp_path))):
+        assert error.startswith("EndlessOverflowError: Gradients were inf or nan for 40 steps in a row, up to global")
+        assert f" The loss was inf or nan on 1 of 2 ranks: rank 1 (host {HOST}) in batch " in error
+        assert "The outputs of all 9 layers were finite: it is in the loss, or in backward." in error
+        assert "The scale: " in error
+        assert "1 at step " in error
+        assert f"On rank {rank} (host {HOST}), in batch " in error
+        assert f"Saved for a look: {tmp_path}/numbers/step" in error
+    zero, one = (torch.load(next(Path(tmp_path, "numbers").glob(f"*rank{r}.pt")), weights_only=True) for r in (0, 1))
+    assert zero["state_dict"].keys() == toy.Toy().state_dict().keys()
+    assert zero["state_dict"]["net.8.weight"].dtype is torch.float32
+    assert "state_dict" not in one  # the same as on rank zero
+    assert one["batch"][0].shape == (8, toy.NUM_FEATURES)
+    assert not torch.equal(zero["batch"][0], one["batch"][0])
+    assert one["global_step"] == 41
+    assert one["scale_history"][-1][1] == 1.0
+    assert "rng_state" in one
+
+
+def test_a_state_that_cannot_be_saved_does_not_hide_what_went_wrong():
+    error, _ = fit(Spoiled(rank=0), "/proc/none")
+    assert error.startswith("EndlessOverflowError: Gradients were inf or nan for 40 steps in a row")
+    assert "The state was not saved for a look: [Errno 2] No such file or directory: '/proc/none" in error
+
+
+class Inverts(nn.Module):
+    def forward(self, x):
+        return 1 / (x - x)
+
+
+def test_the_first_layer_that_puts_out_inf_is_named():
+    module = toy.Toy()
+    module.net.insert(7, Inverts())
+    error, _ = fit(module)
+    assert "The first layer to put out inf or nan was net.7 (Inverts)." in error
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_where_no_step_is_skipped_the_first_rank_and_step_are_told(two_ranks, precision):
+    for error, _ in two_ranks.run(not_finite, precision):
+        assert error.startswith("NonFiniteLossError: The loss is not finite since step 4, on rank 1 first, and precis")
+        assert f"rank 1 (host {HOST}) in batch " in error
+        assert "resume from a checkpoint written before step 4." in error
+
+
+def not_finite(precision):
+    return fit(Spoiled(rank=1, step=3, num_batches=1), precision=precision)
+
+
+def test_a_single_bad_batch_is_a_warning_on_its_rank_and_the_run_goes_on(two_ranks):
+    zero, one = two_ranks.run(single_bad_batch)
+    assert zero == ("", [])
+    error, (warning,) = one
+    assert error == ""
+    assert warning.startswith(
+        f"The loss of 1 batches on rank 1 (host {HOST}) was inf or nan, the last: batch 1 (step 6"
+    )
+
+
+def single_bad_batch():
+    return fit(Spoiled(rank=1, step=5, num_batches=1), num_epochs=3)
+
+
+class Dead(toy.Toy):
+    """Its first linear layer feeds a ReLU that never opens."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.net[6].bias.fill_(-1e4)  # the LayerNorm behind it
+
+
+def test_a_layer_that_died_is_a_warning_after_three_logged_steps_and_once():
+    error, (warning,) = fit(Dead(), num_epochs=4, every=5)
+    assert error == ""
+    assert (
+        "The gradient of `net.1.weight`, `net.1.bias`, `net.2.weight`, `net.2.bias`, `net.5.weight`, ... (9 of 10)"
+        in (warning)
+    )
+    assert "at 3 logged steps in a row up to step 15: these layers do not learn" in warning
+
+
+class Detached(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        return 0.0 * self.loss(batch)
+
+
+def test_gradients_that_are_all_zero_are_told_apart():
+    error, (warning,) = fit(Detached(), num_epochs=3, patience=2)
+    assert error == ""
+    assert warning.startswith("All gradients are zero, at 2 logged steps in a row up to step 20: nothing is learned")
+
+
+class Pauses(toy.Toy):
+    """Without gradient at every second logged step."""
+
+    def training_step(self, batch, batch_idx):
+        return (0.0 if self.trainer.global_step % 4 == 3 else 1.0) * self.loss(batch)
+
+
+def test_gradients_that_are_zero_now_and_then_are_nothing_to_speak_of():
+    assert fit(Pauses(), num_epochs=2, every=2, patience=2) == ("", [])
+
+
+def test_a_scale_that_stays_at_its_floor_is_a_warning(monkeypatch):
+    monkeypatch.setattr(numbers_module, "STEPS_AT_FLOOR", 10)
+    scale = DynamicLossScale(init_scale=4.0, min_scale=2.0, growth_interval=1000)
+    module = Spoiled(step=2, num_batches=1, factor=float("inf"))
+    _, told = fit(module, num_epochs=4, every=5, strategy=HybridAllReduceStrategy(loss_scale=scale))
+    (warning,) = (each for each in told if "floor" in each)
+    assert warning.startswith("`loss_scale` (=2) has been at its floor for 10 steps")
+
+
+def with_bad_images():
+    images, labels = toy.Blobs(8).images.clone(), toy.Blobs(8).targets
+    images[5, 2] = float("inf")
+    return DataLoader([(images, labels)], batch_size=None)
+
+
+def test_images_that_are_not_finite_are_named_with_their_batch():
+    error, _ = fit(toy.Toy(), loader=with_bad_images(), num_epochs=60)
+    assert error.startswith("EndlessOverflowError: ")
+    assert "[0] float32 [8, 12]: 1 of 96 values not finite, in samples 5; [1] int64 [8]: from 0 to " in error
+
+
+def test_a_label_that_no_class_has_is_described_and_the_batch_saved(tmp_path):
+    loader = DataLoader([(toy.Blobs(4).images, torch.tensor([0, 1, 99, 2]))], batch_size=None)
+    error, _ = fit(toy.Toy(), str(tmp_path), loader=loader)
+    assert error.startswith("IndexError: Target 99 is out of bounds.")
+    assert "[1] int64 [4]: from 0 to 99." in error
+    (path,) = Path(tmp_path, "numbers").iterdir()
+    assert torch.load(path, weights_only=True)["batch"][1].tolist() == [0, 1, 99, 2]
+
+
+def test_errors_of_communication_are_left_alone(tmp_path):
+    class Fails(toy.Toy):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("comm: rank 1 does not answer")
+
+    error, _ = fit(Fails(), str(tmp_path))
+    assert error.splitlines()[0] == "RuntimeError: comm: rank 1 does not answer", "what follows says where, not what"
+    assert not list(tmp_path.iterdir())
+
+
+def with_and_without():
+    weights = []
+    for callbacks in ([NumericsMonitor()], []):
+        module = toy.Toy()
+        toy.trainer(max_epochs=1, precision="16-true", callbacks=callbacks, log_every_n_steps=2).fit(
+            module, toy.loader()
+        )
+        weights.append(toy.weights(module))
+    return weights
+
+
+def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_watch(two_ranks):
+    for watched, unwatched in two_ranks.run(with_and_without):
+        assert toy.same_bits(watched, unwatched)
+
+
+class CountsReads(pl.Callback):
+    """Of the host, by file: from the second step to the ninth, the last before one that is logged."""
+
+    def __init__(self):
+        self.mode = HostReads()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 1:
+            self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 9:
+            self.mode.__exit__(None, None, None)
+
+
+def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
+    """As on CUDA, where the host would wait; on a CPU the watch reads at each step."""
+    counted = []
+    for free in (False, True):
+        monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)
+        counts = CountsReads()
+        trainer = toy.trainer(
+            max_epochs=1,
+            precision="16-true",
+            log_every_n_steps=10,
+            callbacks=[counts, ReplicaCheck(every_n_steps=10), NumericsMonitor()],
+        )
+        trainer.fit(Quiet(), toy.loader(num_samples=128))
+        counted.append(dict(counts.mode.by_file))
+    of_the_watch = {name for name in counted[1] if name.startswith("callbacks/")}
+    assert of_the_watch == {"callbacks/numbers.py"}
+    assert counted[0] == {name: num for name, num in counted[1].items() if name not in of_the_watch}
+
+
+class Quiet(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def test_probes_leave_no_hook_behind_and_see_layers_in_the_order_in_which_they_run():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    probes = LayerProbes(net)
+    net(torch.full((1, 2), float("nan")))
+    probes.remove()
+    net(torch.ones(1, 2))
+    assert (probes.num_layers, probes.first_not_finite()) == (2, "0 (Linear)")
+    assert not any(one._forward_hooks for one in net.modules())
+
+
+def test_a_batch_may_hold_anything():
+    words, is_bad = describe_batch({"x": torch.zeros(2, 0), "name": "a", "y": torch.tensor([True, False])})
+    assert (words, is_bad) == ("['y'] bool [2]: from 0 to 1", False)
+
+
+@pytest.mark.parametrize("wrong", [0, 1.5, True, None])
+def test_a_patience_that_is_no_number_of_steps_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"`patience` \(=.*\) must be a whole number of logged steps"):
+        NumericsMonitor(patience=wrong)

@@ -1,0 +1,163 @@
+"""Ranks that drift apart are found, named with their hosts, and only they."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.callbacks import ReplicaCheck
+from lightning_hybrid.callbacks.replica_check import first_difference
+from tests import toy
+
+LAST = "net.8.weight"
+
+
+class Spoils(pl.Callback):
+    """After a step, changes something on one rank."""
+
+    def __init__(self, rank, step, what):
+        self.rank, self.step, self.what = rank, step, what
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step and dist.get_rank() == self.rank:
+            with torch.no_grad():
+                getattr(self, self.what)(trainer, dict(module.named_parameters())[LAST])
+
+    def weight(self, trainer, weight):
+        weight.view(-1)[3] += 0.5
+
+    def master_below_half(self, trainer, weight):
+        """Less than what the half-precision copy can show."""
+        trainer.precision_plugin.masters.pair_of(weight).master.view(-1)[3] *= 1 + 2**-20
+
+    def momentum(self, trainer, weight):
+        trainer.optimizers[0].state[weight]["momentum_buffer"].view(-1)[0].neg_()
+
+    def loss_scale(self, trainer, weight):
+        trainer.precision_plugin.loss_scale.scale *= 2.0
+
+    def two_signs(self, trainer, weight):
+        """What cancels in a sum of magnitudes."""
+        weight.view(-1)[:2].neg_()
+
+
+def spoiled(what, precision, every_n_steps, rank=1, step=2):
+    steps = []
+
+    class Counts(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            steps.append(trainer.global_step)
+
+    check = ReplicaCheck(every_n_steps)
+    callbacks = [Spoils(rank, step, what), Counts(), check]
+    trainer = toy.trainer(max_epochs=1, precision=precision, callbacks=callbacks)
+    return toy.error_of(trainer.fit, toy.Toy(), toy.loader()), steps[-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "precision", "named"),
+    [
+        ("weight", "16-true", f": `{LAST}`"),  # there alone: the gradients of all others are averages
+        ("master_below_half", "16-true", f": the fp32 master of `{LAST}`"),
+        ("momentum", "32-true", f": `{LAST}`"),
+        ("momentum", "bf16-true", f": `{LAST}`"),
+        ("two_signs", "32-true", f": `{LAST}`"),
+        ("loss_scale", "16-true", ""),  # and with it the gradients' rounding, on both ranks
+    ],
+)
+def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(two_ranks, what, precision, named):
+    for told, last_step in two_ranks.run(spoiled, what, precision, 4):
+        assert told.startswith("ReplicaDriftError: The ranks no longer hold the same model; they parted between steps")
+        assert "between steps 0 and 4 (`every_n_steps` (=4)): " in told
+        assert f"{named} on rank 1 (host " in told
+        assert "is not that of rank 0 (host " in told
+        assert last_step == 4
+
+
+def test_the_first_difference_is_named_right_after_the_change(three_ranks):
+    """The momentum that was written, and the weight that it moved; the third rank is in the minority."""
+    for told, last_step in three_ranks.run(spoiled, "momentum", "32-true", 1, 2, 1):
+        assert f"`{LAST}` on rank 2 (host " in told
+        assert "is not that of ranks 0, 1 (host " in told
+        assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in told
+        assert last_step == 2
+
+
+def fit_with(callbacks, precision):
+    trainer = toy.trainer(max_epochs=1, precision=precision, callbacks=callbacks)
+    module = toy.Toy()
+    trainer.fit(module, toy.loader())
+    return toy.weights(module)
+
+
+def fit_with_and_without(precision):
+    return fit_with([ReplicaCheck(3)], precision), fit_with([], precision)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_check(two_ranks, precision):
+    for checked, unchecked in two_ranks.run(fit_with_and_without, precision):
+        assert toy.same_bits(checked, unchecked)
+
+
+def differing_from_the_start(path, what):
+    class Differs(toy.Toy):
+        def on_load_checkpoint(self, checkpoint):
+            if dist.get_rank() == 0 and what == "weights":
+                checkpoint["state_dict"][LAST] = checkpoint["state_dict"][LAST] * (1 + 2**-20)
+            elif dist.get_rank() == 0:
+                for of_one in checkpoint["optimizer_states"][0]["state"].values():
+                    of_one["momentum_buffer"] = of_one["momentum_buffer"] * (1 + 2**-20)
+
+    module = toy.Toy()
+    trainer = toy.trainer(max_epochs=1, precision="16-true")
+    trainer.fit(module, toy.loader())
+    trainer.save_checkpoint(path)
+    resumed = toy.trainer(max_epochs=2, precision="16-true", callbacks=[ReplicaCheck(100)])
+    return toy.error_of(resumed.fit, Differs(), toy.loader(), ckpt_path=path)
+
+
+def test_optimizer_state_that_differs_between_checkpoints_is_found_before_the_first_step(two_ranks, tmp_path):
+    for told in two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt"), "momentum"):
+        assert "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the optimizer" in told
+        assert "Give every rank the same checkpoint" in told
+
+
+def test_of_weights_that_differ_between_checkpoints_all_take_rank_zeros(two_ranks, tmp_path):
+    """Masters and all: half weights alone, as DDP sends them, would leave each its own lower digits."""
+    assert two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt"), "weights") == ["", ""]
+
+
+def num_collectives(every_n_steps):
+    calls = []
+    original = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        calls.append((tensor.numel() * tensor.element_size(), tensor.dtype))
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        fit_with([ReplicaCheck(every_n_steps)], "32-true")
+    finally:
+        dist.all_reduce = original
+    return [num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8]  # Lightning's are of 8
+
+
+def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
+    """32 images of each rank in batches of 8: four steps; a check before them, after every third, and at the end."""
+    for sizes in two_ranks.run(num_collectives, 3):
+        assert sizes == [16, 16, 16]
+
+
+def test_a_tensor_that_one_rank_lacks_is_named():
+    told = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
+    assert told.startswith("`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None])
+def test_a_number_of_steps_that_is_none_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number of steps, at least 1"):
+        ReplicaCheck(wrong)

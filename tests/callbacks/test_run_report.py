@@ -1,0 +1,242 @@
+"""The report of a run, a resumed one included."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from html.parser import HTMLParser
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.callbacks.run_report.curve import Curve
+from lightning_hybrid.checkpoint.host_copy import as_plain
+from tests import toy
+from tests.callbacks.support import WINDOWS, counting, fit
+
+
+def test_a_report_has_a_picture_a_summary_and_a_table(two_ranks, tmp_path):
+    table = two_ranks.run(report_after_a_test, str(tmp_path))[0].splitlines()
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["metrics"][m.TEST_ACC] == 0.75
+    assert summary["metrics"][m.VAL_ACC] == 0.5
+    assert summary["images_per_s"] == 32.0
+    assert (summary["num_steps"], summary["world_size"], summary["precision"]) == (8, 2, "16-true")
+    assert summary["communication"] == {
+        "num_steps": 8,
+        "num_buckets": 16,
+        "num_bytes": 16000,
+        "link_bytes": 24000.0,
+        "least_link_bytes": 16000.0,
+        "node_bytes": 32000.0,
+        "busy_s": 1.0,
+        "exposed_s": pytest.approx(0.4),
+        "exposed_s_per_step": pytest.approx(0.05),
+        "achieved_bytes_per_s": 16000.0,
+        "link_bytes_per_s": 32000.0,
+        "achieved_share": 0.5,
+        "per_bucket": [
+            {
+                "index": index,
+                "numel": 500,
+                "dtype": "float16",
+                "num_bytes": 1000,
+                "algorithm": "flat",
+                "num_chunks": 2,
+                "num_times": 8,
+                "link_bytes": 1500.0,
+                "least_link_bytes": 1000.0,
+                "node_bytes": 2000.0,
+                "mean_exposed_s": pytest.approx(exposed_s),
+                "mean_in_flight_s": pytest.approx(in_flight_s),
+                "achieved_bytes_per_s": pytest.approx(1000 / in_flight_s),
+                "achieved_share": pytest.approx(1000 / in_flight_s / 32000),
+            }
+            for index, exposed_s, in_flight_s in ((0, 0.0, 0.1), (1, 0.05, 0.2))
+        ],
+    }
+    assert table == [
+        "test accuracy  75.00%",
+        "throughput     32 images/s on 2 ranks",
+        "skipped steps  0 of 8",
+        "communication  50 ms exposed per step (10.0 %), 0.003 MB per node and step, 0.016 MB/s = 50 % of the link",
+        f"run directory  {tmp_path}",
+        f"picture        {tmp_path}/run.png",
+    ]
+
+
+def report_after_a_test(run_dir):
+    report = RunReport(run_dir)
+    report.config, report.overrides = {"optim": {"lr": 0.1, "note": "<b>"}}, ["optim.lr=0.1"]
+    _, module, trainer = fit(more=[report], strategy=counting(loss_scale=1024.0, link_bytes_per_s=32000.0))
+    trainer.test(module, toy.loader(), verbose=False)
+    return report.table(trainer)
+
+
+class Page(HTMLParser):
+    """Cells of its tables by row, what it loads, and whether each tag that was opened was closed."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.rows, self.loaded, self.open, self.text = [], [], [], ""
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        self.loaded += [value for name, value in attributes if name in ("src", "href")]
+        self.open += [tag] if tag not in ("meta", "img") else []
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_the_page_of_a_run_needs_no_other_file(two_ranks, tmp_path):
+    two_ranks.run(report_after_a_test, str(tmp_path))
+    content = (tmp_path / "run.html").read_text()
+    page = Page(content)
+    assert page.open == []
+    (picture,) = page.loaded
+    png = base64.b64decode(picture.removeprefix("data:image/png;base64,"))
+    assert png == (tmp_path / "run.png").read_bytes()
+    rows = {row[0]: row[1:] for row in page.rows}
+    assert rows["test accuracy"] == ["75.00%"]
+    assert rows[m.VAL_ACC][:3] == ["0.5", "0.5", "1"]
+    assert rows["torch"] == [torch.__version__]
+    assert rows["optim.note"] == ["<b>"]
+    assert "optim.lr=0.1" in page.text
+    assert "comm: 2 ranks = 1 node x 2" in page.text
+    assert rows["0"][:3] == ["500", "float16", "1000"]  # of the table of buckets
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_the_summary_keeps_best_values_configuration_and_environment(two_ranks, tmp_path):
+    two_ranks.run(report_after_a_test, str(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    curves = json.loads((tmp_path / "curves.json").read_text())
+    assert summary["best"][m.TRAIN_LOSS] == min(value for _, value in curves[m.TRAIN_LOSS])
+    assert summary["best"][m.VAL_ACC] == 0.5
+    assert m.TRAIN_LR not in summary["best"]
+    assert summary["config"] == {"optim": {"lr": 0.1, "note": "<b>"}}
+    assert summary["overrides"] == ["optim.lr=0.1"]
+    assert summary["environment"]["torch"] == torch.__version__
+    # steps of 0.5 s; four batches of validation of 1000 s each after steps 4 and 8, and before the last point
+    assert curves[m.ELAPSED_S] == [[2, 1.0], [4, 2.0], [6, 4003.0], [8, 4004.0]]
+
+
+@pytest.mark.parametrize("settings", [{"validate": False}, {"precision": "32-true"}, {"max_epochs": 0}], ids=str)
+def test_a_report_is_written_whatever_was_not_measured(two_ranks, tmp_path, settings):
+    two_ranks.run(report_of, str(tmp_path), settings)
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    assert (tmp_path / "summary.json").is_file()
+
+
+def report_of(run_dir, settings):
+    report = RunReport(run_dir)
+    return report.table(fit(more=[report], **settings)[2])
+
+
+def test_a_dry_run_writes_nothing(two_ranks, tmp_path):
+    table = two_ranks.run(report_of, str(tmp_path), {"fast_dev_run": True})[0]
+    assert list(tmp_path.iterdir()) == []
+    assert "skipped steps  0 of 1\n" in table
+    assert table.endswith("not written (fast_dev_run)")
+
+
+def test_the_report_of_a_resumed_run_shows_all_of_it(two_ranks, tmp_path):
+    whole, resumed = two_ranks.run(curves_of_whole_and_resumed, str(tmp_path))[0]
+    assert [step for step, _ in whole[m.TRAIN_LOSS]] == [2, 4, 6, 8]
+    assert [step for step, _ in whole[m.VAL_LOSS]] == [4, 8]
+    assert {name: points for name, points in whole.items() if not m.metric_of(name).from_clock} == {
+        name: points for name, points in resumed.items() if not m.metric_of(name).from_clock
+    }
+
+
+def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
+    """Of twenty metrics 2,000 points were 40,000 tuples to copy, while training waited, and to pickle."""
+    num_bytes = set()
+    for num_points in (2, 2000):
+        report, again = RunReport(), RunReport()
+        report.curves = {m.TRAIN_LOSS: Curve((step, step / 3) for step in range(num_points))}
+        state = report.state_dict()
+        num_bytes.add(len(pickle.dumps(as_plain(state, of_tensor=lambda tensor: None))))
+        again.load_state_dict(state)
+        assert again.curves == report.curves
+    assert len(num_bytes) == 1
+
+
+def curves_of_whole_and_resumed(run_dir):
+    reports = [RunReport(run_dir) for _ in range(3)]
+    fit(more=[reports[0]])
+    trainer = fit(more=[reports[1]], max_epochs=1)[2]
+    trainer.save_checkpoint(f"{run_dir}/some.ckpt")
+    fit(more=[reports[2]], ckpt_path=f"{run_dir}/some.ckpt")
+    return reports[0].curves, reports[2].curves
+
+
+def communication_of_whole_and_resumed(run_dir, forget):
+    """Logged at step 5 only: of all the others no window is ever drained."""
+
+    def run(report, **settings):
+        strategy = HybridAllReduceStrategy(ranks_per_node=1)
+        return fit(more=[report], strategy=strategy, log_every_n_steps=5, **settings)[2]
+
+    path = f"{run_dir}/some.ckpt"
+    reports = [RunReport(run_dir) for _ in range(3)]
+    run(reports[0])
+    run(reports[1], max_epochs=1).save_checkpoint(path)
+    if forget:
+        checkpoint = torch.load(path, weights_only=True)
+        (state,) = (state for name, state in checkpoint["callbacks"].items() if name.startswith("RunReport"))
+        del state["communication"]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            torch.save(checkpoint, path)
+        dist.barrier()
+    run(reports[2], ckpt_path=path)
+    return [reports[0].communication(), reports[2].communication()]
+
+
+@pytest.mark.parametrize(("forget", "num_steps"), [(False, 8), (True, 4)], ids=["resumed", "from an old checkpoint"])
+def test_the_communication_of_a_resumed_run_is_that_of_all_steps(two_ranks, tmp_path, forget, num_steps):
+    whole, resumed = two_ranks.run(communication_of_whole_and_resumed, str(tmp_path), forget)[0]
+    assert (whole.num_steps, resumed.num_steps) == (8, num_steps)
+    assert resumed.num_bytes * 8 == whole.num_bytes * num_steps > 0
+    assert whole.bytes_across == whole.least_bytes_across == whole.num_bytes  # two nodes of one rank
+    assert sum(bucket.num_times for bucket in resumed.buckets) == resumed.num_buckets
+    assert 0 < resumed.exposed_s <= resumed.busy_s
+    assert sum(resumed.exposed_by_bucket_s.values()) == pytest.approx(resumed.exposed_s)
+
+
+@pytest.mark.parametrize("kind", ["one node", "cuda", "nothing"])
+def test_a_report_says_null_of_what_was_not_measured(two_ranks, tmp_path, kind):
+    table = two_ranks.run(report_of_window, str(tmp_path), WINDOWS[kind])[0]
+    section = json.loads((tmp_path / "summary.json").read_text())["communication"]
+    assert section["achieved_bytes_per_s"] is section["achieved_share"] is None
+    assert (section["exposed_s_per_step"] is None) == (kind != "one node")
+    assert (section["link_bytes"] > 0) == (kind == "cuda")
+    assert [bucket["mean_in_flight_s"] for bucket in section["per_bucket"]] == {
+        "one node": [pytest.approx(0.1), pytest.approx(0.2)],
+        "cuda": [None],
+        "nothing": [],
+    }[kind]
+    words = {"one node": "none between nodes", "cuda": "  time not measured", "nothing": "  not measured"}[kind]
+    assert words in next(row for row in table.splitlines() if row.startswith("communication"))
+
+
+def report_of_window(run_dir, window):
+    report = RunReport(run_dir)
+    return report.table(fit(more=[report], strategy=counting(window))[2])

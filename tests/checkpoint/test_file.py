@@ -1,0 +1,236 @@
+"""Checkpoint files: whole or not there, and told apart from damaged ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import zipfile
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_hybrid import DurableCheckpointIO
+from lightning_hybrid.checkpoint import file as cf
+from lightning_hybrid.checkpoint.file import CheckpointWriteError, DamagedCheckpointError, RefusedCheckpointError
+from tests import toy
+
+WHOLE = {"state_dict": {"w": torch.arange(5000.0)}, "global_step": 7}
+
+
+def checkpoint(step):
+    return {"state_dict": {"w": torch.full((3000,), float(step))}, "global_step": step}
+
+
+def step_in(path):
+    return cf.read_checkpoint(path)["global_step"]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_anybody_reads_the_file(tmp_path):
+    path = tmp_path / "some.ckpt"
+    cf.write_checkpoint(WHOLE, path)
+    for found in (
+        torch.load(path, weights_only=True),
+        torch.load(path, weights_only=True, mmap=True),
+        TorchCheckpointIO().load_checkpoint(path),
+        DurableCheckpointIO().load_checkpoint(path),
+    ):
+        assert torch.equal(found["state_dict"]["w"], WHOLE["state_dict"]["w"])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    assert cf.check_whole(path)
+
+
+def test_a_file_of_stock_lightning_loads_and_is_said_to_be_unverified(tmp_path, caplog):
+    TorchCheckpointIO().save_checkpoint(WHOLE, tmp_path / "stock.ckpt")
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        assert DurableCheckpointIO().load_checkpoint(tmp_path / "stock.ckpt")["global_step"] == 7
+    assert "stock.ckpt has no checksum" in caplog.text
+
+
+LENGTHS = {"empty": 0, "one byte": 1, "a header": 4, "half": 10_000, "without its end": -120, "a byte less": -1}
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_truncated_file_is_named(tmp_path, length, ours):
+    path = tmp_path / "torn.ckpt"
+    (DurableCheckpointIO() if ours else TorchCheckpointIO()).save_checkpoint(WHOLE, path)
+    path.write_bytes(path.read_bytes()[: LENGTHS[length]])
+    with pytest.raises(DamagedCheckpointError, match=r"`.*torn\.ckpt` is not the checkpoint that was written: "):
+        DurableCheckpointIO().load_checkpoint(path)
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path):
+    """Every 97th byte, and each of the last 150: weights, pickle, directory of the archive, its end, the checksum."""
+    path = tmp_path / "flipped.ckpt"
+    cf.write_checkpoint(WHOLE, path)
+    content = path.read_bytes()
+    for place in {*range(0, len(content), 97), *range(len(content) - 150, len(content))}:
+        hurt = bytearray(content)
+        hurt[place] ^= 1 << (place % 8)
+        path.write_bytes(hurt)
+        with pytest.raises(DamagedCheckpointError):
+            DurableCheckpointIO().load_checkpoint(path)
+
+
+def test_what_is_appended_is_found(tmp_path):
+    path = tmp_path / "longer.ckpt"
+    cf.write_checkpoint(WHOLE, path)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(DamagedCheckpointError):
+        cf.read_checkpoint(path)
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
+    torch.save({"state_dict": {}, "callbacks": Evil(str(tmp_path / "was_here"))}, tmp_path / "evil.ckpt")
+    with pytest.raises(RefusedCheckpointError, match=r"holds objects \(=posix.mkdir\) .* nothing of it was run"):
+        DurableCheckpointIO().load_checkpoint(tmp_path / "evil.ckpt")
+    assert not (tmp_path / "was_here").exists()
+
+
+def test_a_checkpoint_that_will_not_load_is_told_when_it_is_saved(tmp_path):
+    io = DurableCheckpointIO()
+    with pytest.warns(UserWarning, match=r"holds objects \(=tests.checkpoint.test_file.Evil.*weights_only=False"):
+        io.save_checkpoint({"hyper_parameters": {"a": _Own()}}, tmp_path / "own.ckpt")
+
+
+class _Own:
+    def __reduce__(self):
+        return Evil, ("",)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing of ours runs after it."""
+
+
+class Witness:
+    """Notes what the file system is told, in order, and ends the process before the n-th of it."""
+
+    def __init__(self, monkeypatch, kill_before=None):
+        self.told, self.kill_before = [], kill_before
+        for name in ("fsync", "link", "replace"):
+            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name)))
+        monkeypatch.setattr(cf._Summed, "_put", self._noting("write", cf._Summed._put))
+        monkeypatch.setattr(cf, "_unlink_quietly", self._unlink)
+
+    def _noting(self, name, function):
+        def noting(*args, **kwargs):
+            if len(self.told) == self.kill_before:
+                raise Killed
+            where = "folder" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}") else "file"
+            self.told.append(f"{name} {where}" if name == "fsync" else name)
+            return function(*args, **kwargs)
+
+        return noting
+
+    def _unlink(self, path):
+        if len(self.told) != self.kill_before:
+            path.unlink(missing_ok=True)
+
+
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_goes(tmp_path, monkeypatch):
+    cf.write_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
+    witness = Witness(monkeypatch)
+    cf.write_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
+    told = [each for each in witness.told if each != "write"]
+    assert told == ["fsync file", "link", "replace", "fsync folder", "replace", "fsync folder"]
+    assert witness.told.index("fsync file") == witness.told.count("write")
+
+
+def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """Before each call of the file system's; then the next run writes over whatever lies there."""
+    moment, is_over = 0, False
+    while not is_over:
+        folder = tmp_path / str(moment)
+        path = folder / "last.ckpt"
+        for step in (1, 2):
+            cf.write_checkpoint(checkpoint(step), path)
+        with monkeypatch.context() as patch:
+            Witness(patch, kill_before=moment)
+            try:
+                cf.write_checkpoint(checkpoint(3), path)
+                is_over = True
+            except (Killed, RuntimeError):  # torch's writer ends in an error of its own
+                pass
+        assert step_in(path) in (2, 3)
+        assert step_in(cf.previous_of(path)) in (1, 2)
+        cf.write_checkpoint(checkpoint(4), path)
+        assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
+        assert step_in(path) == 4
+        moment += 1
+    assert moment > 10
+
+
+def test_without_hard_links_one_of_both_names_is_always_there(tmp_path, monkeypatch):
+    def none(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", none)
+    for step in (1, 2, 3):
+        cf.write_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+    assert (step_in(tmp_path / "last.ckpt"), step_in(tmp_path / "last.previous.ckpt")) == (3, 2)
+
+
+def test_the_old_one_is_kept_only_where_it_is_wanted(tmp_path):
+    io = DurableCheckpointIO(keep_previous=False)
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def written_beyond_the_limit(folder, limit_bytes):
+    """On a rank of its own: the limit is a process's."""
+    io, path = DurableCheckpointIO(), f"{folder}/last.ckpt"
+    io.save_checkpoint(checkpoint(1), path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        return toy.error_of(io.save_checkpoint, checkpoint(2), path), sorted(os.listdir(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_file_that_may_not_grow_is_a_clear_error_and_the_old_one_stays(one_rank, tmp_path):
+    ((told, files),) = one_rank.run(written_beyond_the_limit, str(tmp_path), 5000)
+    assert told.startswith("CheckpointWriteError: ")
+    assert "last.ckpt` was not written (File too large): files may not become that large here (`ulimit -f`)" in told
+    assert "the checkpoint that is there is the old one, whole" in told
+    assert files == ["last.ckpt"]
+    assert files == ["last.ckpt"]
+    assert step_in(tmp_path / "last.ckpt") == 1
+
+
+def fails_with(number, monkeypatch):
+    def fail(self, view):
+        self.error = OSError(number, os.strerror(number))
+        raise self.error
+
+    monkeypatch.setattr(cf._Summed, "_put", fail)
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "disk is read-only")])
+def test_an_error_of_the_disk_is_told_in_its_own_words(tmp_path, monkeypatch, number, words):
+    fails_with(number, monkeypatch)
+    with pytest.raises(CheckpointWriteError, match=words) as told:
+        DurableCheckpointIO().save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
+    assert told.value.errno == number
+    assert os.listdir(tmp_path) == []

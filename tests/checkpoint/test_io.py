@@ -1,0 +1,208 @@
+"""Lightning's seam to checkpoint files: at once or beside training, errors, and what its callback expects."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
+from lightning_hybrid.checkpoint import file as cf
+from lightning_hybrid.checkpoint.file import CheckpointWriteError
+from tests import toy
+from tests.checkpoint.test_file import checkpoint, fails_with, step_in
+
+
+def test_a_run_may_go_on_when_a_checkpoint_is_not_written(tmp_path, monkeypatch):
+    io = DurableCheckpointIO(on_error="warn")
+    with monkeypatch.context() as patch:
+        fails_with(errno.ENOSPC, patch)
+        with pytest.warns(UserWarning, match=r"the disk is full.* The run goes on without a newer checkpoint"):
+            io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
+    io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
+    assert step_in(tmp_path / "last.ckpt") == 2
+
+
+@pytest.mark.parametrize("given", [{"max_in_memory": 0}, {"timeout_s": 0}, {"on_error": "ignore"}], ids=str)
+def test_settings_that_cannot_work_are_refused(given):
+    with pytest.raises(ValueError, match=rf"`{next(iter(given))}` \(="):
+        DurableCheckpointIO(**given)
+
+
+# ---- beside training -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds the writing thread until it is opened."""
+    gate, write = threading.Event(), cf.write_checkpoint
+
+    def held(*args, **kwargs):
+        assert gate.wait(30)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr("lightning_hybrid.checkpoint.io.write_checkpoint", held)
+    yield gate
+    gate.set()
+
+
+def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
+    io, state = DurableCheckpointIO(in_background=True), checkpoint(1)
+    tied = {"one": state["state_dict"]["w"], "other": state["state_dict"]["w"]}
+    io.save_checkpoint({**state, "tied": tied}, tmp_path / "last.ckpt")
+    assert not (tmp_path / "last.ckpt").exists()
+    state["state_dict"]["w"].zero_()
+    state["state_dict"]["new"] = 1
+    gate.set()
+    found = io.load_checkpoint(tmp_path / "last.ckpt")  # waits for it
+    assert found["state_dict"].keys() == {"w"}
+    assert torch.equal(found["state_dict"]["w"], torch.ones(3000))
+    assert found["tied"]["one"].data_ptr() == found["tied"]["other"].data_ptr()
+    io.teardown()
+
+
+def test_no_more_than_so_many_are_in_memory_and_the_memory_is_kept(tmp_path, gate):
+    io = DurableCheckpointIO(in_background=True, max_in_memory=1, timeout_s=0.2)
+    io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over and 1 checkpoints are not yet"):
+        io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over"):
+        io.teardown()
+    gate.set()
+    io.timeout_s = 30
+    addresses = set()
+    for step in range(3, 7):
+        io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+        io._wait()
+        addresses |= {copies._blocks[False].data_ptr() for copies in io._copies}
+    assert len(addresses) == 1
+    assert step_in(tmp_path / "last.ckpt") == 6
+    io.teardown()
+
+
+def test_the_memory_of_one_checkpoint_is_kept_of_two_that_waited_and_none_after_the_end(tmp_path, gate):
+    io = DurableCheckpointIO(in_background=True, max_in_memory=2)
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
+    gate.set()
+    io._wait()
+    assert [step_in(tmp_path / f"{step}.ckpt") for step in (1, 2)] == [1, 2]
+    assert [copies.num_bytes for copies in io._copies] == [12_032]  # 3,000 of float32, rounded up to 64
+    io.teardown()
+    assert io._copies == []
+
+
+def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, monkeypatch):
+    io = DurableCheckpointIO(in_background=True)
+    with monkeypatch.context() as patch:
+        fails_with(errno.ENOSPC, patch)
+        io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+        io._wait()
+        with pytest.raises(CheckpointWriteError, match=r"`.*a.ckpt` was not written .*the disk is full"):
+            io.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
+        io.save_checkpoint(checkpoint(3), tmp_path / "c.ckpt")
+        with pytest.raises(CheckpointWriteError, match=r"c.ckpt"):
+            io.teardown()
+    io.teardown()  # told once
+
+
+def test_an_error_of_the_thread_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):
+    io = DurableCheckpointIO(in_background=True)
+    fails_with(errno.ENOSPC, monkeypatch)
+    io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match="the disk is full"), pytest.raises(FloatingPointError):
+        _end_by_an_error(io)
+
+
+def _end_by_an_error(io):
+    try:
+        raise FloatingPointError
+    except FloatingPointError:
+        io.teardown()
+        raise
+
+
+def test_the_old_one_goes_only_after_the_new_one_is_there(tmp_path, monkeypatch, gate):
+    io = DurableCheckpointIO(in_background=True)
+    cf.write_checkpoint(checkpoint(1), tmp_path / "old.ckpt")
+    io.save_checkpoint(checkpoint(2), tmp_path / "new.ckpt")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert (tmp_path / "old.ckpt").exists()
+    gate.set()
+    io._wait()
+    assert os.listdir(tmp_path) == ["new.ckpt"]
+    fails_with(errno.ENOSPC, monkeypatch)
+    gate.clear()
+    io.save_checkpoint(checkpoint(3), tmp_path / "newer.ckpt")
+    io.remove_checkpoint(tmp_path / "new.ckpt")
+    gate.set()
+    io._wait()
+    assert os.listdir(tmp_path) == ["new.ckpt"]
+    with pytest.raises(CheckpointWriteError):
+        io.teardown()
+
+
+# ---- in a trainer ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_strategys_unless_another_is_given():
+    assert isinstance(toy.trainer().strategy.checkpoint_io, DurableCheckpointIO)
+    own = TorchCheckpointIO()
+    assert toy.trainer(plugins=[own]).strategy.checkpoint_io is own
+    assert toy.trainer(strategy=HybridAllReduceStrategy(checkpoint_io=own)).strategy.checkpoint_io is own
+    wrapped = toy.trainer(plugins=[AsyncCheckpointIO()]).strategy.checkpoint_io
+    assert isinstance(wrapped, AsyncCheckpointIO)
+    assert isinstance(wrapped.checkpoint_io, DurableCheckpointIO)
+
+
+def test_it_can_be_sent_to_the_ranks_that_are_spawned():
+    io = pickle.loads(pickle.dumps(DurableCheckpointIO(in_background=True, timeout_s=5.0)))
+    assert (io.in_background, io.timeout_s, io._thread.num_jobs) == (True, 5.0, 0)
+
+
+class Configured(toy.Toy):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_train_epoch_end(self):
+        self.log("loss", torch.tensor(float(self.current_epoch % 3)), sync_dist=True)
+
+
+def fitted(folder, in_background, resume=None):
+    """Top 2 of the epochs by a loss, `last` as a link; a resumed fit ends with the same weights."""
+    config = pytest.importorskip("omegaconf").OmegaConf
+    module = Configured(config.create({"widths": [1, 2], "twice": "${widths}"}))
+    trainer = toy.trainer(
+        strategy=HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=in_background)),
+        precision="16-true",
+        max_epochs=5,
+        callbacks=[ModelCheckpoint(folder, "{step}", monitor="loss", save_top_k=2, save_last="link")],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, toy.loader(), ckpt_path=resume)
+    return toy.weights(module), sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_lightnings_callback_keeps_what_it_always_kept(two_ranks, tmp_path, in_background):
+    first, other = tmp_path / "a", tmp_path / "b"
+    results = two_ranks.run(fitted, str(first), in_background)
+    files = results[0][1]
+    assert files == ["last.ckpt", "step=16.ckpt", "step=4.ckpt"]
+    for name in files:
+        assert cf.check_whole(first / name)
+        found = torch.load(first / name, weights_only=True)
+        assert found["hyper_parameters"] == {"cfg": {"widths": [1, 2], "twice": [1, 2]}}
+    assert Configured.load_from_checkpoint(first / "step=4.ckpt").hparams.cfg["widths"] == [1, 2]
+    again = two_ranks.run(fitted, str(other), in_background, str(first / "step=4.ckpt"))
+    for (weights, _), (resumed, _) in zip(results, again, strict=True):
+        assert toy.same_bits(weights, resumed)

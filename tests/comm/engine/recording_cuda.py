@@ -1,0 +1,273 @@
+"""A stand-in for CUDA's streams and events that keeps book, so that what runs on them can be tested on a CPU.
+
+Tensors are the CPU's and are computed at once. Beside that every operation is noted on the stream that is current, with
+the memory that it reads and writes, and vector clocks say what is ordered after what:
+
+    race    an operation reads what another stream writes, or writes what another uses, and no event orders them
+    reuse   memory is given back to the stream that it was made on, while another that was not recorded may use it
+    early   the host reads what it has not seen to be done
+
+Streams have a time of their own: a collective takes ``COLLECTIVE_S``; who waits for an event is at least as late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_hybrid.comm.engine import cuda_streams
+
+CUDA = torch.device("cuda", 0)
+COLLECTIVE_S = 1.0
+HOST = "host"
+NO_ACCESS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::record_stream"}
+WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all are read but these
+    "c10d::_reduce_scatter_base_": (0,),
+    "c10d::_allgather_base_": (0,),
+}
+
+
+class Stream:
+    """What it was told, and what it is ordered after: ``clock``."""
+
+    def __init__(self, cuda: Cuda, name: str, priority: int = 0) -> None:
+        self.cuda, self.name, self.priority = cuda, name, priority
+        self.clock: dict[str, int] = {name: 0}
+        self.now_s = 0.0
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def wait_event(self, event: Event) -> None:
+        if not self.cuda.is_taken_out(self.name):
+            _merge(self.clock, event.clock)
+            self.now_s = max(self.now_s, event.at_s)
+
+    def synchronize(self) -> None:
+        self.cuda.host_waits.append(f"stream {self.name}")
+
+
+class Event:
+    """Where its stream was when it was recorded; through once the device is as far."""
+
+    def __init__(self, cuda: Cuda, enable_timing: bool = False) -> None:
+        self.cuda, self.has_time = cuda, enable_timing
+        self.clock: dict[str, int] = {}
+        self.at_s, self.number = 0.0, -1
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.cuda.current
+        if not self.cuda.is_taken_out(stream.name):
+            self.cuda.number += 1
+            self.clock, self.at_s, self.number = dict(stream.clock), stream.now_s, self.cuda.number
+
+    def query(self) -> bool:
+        self.cuda.num_queries += 1
+        if self.number > self.cuda.num_through:
+            return False
+        _merge(self.cuda.host_clock, self.clock)
+        return True  # as CUDA says of an event that was never recorded, too
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.has_time and end.has_time) or min(self.number, end.number) < 0:
+            raise RuntimeError("Both events must be recorded and take times")
+        if max(self.number, end.number) > self.cuda.num_through:
+            raise RuntimeError("Both events must be completed before calculating elapsed time")
+        return 1e3 * (end.at_s - self.at_s)
+
+    def synchronize(self) -> None:
+        self.cuda.host_waits.append("event")
+        assert self.number <= self.cuda.num_through, "the host would wait"
+
+
+class Future:
+    """As torch's, of a device: set on a stream, waited for by another."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.event = Event(Cuda.instance())
+
+    def set_result(self, value: torch.Tensor) -> None:
+        self.value = value
+        self.event.record()
+
+    def wait(self) -> torch.Tensor:
+        Cuda.instance().current.wait_event(self.event)
+        return self.value
+
+
+class _Memory:
+    def __init__(self, storage: torch.UntypedStorage, owner: str) -> None:
+        self.ref, self.owner = StorageWeakRef(storage), owner
+        self.uses: list[tuple[int, int, str, int, bool]] = []  # bytes from and to, stream, its count, whether written
+        self.last: dict[str, int] = {}  # use, by stream
+        self.recorded: set[str] = set()
+
+
+class Cuda(TorchDispatchMode):
+    """The device. ``num_through``: how many operations and records are done; all, unless ``hang`` is called."""
+
+    current_instance: Cuda | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.num_through = 0, sys.maxsize
+        self.streams: list[Stream] = []
+        self.compute = self.current = self.stream(CUDA)
+        self.compute.name, self.compute.clock = "compute", {"compute": 0}
+        self.memory: dict[int, _Memory] = {}
+        self.host_clock: dict[str, int] = {}
+        self.found: list[str] = []
+        self.host_waits: list[str] = []
+        self.operations: list[tuple[str, str]] = []
+        self.num_queries = 0
+        self.taken_out: Callable[[str, str], bool] = lambda line, stream: False
+        self.num_taken_out = 0
+
+    @classmethod
+    def instance(cls) -> Cuda:
+        assert cls.current_instance is not None
+        return cls.current_instance
+
+    # ---- torch.cuda --------------------------------------------------------------------------------------------------
+
+    def stream(self, device: object, priority: int = 0) -> Stream:
+        stream = Stream(self, f"side {len(self.streams)}", priority)
+        self.streams.append(stream)
+        return stream
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def installed(self, patch: pytest.MonkeyPatch) -> Cuda:
+        Cuda.current_instance = self
+        patch.setattr(torch.cuda, "Stream", self.stream)
+        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing))
+        patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: self.host_waits.append("device"))
+        patch.setattr(cuda_streams, "Future", Future)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
+        return self
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        if not self.is_taken_out(stream.name):
+            self.memory_of(tensor).recorded.add(stream.name)
+
+    def is_taken_out(self, stream: str) -> bool:
+        """Whether a test has taken out the line of the library from which a call comes, for this stream."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() if frame is not None else ""
+        self.num_taken_out += (is_out := self.taken_out(line, stream))
+        return is_out
+
+    def hang(self) -> None:
+        """From here on nothing gets done, until ``go_on``."""
+        self.num_through = self.number
+
+    def go_on(self) -> None:
+        self.num_through = sys.maxsize
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._find_reuse()
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if func.is_view or name == "aten::detach":
+            return result
+        given = [(index, each) for index, arg in enumerate(args) for each in tree_leaves(arg) if _is_tensor(each)]
+        given += [("out", each) for key, arg in kwargs.items() for each in tree_leaves(arg) if _is_tensor(each)]
+        if name == "aten::_local_scalar_dense":
+            self._host_reads(given[0][1])
+            return result
+        made = [each for each in tree_leaves(result) if _is_tensor(each) and _key(each) not in self.memory]
+        for each in made:
+            if not any(_key(each) == _key(other) for _, other in given):
+                self.memory[_key(each)] = _Memory(each.untyped_storage(), self.current.name)
+        if name in NO_ACCESS:
+            return result
+        self.number += 1
+        self.operations.append((name, self.current.name))
+        self.current.clock[self.current.name] += 1
+        if name.startswith("c10d::"):
+            self.current.now_s += COLLECTIVE_S
+        for place, each in given:
+            self._use(name, each, is_write=_is_written(func, name, place))
+        for each in made:
+            self._use(name, each, is_write=True)
+        return result
+
+    def memory_of(self, tensor: torch.Tensor) -> _Memory:
+        if _key(tensor) not in self.memory:  # not made by an operation: the host's, as numpy's
+            self.memory[_key(tensor)] = _Memory(tensor.untyped_storage(), HOST)
+        return self.memory[_key(tensor)]
+
+    def _use(self, name: str, tensor: torch.Tensor, *, is_write: bool) -> None:
+        memory, stream = self.memory_of(tensor), self.current
+        if memory.owner == HOST:
+            return
+        begin = tensor.storage_offset() * tensor.element_size()
+        end, kept = begin + tensor.numel() * tensor.element_size(), []
+        for use in memory.uses:
+            other_begin, other_end, other, count, was_write = use
+            if max(begin, other_begin) < min(end, other_end) and (is_write or was_write):
+                if stream.clock.get(other, 0) < count:
+                    self.found.append(f"race: {name} on {stream} is not ordered after a use on {other}")
+                elif is_write and begin <= other_begin and other_end <= end:
+                    continue  # what is ordered after this write is ordered after that use
+            kept.append(use)
+        memory.uses = [*kept, (begin, end, stream.name, stream.clock[stream.name], is_write)]
+        memory.last[stream.name] = stream.clock[stream.name]
+
+    def _host_reads(self, tensor: torch.Tensor) -> None:
+        for _, _, stream, count, was_write in self.memory_of(tensor).uses:
+            if was_write and self.host_clock.get(stream, 0) < count:
+                self.found.append("early: the host reads what was not seen to be done")
+
+    def _find_reuse(self) -> None:
+        for key, memory in list(self.memory.items()):
+            if not memory.ref.expired():
+                continue
+            del self.memory[key]
+            waited = [stream.clock for stream in self.streams if stream.name in {memory.owner, *memory.recorded}]
+            for other, count in memory.last.items():
+                if not any(clock.get(other, 0) >= count for clock in waited):
+                    self.found.append(f"reuse: {memory.owner} may write what {other} still uses")
+
+
+def _merge(clock: dict[str, int], other: dict[str, int]) -> None:
+    for name, count in other.items():
+        clock[name] = max(clock.get(name, 0), count)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_written(func, name: str, place: int | str) -> bool:
+    if name.startswith("c10d::"):
+        return place in WRITTEN.get(name, (place,))
+    if place == "out":
+        return True
+    argument = func._schema.arguments[place]
+    return argument.alias_info is not None and argument.alias_info.is_write

@@ -1,0 +1,608 @@
+"""The CUDA path on a CPU: streams, events and communicators that keep book; and over Gloo the sums themselves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm.engine import cuda_streams, order_check, stages
+from lightning_hybrid.comm.engine import engine as engines
+from lightning_hybrid.comm.health.consensus import OrderError
+from tests.comm.engine.recording_cuda import CUDA, Cuda
+from tests.comm.layouts import integers
+
+TWO_BY_TWO = ((0, 1), (2, 3))
+ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
+NUMELS = (300_000, 70_001, 5)  # in several pieces, with a tail that does not divide, and tiny
+
+
+class WatchStandIn:
+    """Of a world in which all goes well, or as a test says; notes what is asked, and with which locks held."""
+
+    def __init__(self, **arguments):
+        self.arguments, self.asked, self.engine = arguments, [], None
+
+    def _note(self, what, answer):
+        self.asked.append((what, self.engine is not None and self.engine._lock.locked()))
+        return answer
+
+    def compare(self, key, value):
+        return self._note("compare", value)
+
+    def raise_alarm(self, error):
+        return self._note("alarm", error)
+
+    def collect_status(self, noticed):
+        return self._note("roll", f"comm: rank 3 does not answer. {noticed}.")
+
+    def leave(self):
+        self._note("leave", None)
+
+
+@pytest.fixture
+def fake_world(monkeypatch):
+    """Rank 0 of four whose collectives do nothing; what `torch` notes of groups is real."""
+    if dist.is_initialized():  # of an earlier test's fit in this process
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    monkeypatch.setattr(engines, "compare_plans", lambda *args: ("token", ["host"] * 4, [[]] * 4))
+    monkeypatch.setattr(engines, "private_store", lambda prefix: dist.HashStore())
+    monkeypatch.setattr(engines, "Watch", WatchStandIn)
+    monkeypatch.setattr(cuda_streams.ChecksummedCopy, "is_broken", lambda copy, value: copy.whole.isnan().sum() * 0)
+    aborted = []
+    monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: aborted.append(limit_s) or [])
+    yield aborted
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    with Cuda().installed(monkeypatch) as cuda:
+        yield cuda
+
+
+def engine_of(algorithm, nodes=TWO_BY_TWO, *, keep_events=False, dtype_across=None, timeout_s=20.0, **plan):
+    plan = CommPlan(algorithm=algorithm, chunk_bytes=2**17, **plan)
+    engine = CommEngine(
+        topology=Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes),
+        plan=plan,
+        timeout=timedelta(seconds=timeout_s),
+        device=CUDA,
+        trace=CommTrace(keep_events=keep_events),
+        dtype_across_nodes=dtype_across,
+    )
+    if engine._watch is not None and isinstance(engine._watch, WatchStandIn):
+        engine._watch.engine = engine
+    return engine
+
+
+class Bucket:
+    """As DistributedDataParallel's."""
+
+    def __init__(self, index, buffer, *, is_last):
+        self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
+
+
+def step(engine, buffers, comm_dtype=None):
+    """Backward, averaged bucket by bucket, and an update: all on the stream that is current."""
+    state, futures = HookState(engine=engine, comm_dtype=comm_dtype), []
+    for index, buffer in enumerate(buffers):
+        buffer.add_(1)
+        Cuda.instance().compute.now_s += 0.5
+        futures.append(average_bucket(state, Bucket(index, buffer, is_last=buffer is buffers[-1])))
+    for future in futures:
+        future.wait().mul_(0.1)
+
+
+def steps(engine, *, num_steps=2, comm_dtype=None):
+    for _ in range(num_steps):
+        buffers = [torch.zeros(numel) for numel in NUMELS]  # given back after each step
+        step(engine, buffers, comm_dtype)
+    del buffers
+    torch.zeros(1)  # an operation more: what was given back is seen
+
+
+# ---- who is ordered after whom ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comm_dtype", [None, torch.float16, torch.float64])
+@pytest.mark.parametrize("keep_events", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_tensor_that_crosses_streams_is_ordered_and_kept(fake_world, cuda, algorithm, keep_events, comm_dtype):
+    engine = engine_of(algorithm, keep_events=keep_events, dtype_across=torch.float16)
+    comm_dtype = torch.float32 if comm_dtype is torch.float64 else comm_dtype
+    steps(engine, comm_dtype=comm_dtype)
+    assert cuda.found == []
+    used = {stream for name, stream in cuda.operations if name.startswith("c10d::")}
+    assert len(used) == (1 if "flat" in algorithm else 2)
+    assert "compute" not in used
+    assert cuda.host_waits == []
+    engine.close()
+
+
+def abandoned(engine):
+    """What a bucket and its sum were in is given back before anybody has waited for the sum."""
+    for index in range(2):
+        wire = torch.ones(40_000)
+        buffer = torch.ones(40_000)
+
+        def finish(flat, buffer=buffer):
+            return buffer.copy_(flat)
+
+        engine.submit(wire, bucket_index=index, is_last=bool(index), finish=finish)
+        del wire, buffer, finish
+        torch.zeros(1)
+
+
+LINES = [
+    ("issued.ready.record(", ""),
+    ("streams[0].wait_event(", ""),
+    ("flat.record_stream(", ""),
+    ("streams[index].wait_event(", "network"),
+    ("streams[index].wait_event(", "node"),
+    ("begin.record(", "network"),
+    ("begin.record(", "node"),
+    ("end.record(", "network"),
+    ("end.record(", "node"),
+    ("result.record_stream(", ""),
+    ("issued.done.record(", ""),
+    ("future.set_result(", ""),
+]
+
+
+def test_no_such_line_is_forgotten():
+    lines = [line.strip() for line in Path(cuda_streams.__file__).read_text().splitlines()]
+    found = {line for line in lines if re.match(r"[\w.\[\]-]+\.(record|wait_event|record_stream|set_result)\(", line)}
+    assert found
+    assert all(any(line.startswith(known) for known, _ in LINES) for line in found)
+    assert all(any(line.startswith(known) for line in found) for known, _ in LINES)
+
+
+def faults_of(cuda, algorithm, line=None, role=""):
+    """What is wrong with two steps and with two buckets that nobody waited for, and with the times of the steps.
+
+    Where calls from a line of the library are left out, of the one stream, the other, or both.
+    """
+    del cuda.found[:]
+    engine = engine_of(algorithm, keep_events=True)
+
+    def is_out(at, name):
+        is_network = name == engine._carrier._network.name
+        return line is not None and at.startswith(line) and (not role or is_network == (role == "network"))
+
+    cuda.taken_out = is_out
+    steps(engine)
+    summary = engine.trace.drain()
+    abandoned(engine)
+    found = list(cuda.found)
+    if summary.num_steps != 2 or not 0 < summary.exposed_s < summary.busy_s:
+        found.append(f"times: {summary}")
+    rows = [event["dur"] for event in engine.trace._events if event["row"].startswith(algorithm)]
+    if not rows or min(rows) < 0.99e6:  # a collective takes a second
+        found.append(f"stages: {rows}")
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("line", "role"), LINES, ids=str)
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+def test_each_wait_record_and_record_stream_is_needed(fake_world, cuda, algorithm, line, role):
+    """Taken out, one by one, each shows in every algorithm in which it is called; with all in place none does."""
+    assert faults_of(cuda, algorithm) == []
+    found = faults_of(cuda, algorithm, line, role)
+    if algorithm == "flat" and (role == "node" or line.startswith("streams[index]")):
+        assert cuda.num_taken_out == 0
+    else:
+        assert cuda.num_taken_out > 0
+        assert found != []
+
+
+def test_flat_is_one_call_and_a_hierarchy_overlaps_its_pieces(fake_world, cuda):
+    times = {}
+    for algorithm in ("flat", "parallel_flat", "hierarchical"):
+        engine = engine_of(algorithm)
+        del cuda.operations[:]
+        step(engine, [torch.zeros(400_000)])
+        calls = [name for name, _ in cuda.operations if name.startswith("c10d::")]
+        times[algorithm] = engine.trace.drain().busy_s
+        engine.close()
+        if algorithm != "hierarchical":
+            assert calls == ["c10d::allreduce_"]
+    num_pieces = len(calls) // 3
+    assert num_pieces == 7
+    assert calls[:5] == ["c10d::reduce_", "c10d::allreduce_", "c10d::reduce_", "c10d::allreduce_", "c10d::broadcast_"]
+    assert times["flat"] == 1.0
+    assert times["hierarchical"] < 0.75 * 3 * num_pieces  # 2 calls of each 3 in the node, which overlap with the third
+
+
+def test_streams_have_high_priority_and_a_hierarchy_alone_makes_the_second(fake_world, cuda):
+    flat = engine_of("flat")
+    step(flat, [torch.zeros(8)])
+    assert [stream.priority for stream in cuda.streams[1:]] == [-1]
+    flat.close()
+    both = engine_of("two_level")
+    step(both, [torch.zeros(8)])
+    assert [stream.priority for stream in cuda.streams[2:]] == [-1, -1]
+    both.close()
+
+
+def test_only_the_last_piece_of_a_bucket_is_padded(fake_world, cuda):
+    engine = engine_of("two_level", check_order=False)
+    del cuda.operations[:]
+    engine.submit(torch.zeros(300_001), bucket_index=0)
+    pads = [name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"]
+    num_pieces = len([name for name, _ in cuda.operations if "reduce_scatter" in name])
+    assert num_pieces > 2
+    assert len(pads) <= 3  # into the padded copy, and back
+    del cuda.operations[:]
+    engine.submit(torch.zeros(4 * 256 * 30), bucket_index=1)
+    assert [name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"] == []
+    engine.close()
+
+
+def test_shards_are_aligned_and_a_sealed_piece_is_copied_once(fake_world, cuda, monkeypatch):
+    numels, reduce_scatter = [], stages._reduce_scatter
+
+    def noting(shard, whole, group):
+        numels.append((shard.numel(), whole.numel()))
+        reduce_scatter(shard, whole, group=group)
+
+    monkeypatch.setattr(stages, "_reduce_scatter", noting)
+    engine = engine_of("two_level")
+    del cuda.operations[:]
+    engine.submit(torch.zeros(300_001), bucket_index=0, is_last=True)
+    assert len(numels) > 2
+    assert all(shard % 128 == 0 and 2 * shard == whole for shard, whole in numels)
+    assert sum(whole for _, whole in numels) >= 300_001 + 128
+    assert [name for name, _ in cuda.operations if "pad" in name] == []
+    engine.close()
+
+
+def test_what_is_on_the_streams_is_held_by_them_alone(fake_world, cuda):
+    """A wire that was made for the sum is given back as soon as the allocator may, not when somebody looks."""
+    engine = engine_of("two_level")
+    cuda.hang()
+    wire = torch.zeros(70_001)
+    held = weakref.ref(wire)
+    engine.submit(wire, bucket_index=0, is_last=True, finish=lambda flat: torch.zeros(1))
+    del wire
+    assert held() is None
+    assert len(engine._in_flight) == 1
+    cuda.go_on()
+    engine.close()
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_the_devices_and_a_step_counts_once_it_is_through(fake_world, cuda, tmp_path):
+    engine = engine_of("flat", keep_events=True)
+    cuda.hang()
+    step(engine, [torch.zeros(8), torch.zeros(8)])
+    assert engine.trace.drain().num_steps == 0
+    assert cuda.host_waits == []
+    cuda.go_on()
+    summary = engine.trace.drain()
+    assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 2, 64)
+    assert (summary.busy_s, summary.exposed_s) == (2.0, 1.5)  # ready after 0.5 and 1 s, done after 1.5 and 2.5
+    assert [bucket.exposed_s for bucket in summary.buckets] == [0.5, 1.0]
+    assert [bucket.in_flight_s for bucket in summary.buckets] == [1.0, 1.5]
+    engine.trace.write_if_possible(tmp_path, rank=0)
+    events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
+    assert [event["dur"] for event in events if event["ph"] == "X" and event["name"] == "bucket 1"] == [1.5e6, 1e6]
+    engine.close()
+
+
+def test_steps_follow_each_other_in_the_timeline(fake_world, cuda):
+    engine = engine_of("flat", keep_events=True)
+    for _ in range(3):
+        step(engine, [torch.zeros(8)])
+        cuda.compute.now_s += 10.0
+    engine.trace.drain()
+    begins = [event["ts"] for event in engine.trace._events if event["row"] == "buckets"]
+    assert [round(end - begin) for begin, end in itertools.pairwise(begins)] == [11.5e6, 11.5e6]
+    engine.close()
+
+
+# ---- the order of buckets --------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_on_the_order_is_read_a_step_late_and_the_host_never_waits(fake_world, cuda, monkeypatch):
+    engine = engine_of("flat")
+    buffers = [torch.zeros(8), torch.zeros(8)]
+    step(engine, buffers)
+    cuda.hang()
+    monkeypatch.setattr(cuda_streams.ChecksummedCopy, "is_broken", lambda copy, value: copy.whole[:1].abs().sum() + 1)
+    step(engine, buffers)
+    cuda.go_on()
+    assert engine.failure == ""
+    with pytest.raises(RuntimeError, match=r"rank 3 does not answer.*the order of buckets in the step before was not"):
+        step(engine, buffers)
+    assert ("roll", False) in engine._watch.asked
+    assert "alarm" not in dict(engine._watch.asked)
+    assert cuda.host_waits == []
+    assert cuda.found == []
+    engine.close()
+
+
+def test_the_seal_is_copied_from_pinned_memory_as_any_other_copy_may_wait(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
+    target = SimpleNamespace(dtype=torch.float16, is_cuda=True)
+    assert order_check._ready_to_copy(torch.ones(2), target).tolist() == [101.0, 101.0]
+    target.is_cuda = False
+    assert order_check._ready_to_copy(torch.ones(2), target).tolist() == [1.0, 1.0]
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (OSError("boom"), "alarm"),
+        (RuntimeError("NCCL error: remote process exited"), "roll"),
+        (OrderError("this rank hands over x"), "roll"),
+    ],
+)
+def test_who_only_noticed_calls_the_roll_and_who_failed_raises_the_alarm(fake_world, cuda, error, word):
+    engine = engine_of("flat")
+
+    def finish(flat):
+        raise error
+
+    with pytest.raises(
+        RuntimeError, match="rank 0 failed on bucket 0 in stage `finish` of the flat all-reduce"
+    ) as told:
+        engine.submit(torch.zeros(8), bucket_index=0, finish=finish)
+    assert ("rank 3 does not answer" in str(told.value)) == (word == "roll")
+    assert [what for what, _ in engine._watch.asked if what != "compare"] == [word]
+    assert not any(is_held for _, is_held in engine._watch.asked)
+    assert len(fake_world) == 1
+    with pytest.raises(RuntimeError, match="rank 0 failed on bucket 0"):
+        engine.submit(torch.zeros(8), bucket_index=1)
+    assert len(fake_world) == 1
+    engine.close()
+
+
+def test_nothing_that_waits_is_done_under_the_engines_lock(fake_world, cuda, monkeypatch):
+    engine = engine_of("two_level")
+    locked = []
+    monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: locked.append(engine._lock.locked()) or [])
+    step(engine, [torch.zeros(8)])
+    engine.abort("a test")
+    assert {what for what, _ in engine._watch.asked} >= {"compare", "alarm"}
+    assert not any(is_held for _, is_held in engine._watch.asked)
+    assert locked == [False]
+    engine.close()
+
+
+def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at_once(fake_world, cuda):
+    engine = engine_of("flat")
+
+    def finish(flat):
+        engine._watch.arguments["on_failure"]("comm: rank 2 gave up.")
+        return flat
+
+    with pytest.raises(RuntimeError, match="rank 2 gave up"):
+        engine.submit(torch.zeros(8), bucket_index=0, finish=finish)
+    assert len(fake_world) == 1
+    engine.close()
+
+
+def test_a_bucket_may_be_under_way_for_less_than_the_time_limit_of_torchs_watchdog(fake_world, cuda):
+    engine = engine_of("flat")
+    assert engine._watch.arguments["give_up_after_s"] == 18.0
+    engine.close()
+
+
+def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is(fake_world, cuda):
+    engine = engine_of("hierarchical")
+    buffers = [torch.zeros(8), torch.zeros(8)]
+    step(engine, buffers)
+    assert engine._stalled_s() == 0.0
+    assert engine._standing().place == "with no bucket in flight"
+    cuda.hang()
+    step(engine, buffers)
+    assert engine._stalled_s() > 0.0
+    standing = engine._standing()
+    assert standing.place == "bucket 0 waiting for its gradients of the hierarchical all-reduce"
+    assert not standing.is_inside
+    cuda.num_through = engine._carrier._issued[0].ready.number
+    assert engine._stalled_s() > 0.0
+    assert engine._standing().place == "bucket 0 in stage `reduce` of the hierarchical all-reduce"
+    assert engine._standing().is_inside
+    cuda.num_through = engine._carrier._issued[0].passages[0].end.number
+    assert engine._stalled_s() > 0.0
+    assert engine._standing().place == "bucket 0 in stage `ring` of the hierarchical all-reduce"
+    cuda.go_on()
+    assert engine._stalled_s() == 0.0
+    assert cuda.host_waits == []
+    engine.close()
+
+
+def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, cuda, monkeypatch):
+    engine = engine_of("hierarchical")
+    destroyed = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: destroyed.append(group))
+    cuda.hang()
+    step(engine, [torch.zeros(8)])
+    engine._watch.arguments["on_failure"]("comm: rank 2 gave up: OSError.")  # as from the watch's thread
+    assert len(fake_world) == 1
+    with pytest.raises(RuntimeError, match=r"^comm: rank 2 gave up: OSError\. The gradients of this step are lost"):
+        engine.submit(torch.zeros(8), bucket_index=0)
+    engine.close()
+    engine.close()
+    assert destroyed == []
+    assert cuda.host_waits == []
+    assert engine._groups._owned == []
+    monkeypatch.undo()
+
+
+def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(fake_world, cuda, monkeypatch):
+    engine = engine_of("flat")
+    cuda.hang()
+    step(engine, [torch.zeros(8)])
+    threading.Timer(0.2, cuda.go_on).start()
+    engine.close()
+    assert fake_world == []
+    assert engine.trace.total().num_steps == 1
+    stuck = engine_of("flat")
+    cuda.hang()
+    step(stuck, [torch.zeros(8)])
+    monkeypatch.setattr(engines, "FAILED_CLOSE_LIMIT_S", -19.8)  # of a timeout of 20 s
+    with pytest.warns(UserWarning, match="closed while stages .* were still waiting for other ranks"):
+        stuck.close()
+    assert len(fake_world) == 1
+    assert cuda.host_waits == []
+
+
+def test_a_look_that_does_not_come_back_keeps_the_watch_from_nothing(fake_world, cuda, monkeypatch):
+    engine = engine_of("flat")
+    cuda.hang()
+    step(engine, [torch.zeros(8)])
+    may_go_on, began_s = threading.Event(), time.monotonic()
+    monkeypatch.setattr(cuda_streams, "LOOK_LIMIT_S", 0.05)
+    monkeypatch.setattr(engine._carrier._issued[0].done, "query", lambda: may_go_on.wait(30))
+    assert engine._stalled_s() > 0.0
+    engine._watch.arguments["on_failure"]("comm: a test")
+    assert len(fake_world) == 1
+    assert time.monotonic() - began_s < 15  # the look would take 30 s
+    may_go_on.set()
+    engine.close()
+
+
+# ---- communicators ---------------------------------------------------------------------------------------------------
+
+
+def test_the_default_group_serves_for_all_ranks_and_stages_share_what_they_can(fake_world, cuda):
+    flat = engine_of("flat")
+    assert flat._groups.of("all_reduce") is dist.group.WORLD
+    assert flat._groups._owned == []
+    flat.close()
+    assert dist.is_initialized()
+    both = engine_of("two_level")
+    assert both._groups.of("scatter_reduce") is both._groups.of("gather")
+    assert len(both._groups._owned) == 2
+    both.close()
+
+
+def test_groups_of_a_scope_are_one_split_where_the_backend_can(fake_world, cuda, monkeypatch):
+    splits = []
+
+    def split_group(*, split_ranks, timeout, group_desc):
+        splits.append(split_ranks)
+        return dist.group.WORLD
+
+    monkeypatch.setattr("lightning_hybrid.comm.topology._can_be_split", lambda: True)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: pytest.fail("a split would have done"))
+    engine = engine_of("two_level")
+    assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    engine._groups._owned.clear()
+    engine.close()
+
+
+def test_what_was_prepared_for_trials_is_freed_but_for_what_is_used(fake_world, cuda):
+    engine = engine_of("flat")
+    engine.prepare([CommPlan(algorithm="hierarchical"), CommPlan(algorithm="two_level")])
+    everybody, nodes, leaders, others = (0, 1, 2, 3), {(0, 1), (2, 3)}, (0, 2), (1, 3)
+    assert set(engine._groups._built) == {everybody, *nodes, leaders, others}
+    engine.adopt(CommPlan(algorithm="hierarchical"))
+    assert len(engine._groups._built) == 5
+    engine.free_unused()
+    assert set(engine._groups._built) == {everybody, *nodes, leaders}
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    step(engine, [torch.zeros(8)])
+    assert engine.buckets[0].algorithm == "hierarchical"
+    engine.adopt(CommPlan(algorithm="flat"))
+    engine.free_unused()
+    assert (set(engine._groups._built), engine._groups._owned) == ({everybody}, [])
+    assert len(dist.distributed_c10d._world.pg_map) == num_groups - 2
+    step(engine, [torch.zeros(8)])
+    engine.close()
+
+
+def test_a_plan_may_change_while_the_device_is_still_at_the_last_step(fake_world, cuda):
+    engine = engine_of("two_level")
+    cuda.hang()
+    step(engine, [torch.zeros(70_001)])
+    engine.adopt(CommPlan(algorithm="flat"))
+    step(engine, [torch.zeros(70_001)])
+    cuda.go_on()
+    torch.zeros(1)
+    assert cuda.found == []
+    engine.close()
+
+
+# ---- over Gloo: the sums ---------------------------------------------------------------------------------------------
+
+
+def sums_by_streams(algorithm, nodes, numels, dtype):
+    """Two steps whose stages are the backend's collectives, as on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        Cuda().installed(patch)
+        engine = engine_of(algorithm, nodes)
+        for _ in range(2):
+            flats = [integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)]
+            last = len(flats) - 1
+            futures = [engine.submit(each, bucket_index=i, is_last=i == last) for i, each in enumerate(flats)]
+            sums = [future.wait() for future in futures]
+        summary = engine.trace.drain()
+        engine.close()
+        return sums, summary.num_steps
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2), (3,))], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
+    numels = [0, 3, 100_000, 70_001, 300_001]
+    if algorithm == "two_level" and len(nodes[0]) == 3:
+        algorithm = "auto"
+    for last in (numels, numels[::-1]):
+        for sums, num_steps in four_ranks.run(sums_by_streams, algorithm, nodes, last, torch.float32):
+            assert num_steps == 2
+            for index, flat in enumerate(sums):
+                addends = [integers(rank, last[index], torch.float32, seed=index) for rank in range(4)]
+                assert torch.equal(flat, sum(addends))
+
+
+def swapped_by_streams(algorithm, is_known):
+    """Two buckets of one size, handed over the other way round on rank 2."""
+    with pytest.MonkeyPatch.context() as patch:
+        Cuda().installed(patch)
+        engine = engine_of(algorithm)
+        for order in ((0, 1), (1, 0)) if is_known else ():
+            for index in order:
+                engine.submit(torch.ones(40), bucket_index=index).wait()
+            engine.submit(torch.ones(8), bucket_index=2, is_last=True).wait()
+        order = (1, 0) if dist.get_rank() == 2 else (0, 1)
+        text = ""
+        try:
+            for index in order:
+                engine.submit(torch.full((40,), 1.0 + index), bucket_index=index)
+            engine.submit(torch.ones(8), bucket_index=2, is_last=True).wait()
+            engine.submit(torch.ones(40), bucket_index=0)  # a step later
+        except RuntimeError as error:
+            text = str(error)
+        engine.close()
+        return text
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "two_level"])
+def test_buckets_in_another_order_are_an_error_on_every_rank_a_step_later(four_ranks, algorithm):
+    for text in four_ranks.run(swapped_by_streams, algorithm, True):
+        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
+        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text

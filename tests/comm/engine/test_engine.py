@@ -1,0 +1,312 @@
+import dataclasses
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
+from lightning_hybrid.comm.engine import stages
+from tests.comm.layouts import integers
+
+CPU = torch.device("cpu")
+TWO_BY_TWO = ((0, 1), (2, 3))
+MIXED = CommPlan(hierarchical_below_bytes=1000)  # auto: both algorithms in one run
+EVERY_STAGE = [(algorithm, stage.name) for algorithm, stages in stages.STAGES.items() for stage in stages]
+
+
+def engine_over(nodes, plan=MIXED, *, timeout_s=20.0, trace=None):
+    topology = Topology(rank=dist.get_rank(), nodes=nodes)
+    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU, trace=trace)
+
+
+def replace_stage(algorithm, name, run):
+    """Put ``run(job, group, original)`` in the place of a stage, for engines built from now on; returns the undoing."""
+    before = stages.STAGES[algorithm]
+    stages.STAGES[algorithm] = tuple(
+        dataclasses.replace(stage, run=lambda job, group, original=stage.run: run(job, group, original))
+        if stage.name == name
+        else stage
+        for stage in before
+    )
+    return lambda: stages.STAGES.update({algorithm: before})
+
+
+def many_sums(nodes, numels):
+    """Submit everything at once, at a pace of each rank's own; then wait."""
+    engine = engine_over(nodes)
+    futures = []
+    for index, numel in enumerate(numels):
+        time.sleep(0.002 * ((index + dist.get_rank()) % 3))
+        futures.append(engine.submit(integers(dist.get_rank(), numel, torch.float32, seed=index), bucket_index=index))
+    sums = [future.wait() for future in futures]
+    engine.close()
+    return sums
+
+
+@pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0, 1), (2,)), TWO_BY_TWO, ((0, 2), (1, 3))])
+def test_many_tensors_in_flight_are_each_summed_right(rank_pool, nodes):
+    """Same sizes next to each other, small and large mixed: an order that differs on two ranks would mix sums up."""
+    world_size = sum(len(node) for node in nodes)
+    numels = [10, 10, 400, 400, 10, 400, 10, 10, 400, 3] * 3
+    for sums in rank_pool.ranks(world_size).run(many_sums, nodes, numels):
+        for index, flat in enumerate(sums):
+            addends = [integers(rank, numels[index], torch.float32, seed=index) for rank in range(world_size)]
+            assert torch.equal(flat, sum(addends))
+
+
+def submit_before_the_other_rank():
+    engine = engine_over(((0, 1),))
+    assert engine._watch._give_up_after_s is None  # Gloo's collectives tell by themselves
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    start = time.monotonic()
+    future = engine.submit(torch.ones(4), bucket_index=0, is_last=True)
+    submit_s, was_done = time.monotonic() - start, future.done()
+    future.wait()
+    done_s = time.monotonic() - start
+    summary = engine.trace.drain()
+    engine.close()
+    return submit_s, was_done, done_s, summary
+
+
+def test_submit_returns_before_the_sum_is_done(two_ranks):
+    submit_s, was_done, done_s, summary = two_ranks.run(submit_before_the_other_rank)[0]
+    assert not was_done
+    assert submit_s < 0.25 < 0.4 < done_s
+    assert 0.4 < summary.exposed_s <= done_s
+    assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 1, 16)
+
+
+def broadcast_waits_for_the_next_reduce():
+    """The broadcast of tensor 0 only goes on once the reduce of tensor 1 is over: needs both stages at work at once."""
+    num_reduced, second_is_reduced = [0], threading.Event()
+
+    def reduce(job, group, original):
+        original(job, group)
+        num_reduced[0] += 1
+        if num_reduced[0] == 2:
+            second_is_reduced.set()
+
+    def broadcast(job, group, original):
+        if not second_is_reduced.wait(timeout=5):
+            raise TimeoutError("no overlap")
+        original(job, group)
+
+    undo = replace_stage("hierarchical", "reduce", reduce), replace_stage("hierarchical", "broadcast", broadcast)
+    try:
+        engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
+        futures = [engine.submit(torch.full((3,), float(index)), bucket_index=index) for index in range(2)]
+        return [future.wait() for future in futures]
+    finally:
+        for each in reversed(undo):
+            each()
+        engine.close()
+
+
+def test_stages_of_successive_tensors_overlap(two_ranks):
+    for first, second in two_ranks.run(broadcast_waits_for_the_next_reduce):
+        assert first.tolist() == [0.0, 0.0, 0.0]
+        assert second.tolist() == [2.0, 2.0, 2.0]
+
+
+def outcomes_with_a_failure(algorithm, stage, failing_rank):
+    """Tensor 1 fails in a stage on one rank. Submit until an error comes; then again; then close."""
+    num_runs = [0]
+
+    def fail_at_second(job, group, original):
+        num_runs[0] += 1
+        if num_runs[0] == 2:
+            raise OSError("boom")
+        original(job, group)
+
+    undo = replace_stage(algorithm, stage, fail_at_second) if dist.get_rank() == failing_rank else lambda: None
+    try:
+        engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm, num_parallel_groups=1), timeout_s=30.0)
+        start = time.monotonic()
+        errors = []
+        futures = [engine.submit(torch.ones(5), bucket_index=index) for index in range(3)]
+        for index in range(3, 20):  # ranks that are not touched by tensor 1's failure meet it in a later one
+            try:
+                futures.pop(0).wait()
+                futures.append(engine.submit(torch.ones(5), bucket_index=index))
+            except RuntimeError as error:
+                errors.append(str(error))
+                break
+        for future in futures:
+            try:
+                future.wait()  # done before the failure became known here
+            except RuntimeError as error:
+                errors.append(str(error))
+        waited_s = time.monotonic() - start
+        with pytest.raises(RuntimeError) as error:
+            engine.submit(torch.ones(5), bucket_index=99)
+        errors.append(str(error.value))
+        counts_in_flight = engine.trace._num_in_flight
+    finally:
+        undo()
+    start = time.monotonic()
+    engine.close()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("comm-")]
+    return errors, waited_s, time.monotonic() - start, threads, counts_in_flight
+
+
+@pytest.mark.parametrize(("algorithm", "stage"), EVERY_STAGE, ids=[stage for _, stage in EVERY_STAGE])
+@pytest.mark.parametrize("failing_rank", range(4))
+def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_ranks, algorithm, stage, failing_rank):
+    if stage == "ring" and failing_rank % 2:
+        failing_rank -= 1  # others are no leaders
+    results = four_ranks.run(outcomes_with_a_failure, algorithm, stage, failing_rank)
+    expected = f"comm: rank {failing_rank} failed on bucket 1 in stage `{stage}` of the {algorithm} all-reduce: OSError"
+    for errors, waited_s, close_s, threads, num_in_flight in results:
+        assert len(errors) >= 2
+        assert errors[-1].startswith(expected)
+        assert all(errors[-1] in error for error in errors)  # a future's carries the callback's words before it
+        assert waited_s < 3  # the groups' timeout is 30 s; the watch looks within 0.75 s; the rest is a busy machine
+        assert close_s < 4
+        assert threads == []
+        assert num_in_flight == 0
+
+
+def failing_finish():
+    engine = engine_over(((0,),))
+
+    def finish(flat):
+        raise KeyError("no place")
+
+    future = engine.submit(torch.ones(1), bucket_index=4, finish=finish)
+    with pytest.raises(RuntimeError, match="rank 0 failed on bucket 4 in stage `finish` of the flat all-reduce: KeyEr"):
+        future.wait()
+    engine.close()
+
+
+def test_a_failure_after_the_sum_is_told_likewise(one_rank):
+    one_rank.run(failing_finish)
+
+
+def late_rank_finds_a_timeout(late, stage):
+    """Rank ``late`` never comes. Default group: 45 s."""
+    engine = engine_over(((0, 1),), timeout_s=1.0)
+    if dist.get_rank() == late:
+        dist.barrier()
+        engine.close()
+        return 1.0
+    start = time.monotonic()
+    behind = f"rank {late} stands behind: 0 buckets handed over where others have 1; now with no bucket in flight"
+    with pytest.raises(
+        RuntimeError, match=rf"(?i){behind}.*rank {1 - late} failed on bucket 0 in stage `{stage}`.*timed out"
+    ):
+        engine.submit(torch.ones(1), bucket_index=0).wait()
+    waited_s = time.monotonic() - start
+    dist.barrier()
+    engine.close()
+    return waited_s
+
+
+@pytest.mark.parametrize(("late", "stage"), [(0, "(reduce|broadcast)"), (1, "reduce")])
+def test_the_timeout_is_the_users_not_the_default_groups(two_ranks, late, stage):
+    assert all(0.9 < waited_s < 5 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
+
+
+def count_after_cycles(num_cycles):
+    """OS threads and process groups after each open-use-close."""
+    counts = []
+    for _ in range(num_cycles):
+        engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
+        engine.submit(torch.ones(10), bucket_index=0).wait()
+        engine.close()
+        engine.close()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            engine.submit(torch.ones(1), bucket_index=0)
+        del engine
+        counts.append((len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)))
+    deadline_s = time.monotonic() + 10  # threads that end are a moment late to leave /proc, longer on a busy machine
+    while counts[-1] > max(counts[1:4]) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        counts[-1] = (len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_no_thread_and_no_group_is_left_behind(two_ranks):
+    for counts in two_ranks.run(count_after_cycles, 12):
+        assert counts[-1] <= max(counts[1:4])
+
+
+def close_with_work_in_flight():
+    engine = engine_over(TWO_BY_TWO)
+    futures = [engine.submit(torch.ones(400), bucket_index=index) for index in range(8)]
+    engine.close()
+    return all(future.done() for future in futures), [future.wait()[0].item() for future in futures]
+
+
+def test_closing_waits_for_what_is_in_flight(four_ranks):
+    assert four_ranks.run(close_with_work_in_flight) == [(True, [4.0] * 8)] * 4
+
+
+def two_engines():
+    """Two models in a process: their collectives must not meet, whatever the order in which they are submitted."""
+    one, two = engine_over(((0, 1),)), engine_over(((0, 1),))
+    order = (one, two) if dist.get_rank() == 0 else (two, one)
+    futures = {engine: engine.submit(torch.ones(2) * (1 if engine is one else 10), bucket_index=0) for engine in order}
+    sums = futures[one].wait()[0].item(), futures[two].wait()[0].item()
+    one.close()
+    two.close()
+    return sums
+
+
+def test_two_engines_do_not_mix(two_ranks):
+    assert two_ranks.run(two_engines) == [(2.0, 20.0)] * 2
+
+
+def build_uneven_two_level(trace):
+    engine = engine_over(((0, 1), (2,)), CommPlan(algorithm="two_level"), trace=trace)
+    result = engine.submit(torch.ones(2), bucket_index=0).wait()
+    engine.close()
+    return result
+
+
+def warnings_of_uneven_two_level():
+    import warnings
+
+    trace = CommTrace()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = build_uneven_two_level(trace)
+    return [str(each.message) for each in caught], result, trace.drain().num_buckets
+
+
+def test_two_level_on_uneven_nodes_runs_flat_with_one_warning(three_ranks):
+    results = three_ranks.run(warnings_of_uneven_two_level)
+    (message,), *_ = results[0]
+    assert message.startswith("`algorithm` (='two_level') needs nodes of equal size")
+    assert [len(messages) for messages, _, _ in results] == [1, 0, 0]
+    assert [total.tolist() for _, total, _ in results] == [[3.0, 3.0]] * 3
+    assert [num_buckets for _, _, num_buckets in results] == [1, 1, 1]
+
+
+@pytest.mark.gpu
+def test_a_stream_carries_the_tensor_and_its_future_orders_other_streams_after_it():
+    """One rank, so the sum is the tensor itself; what is tested is who waits for whom."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = CommEngine(
+        topology=Topology(rank=0, nodes=((0,),)), plan=CommPlan(), timeout=timedelta(seconds=20), device=device
+    )
+    flat = torch.zeros(1 << 24, device=device)
+    for _ in range(50):
+        flat += 1  # still running when the tensor is handed over
+    future = engine.submit(flat, bucket_index=0, is_last=True, finish=lambda flat: flat.mul_(2))
+    result = future.wait()
+    assert result is flat
+    assert torch.equal(result + 1, torch.full_like(result, 101.0))
+    summary = engine.trace.drain()
+    assert summary.num_steps == 1
+    assert 0 < summary.exposed_s <= summary.busy_s
+    with pytest.raises(RuntimeError, match=r"rank 0 failed on bucket 1 in stage `finish` of the flat all-reduce"):
+        engine.submit(flat, bucket_index=1, finish=lambda flat: flat.view(3))
+    with pytest.raises(RuntimeError, match=r"rank 0 failed on bucket 1"):
+        engine.submit(flat, bucket_index=2)
+    engine.close()
+    engine.close()

@@ -1,0 +1,201 @@
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm.engine.stages import (
+    SCATTER_BYTES,
+    STAGES,
+    flat_sum_,
+    hierarchical_sum_,
+    parallel_flat_sum_,
+    stage_scopes,
+    two_level_sum_,
+)
+from lightning_hybrid.comm.topology import CommGroups, Topology
+from tests.comm.layouts import integers, is_even, layouts, name, reals
+
+SUMS = {
+    "flat": flat_sum_,
+    "parallel_flat": parallel_flat_sum_,
+    "hierarchical": hierarchical_sum_,
+    "two_level": two_level_sum_,
+}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+NUMELS = [0, 1, 2, 3, 5, 4096, 10007]
+CASES = [
+    pytest.param(world_size, algorithm, nodes, id=f"{algorithm}-{name(nodes)}")
+    for world_size in (1, 2, 3, 4)
+    for algorithm in SUMS
+    for nodes in layouts(world_size)
+    if algorithm != "two_level" or is_even(nodes)
+]
+
+
+@contextmanager
+def groups_of(nodes, algorithm):
+    topology = Topology(rank=dist.get_rank(), nodes=nodes)
+    groups = CommGroups(topology=topology, scopes=stage_scopes({algorithm: 1}), timeout=timedelta(seconds=20))
+    try:
+        yield groups
+    finally:
+        dist.barrier()
+        groups.destroy()
+
+
+def sums_on_rank(nodes, algorithm, make, cases):
+    """For each (numel, dtype): what this rank holds after its own data was summed in place."""
+    results = []
+    with groups_of(nodes, algorithm) as groups:
+        for numel, dtype in cases:
+            flat = make(dist.get_rank(), numel, dtype)
+            where = flat.data_ptr()
+            assert SUMS[algorithm](flat, groups) is flat
+            assert flat.data_ptr() == where
+            results.append(flat)
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "algorithm", "nodes"), CASES)
+def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, algorithm, nodes):
+    """Small integers add exactly in every dtype, so the order of summation may not matter."""
+    cases = [(numel, dtype) for numel in NUMELS for dtype in DTYPES]
+    per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
+    for index, (numel, dtype) in enumerate(cases):
+        expected = sum(integers(rank, numel, torch.float64) for rank in range(world_size)).to(dtype)
+        for results in per_rank:
+            assert results[index].dtype == dtype
+            assert torch.equal(results[index], expected)
+
+
+def seeded_sum_on_rank(nodes, algorithm, numel, dtype, seed):
+    with groups_of(nodes, algorithm) as groups:
+        return SUMS[algorithm](integers(dist.get_rank(), numel, dtype, seed=seed), groups)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_layout_size_and_dtype(rank_pool, world_size):
+    """The same statement, with the cases found by hypothesis."""
+
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(
+        nodes=st.sampled_from(list(layouts(world_size))),
+        algorithm=st.sampled_from(list(SUMS)),
+        numel=st.integers(0, 3000),
+        dtype=st.sampled_from(DTYPES),
+        seed=st.integers(0, 1000),
+    )
+    def holds(nodes, algorithm, numel, dtype, seed):
+        if algorithm == "two_level" and not is_even(nodes):
+            algorithm = "hierarchical"
+        expected = sum(integers(rank, numel, torch.float64, seed=seed) for rank in range(world_size)).to(dtype)
+        for flat in rank_pool.ranks(world_size).run(seeded_sum_on_rank, nodes, algorithm, numel, dtype, seed):
+            assert torch.equal(flat, expected)
+
+    holds()
+
+
+def num_roundings(algorithm, nodes, num_bytes):
+    """Of each element of a sum of 16-bit numbers: one where they are added in fp32, one a hop in Gloo's ring."""
+    num_nodes, is_ring = len(nodes), num_bytes > SCATTER_BYTES and len(nodes) > 2
+    if algorithm == "flat" or (algorithm == "parallel_flat" and (num_nodes < 4 or is_ring)):
+        return 3
+    if num_nodes == 4:
+        return 3 if is_ring else 1
+    return 1 if num_nodes == 1 else 2  # in the node, and between two nodes
+
+
+@pytest.mark.parametrize("numel", [5003, 90_001])
+@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("nodes", [((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=name)
+def test_the_error_against_float64_is_that_of_the_roundings_stated(four_ranks, algorithm, nodes, numel):
+    """|error| <= gamma_n * sum |x|, gamma_n = n u / (1 - n u); fp32 is rounded three times by any algorithm.
+
+    16-bit sums that are rounded once have the smallest error that there is.
+    """
+    cases = [(numel, torch.float16), (numel, torch.bfloat16), (numel, torch.float32)]
+    per_rank = four_ranks.run(sums_on_rank, nodes, algorithm, reals, cases)
+    for index, (_, dtype) in enumerate(cases):
+        addends = torch.stack([reals(rank, numel, dtype).double() for rank in range(4)])
+        count = 3 if dtype is torch.float32 else num_roundings(algorithm, nodes, numel * dtype.itemsize)
+        bound = gamma(count, torch.finfo(dtype).eps / 2) * addends.abs().sum(0) + 2 * gamma(
+            3, 2**-24
+        ) * addends.abs().sum(0)
+        for results in per_rank:
+            assert torch.equal(results[index], per_rank[0][index])
+            assert ((results[index].double() - addends.sum(0)).abs() <= bound).all()
+        if count == 1:
+            assert torch.equal(per_rank[0][index], addends.float().sum(0).to(dtype))
+
+
+def one_large_three_small(rank, numel, dtype):
+    """2048, 1, 1, 0: the spacing of fp16 at 2048 is 2, so 2048 + 1 rounds back to 2048."""
+    return torch.full((numel,), [2048.0, 1.0, 1.0, 0.0][rank], dtype=dtype)
+
+
+def test_two_level_adds_halves_in_fp32_inside_the_node(four_ranks):
+    """2050 wherever an element stands; a sum in fp16 gives 2048 at the positions where 2048 comes first."""
+    (two_level,), *_ = four_ranks.run(
+        sums_on_rank, ((0, 1, 2, 3),), "two_level", one_large_three_small, [(64, torch.half)]
+    )
+    assert torch.equal(two_level, torch.full((64,), 2050.0).half())
+    (flat,), *_ = four_ranks.run(sums_on_rank, ((0, 1, 2, 3),), "flat", one_large_three_small, [(64, torch.half)])
+    assert 2048.0 in flat  # the instrument can see the difference
+
+
+@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)])
+def test_a_tensor_that_is_not_flat_is_refused(algorithm, flat):
+    groups = CommGroups(topology=Topology(rank=0, nodes=((0,),)), scopes={}, timeout=timedelta(seconds=1))
+    with pytest.raises(ValueError, match=r"^`flat` .* must be one-dimensional and contiguous"):
+        SUMS[algorithm](flat, groups)
+
+
+def test_stage_names_are_unique():
+    """A name is a queue and a process group: shared by two algorithms, its order could differ between ranks."""
+    names = [stage.name for stages in STAGES.values() for stage in stages]
+    assert len(set(names)) == len(names)
+
+
+def sum_in_halves_across(nodes, algorithm, numel):
+    """Single precision in the node, fp16 between nodes."""
+    topology = Topology(rank=dist.get_rank(), nodes=nodes)
+    plan = CommPlan(algorithm=algorithm)
+    engine = CommEngine(
+        topology=topology,
+        plan=plan,
+        timeout=timedelta(seconds=20),
+        device=torch.device("cpu"),
+        dtype_across_nodes=torch.float16,
+    )
+    flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
+    engine.close()
+    return flat
+
+
+@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("nodes", [((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))], ids=name)
+def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_ranks, algorithm, nodes):
+    """N node sums are rounded once each, and N - 1 times as they are added: gamma_N of fp16, and gamma_4 of fp32.
+
+    ``flat`` knows no node sums: every rank's tensor is one. One node: single precision throughout.
+    """
+    addends = torch.stack([reals(rank, 5003, torch.float32).double() for rank in range(4)])
+    num_addends = len(nodes) if algorithm in ("hierarchical", "two_level") else 4
+    if len(nodes) == 1:
+        num_addends = 0
+    bound = (gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)) * addends.abs().sum(0) + num_addends * 2**-25
+    results = four_ranks.run(sum_in_halves_across, nodes, algorithm, 5003)
+    error = (results[0].double() - addends.sum(0)).abs()
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert (error <= bound).all()
+    assert error.max() > 1e-4 or len(nodes) == 1  # the narrow wire was used
+
+
+def gamma(count, unit_roundoff):
+    return count * unit_roundoff / (1 - count * unit_roundoff)

@@ -1,0 +1,72 @@
+"""Errors of communication say on which host a rank is."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm.health import consensus
+from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, places_of
+
+HERE = RankStatus(num_submitted=2, order="a", place="bucket 1", recent=("x", "y"))
+BEHIND = RankStatus(num_submitted=1, order="b", place="with no bucket in flight", recent=("x",))
+GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), has_left=True)
+
+
+@pytest.mark.parametrize(
+    ("roll", "words"),
+    [
+        ([HERE, None, HERE], "Rank 1 is on host b."),
+        ([None, None, HERE], "Rank 0 is on host a, rank 1 is on host b."),
+        ([HERE, HERE, GONE], "Rank 2 is on host b."),
+        ([HERE, HERE, BEHIND], "Rank 2 is on host b."),
+        ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # nobody's fault: the network's
+    ],
+)
+def test_a_verdict_ends_with_the_hosts_of_whom_it_blames(roll, words):
+    assert diagnose("Rank 0 saw it", roll, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
+    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
+
+
+def test_of_many_hosts_some_are_told():
+    told = places_of([], [f"h{rank}" for rank in range(9)])
+    assert (
+        told
+        == " Rank 0 is on host h0, rank 1 is on host h1, rank 2 is on host h2, rank 3 is on host h3 and 5 hosts more."
+    )
+
+
+def gives_up(odd_rank):
+    rank = dist.get_rank()
+    consensus.host_identity = lambda: (f"host{rank}",)
+    try:
+        topology = Topology(rank=rank, nodes=((0, 1),))
+        engine = CommEngine(
+            topology=topology, plan=CommPlan(), timeout=timedelta(seconds=20), device=torch.device("cpu")
+        )
+    finally:
+        from lightning_hybrid.comm.topology import host_identity
+
+        consensus.host_identity = host_identity
+    if rank == odd_rank:
+        engine.abort("OutOfMemoryError: no room")
+    try:
+        engine.submit(torch.ones(4), bucket_index=0, is_last=True).wait()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_a_rank_that_gives_up_is_told_with_its_host_on_every_rank(two_ranks, odd_rank):
+    for told in two_ranks.run(gives_up, odd_rank):
+        assert (
+            f"comm: rank {odd_rank} gave up: OutOfMemoryError: no room. Rank {odd_rank} is on host host{odd_rank}."
+            in told
+        )

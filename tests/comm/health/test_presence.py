@@ -1,0 +1,178 @@
+"""Who is missed while a bucket is under way on a device that does not tell: by the watches of several ranks in one
+process, and by whole ranks whose device hangs and whose host waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.engine import cuda_streams
+from lightning_hybrid.comm.health import presence
+from lightning_hybrid.comm.health.diagnosis import RankStatus
+from lightning_hybrid.comm.health.watchdog import Watchdog
+from tests.comm.engine.recording_cuda import Cuda
+from tests.comm.engine.test_cuda_streams import engine_of
+from tests.rank_pool import RankError
+
+WAITING = RankStatus(
+    num_submitted=2, order="b", place="bucket 1 in stage `all_reduce`", recent=("x", "y"), is_inside=True
+)
+BEHIND = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
+STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `all_reduce`", recent=("x", "z"))
+
+
+class World:
+    """Watches of some of three ranks on one store; all have waited for ``stalled_s`` and wait on."""
+
+    def __init__(self, standings, *, stalled_s=10.0, give_up_after_s=1000.0):
+        self.store, self.errors = dist.HashStore(), {}
+        self.watches = {
+            rank: Watchdog(
+                store=dist.PrefixStore("a", self.store),
+                rank=rank,
+                world_size=3,
+                standing=lambda standing=standing: standing,
+                stalled_s=lambda: stalled_s,
+                on_failure=lambda error, rank=rank: self.errors.setdefault(rank, error),
+                give_up_after_s=give_up_after_s,
+                hosts=["x", "y", "z"],
+            )
+            for rank, standing in standings.items()
+        }
+
+    def outcome(self, *, num_errors, limit_s=30.0):
+        end_s = time.monotonic() + limit_s
+        while len(self.errors) < num_errors and time.monotonic() < end_s:
+            time.sleep(0.05)
+        for watch in self.watches.values():
+            watch.leave()
+        return self.errors
+
+    def has(self, key):
+        return self.store.check([f"a/{key}"])
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
+    monkeypatch.setattr(presence, "PATIENCE_S", 1.5)
+
+
+def test_a_rank_that_does_not_answer_is_named_on_all_others(soon):
+    errors = World({0: WAITING, 1: WAITING}).outcome(num_errors=2)
+    assert len(set(errors.values())) == 1
+    assert errors[0].startswith("comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank ")
+    assert "has waited 10 s, now bucket 1 in stage `all_reduce`. Rank 2 is on host z." in errors[1]
+
+
+def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
+    monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
+    world = World({0: WAITING, 1: WAITING, 2: BEHIND})
+    end_s = time.monotonic() + 30
+    while not (world.has("question/2") and world.has("answer/1/2")) and time.monotonic() < end_s:
+        time.sleep(0.05)  # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+    assert world.has("question/2")
+    assert world.has("answer/1/2")
+    assert world.outcome(num_errors=1, limit_s=0) == {}
+
+
+@pytest.mark.parametrize(
+    ("third", "words"),
+    [(STRAYED, "comm: rank 2 handed over z where ranks 0, 1 handed over y"), (None, "comm: rank 2 has left")],
+)
+def test_what_can_come_to_no_end_is_an_error_at_once(soon, third, words):
+    world = World({0: WAITING, 1: WAITING, **({} if third is None else {2: third})})
+    if third is None:
+        left = RankStatus(num_submitted=1, order="a", place="gone", has_left=True)
+        dist.PrefixStore("a", world.store).set("standing/2", left.to_json())
+    errors = world.outcome(num_errors=2)
+    assert {error[: len(words)] for error in errors.values()} == {words}
+
+
+def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
+    monkeypatch.setattr(presence, "ASK_AFTER_S", 1000.0)  # nobody would ask again before
+    errors = World({0: WAITING, 1: WAITING, 2: BEHIND}, give_up_after_s=5.0).outcome(num_errors=3)
+    assert len(set(errors.values())) == 1
+    assert errors[2].startswith("comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no")
+
+
+def test_where_collectives_tell_themselves_nobody_asks(soon):
+    world = World({0: WAITING, 1: WAITING}, give_up_after_s=None)
+    time.sleep(1.5)
+    assert not world.has("question/0")
+    assert world.outcome(num_errors=1, limit_s=0) == {}
+
+
+def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
+    def after_s(rank, num_asked):
+        asks = presence.Presence(
+            store=dist.HashStore(), rank=rank, world_size=1, ask=lambda do: do(), standing=lambda: WAITING, wait=bool
+        )
+        for _ in range(num_asked):
+            asks.roll()
+        return next(tenth / 10 for tenth in range(30, 1000) if asks.is_time_to_ask(tenth / 10))
+
+    assert [after_s(rank, 0) for rank in (0, 1, 8, 2000)] == [3.0, 3.5, 7.0, 7.0]
+    assert [after_s(0, num_asked) for num_asked in (1, 2, 3)] == [6.0, 12.0, 24.0]
+
+
+# ---- whole ranks -----------------------------------------------------------------------------------------------------
+
+
+def host_in_a_sync(how):
+    """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2; an abort sets them free."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda, freed = Cuda().installed(patch), threading.Event()
+        patch.setattr(cuda_streams, "abort_all", lambda limit_s: freed.set() or [])
+        patch.setattr(presence, "ASK_AFTER_S", 0.2)
+        patch.setattr(presence, "PATIENCE_S", 3.0)
+        engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=4.0 if how == "hangs" else 60.0)
+        engine.submit(torch.ones(8), bucket_index=0, is_last=True)
+        dist.barrier()
+        text, began_s = "", time.monotonic()
+        try:
+            patch.setattr(cuda_streams, "run_stage", lambda *args: None)  # as NCCL's, which return at once
+            if dist.get_rank() < 2:
+                cuda.hang()
+                engine.submit(torch.ones(8), bucket_index=0, is_last=True)
+                assert freed.wait(40), "the host still waits for its device"
+            elif how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "fails":
+                engine.submit(torch.ones(8), bucket_index=0, finish=lambda flat: flat.view(3))
+            else:
+                assert freed.wait(40)
+            engine.submit(torch.ones(8), bucket_index=0)
+        except RuntimeError as error:
+            text = str(error)
+        waited_s = time.monotonic() - began_s
+        engine.close()
+        if how == "dies":
+            raise AssertionError(f"told: {text}")  # this way the pool prints it beside the dead rank's
+        return text, waited_s
+
+
+def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_rank_that_failed(three_ranks):
+    for text, waited_s in three_ranks.run(host_in_a_sync, "fails"):
+        assert waited_s < 20  # the time limit is 60 s
+        assert "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError" in text
+
+
+def test_hosts_that_wait_for_their_device_are_freed_at_the_time_limit_with_the_name_of_the_rank_behind(three_ranks):
+    for text, waited_s in three_ranks.run(host_in_a_sync, "hangs"):
+        assert "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no bucket in fl" in text
+        assert waited_s > 3
+
+
+@pytest.mark.slow  # the processes are started afresh after it
+def test_hosts_that_wait_for_their_device_are_freed_with_the_name_of_a_rank_that_died(three_ranks):
+    with pytest.raises(RankError) as told:
+        three_ranks.run(host_in_a_sync, "dies", grace_s=30.0)
+    text = "told: comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank "
+    assert str(told.value).count(text) == 2, str(told.value)

@@ -1,0 +1,364 @@
+"""What must be alike on all ranks is checked; what fails on one fails on all, with one error that names it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
+from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
+from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
+from tests.comm.layouts import integers
+from tests.held import growth
+from tests.rank_pool import RankError
+
+CPU = torch.device("cpu")
+TWO_BY_TWO = ((0, 1), (2, 3))
+ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
+
+
+def engine_over(nodes, plan, timeout_s=30.0):
+    topology = Topology(rank=dist.get_rank(), nodes=nodes)
+    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU)
+
+
+def error_of(wait):
+    """Words and seconds of what ``wait`` raises."""
+    start = time.monotonic()
+    try:
+        wait()
+    except RuntimeError as error:
+        words = str(error)
+        return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start  # not torch's own around
+    return "", time.monotonic() - start
+
+
+# ------------------------------------------------------------------------------------------------------------ the seal
+
+
+@given(
+    st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=300),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+)
+def test_a_seal_breaks_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
+    total, own = (ChecksummedCopy(2, dtype, torch.device("cpu")) for _ in range(2))
+    for given_values in (values, values[:1] * len(values)):
+        total.whole.zero_()
+        for value in given_values:
+            own.fill(torch.ones(2, dtype=dtype), value)
+            total.whole.add_(own.whole)
+        broken = [bool(total.is_broken(value)) for value in given_values]
+        assert broken == [len(set(given_values)) > 1] * len(given_values)
+
+
+@given(st.lists(st.text(), max_size=5), st.lists(st.text(), max_size=5))
+def test_the_hash_tells_sequences_apart(one, other):
+    hashes = [RollingHash(), RollingHash()]
+    for each, records in zip(hashes, (one, other), strict=True):
+        for record in records:
+            each.add(record)
+    assert (hashes[0].value == hashes[1].value) == (one == other)
+
+
+def swapped(algorithm, odd_rank, is_known):
+    """Two buckets of one size, handed over the other way round on one rank, in the first step or in a later one."""
+    engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm))
+    if is_known:  # so that no bucket is new any more, in either order
+        for order in ((0, 1), (1, 0)):
+            for index in order:
+                engine.submit(torch.ones(40), bucket_index=index).wait()
+            engine.submit(torch.ones(8), bucket_index=2, is_last=True).wait()
+    order = (1, 0) if dist.get_rank() == odd_rank else (0, 1)
+    for index in order:
+        engine.submit(torch.full((40,), 1.0 + index), bucket_index=index)
+    result = error_of(lambda: engine.submit(torch.ones(8), bucket_index=2, is_last=True).wait())
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorithm, is_known):
+    results = four_ranks.run(swapped, algorithm, 2, is_known)
+    for text, waited_s in results:
+        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
+        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
+        assert waited_s < 5
+
+
+def of_another_size(odd_rank):
+    engine = engine_over(TWO_BY_TWO, CommPlan())
+    numel = 41 if dist.get_rank() == odd_rank else 40
+    result = error_of(lambda: engine.submit(torch.ones(numel), bucket_index=0, is_last=True).wait())
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("odd_rank", [0, 3])
+def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_rank):
+    """Sent, it would end the process: Gloo calls abort()."""
+    for text, waited_s in four_ranks.run(of_another_size, odd_rank):
+        assert f"comm: rank {odd_rank} handed over bucket 0 (41 x float32" in text
+        assert waited_s < 5
+
+
+def with_another_plan():
+    plan = CommPlan(chunk_bytes=2**20 if dist.get_rank() != 1 else 2**19)
+    try:
+        engine_over(TWO_BY_TWO, plan)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_plans_that_differ_are_refused_on_every_rank(four_ranks):
+    message = (
+        "the plan of communication must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
+        "524288 on rank 1. "
+    )
+    assert all(text.startswith(message) for text in four_ranks.run(with_another_plan))
+
+
+# ---------------------------------------------------------------------------------------------------- dead and absent
+
+
+def one_rank_ends(how, ended_rank, algorithm):
+    nodes = TWO_BY_TWO if dist.get_world_size() == 4 else ((0,), (1,))
+    engine = engine_over(nodes, CommPlan(algorithm=algorithm), timeout_s=2.0)
+    engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait()
+    dist.barrier()
+    if dist.get_rank() == ended_rank:
+        if how == "leaves":
+            engine.close()
+            time.sleep(4)
+            return "", 0.0
+        os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
+    result = error_of(lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait())
+    if how == "leaves":
+        engine.close()
+        return result
+    raise AssertionError(f"told: {result}")  # this way the pool prints it beside the dead rank's
+
+
+@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.parametrize(
+    ("world_size", "ended_rank", "algorithm"), [(2, 0, "flat"), pytest.param(4, 3, "two_level", marks=pytest.mark.long)]
+)
+def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_rank, algorithm):
+    with pytest.raises(RankError) as told:
+        rank_pool.ranks(world_size).run(one_rank_ends, "dies", ended_rank, algorithm, grace_s=10.0)
+    text = f"told: ('comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
+    assert str(told.value).count(text) == world_size - 1, str(told.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
+    with pytest.raises(RankError) as told:
+        two_ranks.run(one_rank_ends, "stops", 1, "hierarchical", timeout_s=40.0, grace_s=1.0)
+    assert str(told.value).count("told: ('comm: rank 1 does not answer") == 1, str(told.value)
+
+
+@pytest.mark.long
+def test_a_rank_that_left_is_named_on_all_others(four_ranks):
+    results = four_ranks.run(one_rank_ends, "leaves", 1, "two_level")
+    for rank in (0, 2, 3):
+        text, waited_s = results[rank]
+        assert text.startswith("comm: rank 1 has left: closed the engine while others still averaged. ")
+        assert waited_s < 6
+
+
+def gives_up(rank):
+    engine = engine_over(TWO_BY_TWO, CommPlan())
+    if dist.get_rank() == rank:
+        engine.abort("OutOfMemoryError: no room")
+        engine.abort("later")
+    result = error_of(lambda: engine.submit(torch.ones(4), bucket_index=0, is_last=True).wait())
+    engine.close()
+    engine.abort("nobody hears it")
+    return result
+
+
+def test_a_rank_that_gives_up_tells_the_others(four_ranks):
+    for text, waited_s in four_ranks.run(gives_up, 1):
+        assert text.startswith("comm: rank 1 gave up: OutOfMemoryError: no room")
+        assert waited_s < 3
+
+
+# ----------------------------------------------------------------------------------------------------------- afterwards
+
+
+def train_fail_and_train_again():
+    """The same DDP model, after its reducer was reset, with a new engine on the same process group."""
+    engine = engine_over(((0, 1),), CommPlan())
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+    state = HookState(engine=engine)
+    model.register_comm_hook(state, average_bucket)
+    x = torch.full((1, 4), 1.0 + dist.get_rank())
+    if dist.get_rank() == 1:
+        engine.abort("a test")
+    texts = [error_of(lambda: model(x).sum().backward())[0] for _ in range(1)]
+    engine.close()
+    dist.barrier()
+    state.engine = engine_over(((0, 1),), CommPlan())
+    model._update_process_group(dist.group.WORLD)
+    model.zero_grad()
+    model(x).sum().backward()
+    state.engine.close()
+    return texts, model.module.weight.grad.tolist()
+
+
+def test_after_a_failure_the_same_model_trains_again(two_ranks):
+    for texts, grad in two_ranks.run(train_fail_and_train_again):
+        assert all("comm: rank 1 gave up: a test" in text for text in texts)
+        assert grad == [[1.5] * 4]
+
+
+def exit_with_a_stuck_stage():
+    """Rank 1 never comes; rank 0 fails and leaves the interpreter while its stage still waits."""
+    program = textwrap.dedent("""
+        import sys, time, warnings
+        from datetime import timedelta
+        import torch, torch.distributed as dist
+        from lightning_hybrid.comm import CommEngine, CommPlan, Topology, engine
+        rank, port = int(sys.argv[1]), int(sys.argv[2])
+        engine.FAILED_CLOSE_LIMIT_S = 0.2
+        dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=rank == 0), rank=rank,
+                                world_size=2)
+        comm = CommEngine(topology=Topology(rank=rank, nodes=((0, 1),)), plan=CommPlan(),
+                          timeout=timedelta(seconds=600), device=torch.device("cpu"))
+        if rank == 0:
+            warnings.simplefilter("ignore")
+            future = comm.submit(torch.ones(3), bucket_index=0)
+            comm.abort("a test")
+            comm.close()
+            print("closed", flush=True)
+            sys.exit(3)
+        time.sleep(4)
+    """)
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    out, _ = ranks[0].communicate(timeout=60)
+    ranks[1].kill()
+    ranks[1].communicate()
+    return ranks[0].returncode, out
+
+
+def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit():
+    code, out = exit_with_a_stuck_stage()
+    assert "closed" in out
+    assert code == 3, out
+
+
+def chunked_sums(algorithm, nodes, numels, dtype):
+    plan = CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3)
+    engine = engine_over(nodes, plan)
+    futures = [
+        engine.submit(
+            integers(dist.get_rank(), numel, dtype, seed=index), bucket_index=index, is_last=index == len(numels) - 1
+        )
+        for index, numel in enumerate(numels)
+    ]
+    sums = [future.wait() for future in futures]
+    chunks = [bucket.num_chunks for bucket in engine.buckets]
+    engine.close()
+    return sums, chunks
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
+    numels = [0, 3, 100_000, 70_001, 16_385, 1_100_001, 5]
+    for last in (
+        numels,
+        numels[::-1],
+        [3_000_017],
+    ):  # the last carries the seal: small, empty, or larger than its limit
+        for sums, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
+            assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
+            for index, flat in enumerate(sums):
+                addends = [integers(rank, last[index], torch.float32, seed=index) for rank in range(4)]
+                assert torch.equal(flat, sum(addends))
+
+
+def open_use_close():
+    engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
+    engine.submit(torch.ones(10), bucket_index=0, is_last=True).wait()
+    engine.close()
+
+
+def growth_over_engines(num_cycles):
+    return growth(open_use_close, num_warm_up=5, num_cycles=num_cycles)
+
+
+@pytest.mark.slow
+def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
+    for more in two_ranks.run(growth_over_engines, 50):
+        assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+AT_TWO = RankStatus(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
+OUTSIDE = RankStatus(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
+INSIDE_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
+IDLE_TWO = RankStatus(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
+AT_ONE = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
+STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
+LONG_AGO = RankStatus(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
+LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
+
+
+@pytest.mark.parametrize(
+    ("roll", "words"),
+    [
+        ([AT_TWO, None, AT_TWO], "rank 1 does not answer: its process is dead"),
+        ([None, None, AT_TWO], "ranks 0, 1 do not answer: their processes are dead"),
+        ([AT_TWO, LEFT, AT_TWO], "rank 1 has left"),
+        ([AT_TWO, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
+        ([INSIDE_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
+        ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
+        ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
+        ([OUTSIDE, OUTSIDE], "every rank answers, so the network between them is the cause"),
+        ([AT_TWO, AT_TWO, STRAYED], "rank 2 handed over z where ranks 0, 1 handed over y"),
+        ([AT_ONE, AT_TWO, STRAYED], "rank 2 handed over z where rank 1 handed over y"),
+        ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
+        ([IDLE_TWO, IDLE_TWO], "every rank answers and has averaged the same buckets: one that is slow, or hangs,"),
+        ([AT_TWO, IDLE_TWO], "every rank answers, so the network"),
+        ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (rank 0: bucket 1 in stage"),
+    ],
+)
+def test_the_verdict_names_who_is_to_blame(roll, words):
+    assert diagnose("Rank 0 saw it", roll).startswith(f"comm: {words}")
+    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
+    assert [None if each is None else RankStatus.from_json(each.to_json()) for each in roll] == roll
+
+
+def test_many_ranks_are_named_in_short():
+    assert name_ranks(range(20)) == "ranks 0, 1, 2, 3 and 16 more"
+    assert differing([{"a": 1}] * 3) == ""

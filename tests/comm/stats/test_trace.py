@@ -1,0 +1,281 @@
+import json
+import threading
+
+import pytest
+
+from lightning_hybrid.comm.plan import BucketPlan
+from lightning_hybrid.comm.stats.link_bytes import Traffic
+from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
+from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
+
+
+class Clock:
+    """Shows what it was set to."""
+
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_busy_is_the_union_and_exposed_the_tail_of_each_step():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    # A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; 10-11 and, the last, 12-13.
+    for at_s, call in [
+        (1, lambda: trace.begin(num_bytes=100, is_last=False)),
+        (3, lambda: trace.begin(num_bytes=10, is_last=True)),
+        (4, trace.end),
+        (6, trace.end),
+        (10, lambda: trace.begin(num_bytes=1, is_last=False)),
+        (11, trace.end),
+        (12, lambda: trace.begin(num_bytes=1, is_last=True)),
+        (13, trace.end),
+    ]:
+        clock.now_s = at_s
+        call()
+    clock.now_s = 20
+    assert trace.drain() == CommSummary(num_steps=2, num_buckets=4, num_bytes=112, busy_s=7.0, exposed_s=4.0)
+    assert trace.drain() == CommSummary(num_steps=0, num_buckets=0, num_bytes=0, busy_s=0.0, exposed_s=0.0)
+
+
+def test_a_last_bucket_that_is_done_before_the_others_is_exposed_until_they_are():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    trace.begin(num_bytes=1, is_last=False)
+    trace.begin(num_bytes=1, is_last=True)
+    clock.now_s = 1
+    trace.end()
+    clock.now_s = 5
+    trace.end()
+    assert trace.drain().exposed_s == 5.0
+
+
+def test_draining_in_mid_flight_splits_the_times():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    trace.begin(num_bytes=1, is_last=True)
+    clock.now_s = 2
+    first = trace.drain()
+    clock.now_s = 5
+    trace.end()
+    second = trace.drain()
+    assert (first.busy_s, first.exposed_s, first.num_buckets) == (2.0, 2.0, 1)
+    assert (second.busy_s, second.exposed_s, second.num_buckets) == (3.0, 3.0, 0)
+
+
+def test_what_a_device_tells_afterwards_is_counted_as_if_it_had_been_seen():
+    """The same buckets, as their times come and all at once."""
+    clock = Clock()
+    seen, told = CommTrace(clock=clock, keep_events=True), CommTrace(keep_events=True)
+    one_step(seen, clock)
+    kept = [event for event in seen._events if event["row"] == "buckets"]
+    times = {int(event["name"].split()[1]): (event["ts"] / 1e6, event["dur"] / 1e6) for event in kept}
+    last = max(times)
+    told.replay(
+        DeviceTimes(
+            bucket=bucket(index),
+            traffic=TRAFFIC,
+            is_last=index == last,
+            ready_s=begin_s,
+            done_s=begin_s + taken_s,
+        )
+        for index, (begin_s, taken_s) in times.items()
+    )
+    assert told._events == seen._events
+    assert told.drain() == seen.drain()
+
+
+def test_counts_are_read_after_a_look_at_the_device(tmp_path):
+    trace, num_looks = CommTrace(), []
+    trace.look_first(lambda: num_looks.append(1))
+    trace.drain(), trace.total(), trace.total_busy_s, trace.total_busy
+    trace.write(tmp_path / "rank0.json", rank=0)
+    assert len(num_looks) == 5
+
+
+def test_counts_survive_many_threads():
+    trace = CommTrace()
+
+    def work():
+        for _ in range(2000):
+            trace.begin(num_bytes=3, is_last=False)
+            trace.end()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    drained = [trace.drain() for _ in range(50)]
+    for thread in threads:
+        thread.join()
+    drained.append(trace.drain())
+    assert sum(summary.num_buckets for summary in drained) == 8000
+    assert sum(summary.num_bytes for summary in drained) == 24000
+    assert all(summary.busy_s >= 0 for summary in drained)
+
+
+def bucket(index, num_bytes=8):
+    return BucketPlan(
+        index=index, numel=num_bytes // 4, num_bytes=num_bytes, dtype="float32", algorithm="flat", num_chunks=1
+    )
+
+
+def test_each_bucket_is_exposed_from_the_one_done_before_it():
+    """Handed over at 0, 1 and, the last, 2; done at 1.5 (hidden by backward), 4 and 7."""
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    trace.begin(num_bytes=8, is_last=False)
+    clock.now_s = 1
+    trace.begin(num_bytes=8, is_last=False)
+    clock.now_s = 1.5
+    trace.end(bucket(0))
+    clock.now_s = 2
+    trace.begin(num_bytes=8, is_last=True)
+    for clock.now_s, index in ((4, 1), (7, 2)):
+        trace.end(bucket(index))
+    summary = trace.drain()
+    assert summary.exposed_by_bucket_s == {0: 0.0, 1: 2.0, 2: 3.0}
+    assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
+
+
+def test_achieved_is_the_least_time_by_the_time_taken():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    trace.begin(num_bytes=100, is_last=True, traffic=Traffic(least_across=150.0))
+    clock.now_s = 2
+    trace.end(bucket(0))
+    summary = trace.drain()
+    assert summary.achieved(bytes_per_s=100.0) == pytest.approx(0.75)
+    assert trace.drain().achieved(bytes_per_s=100.0) is None
+
+
+TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)
+
+
+def one_step(trace, clock, *, num_bytes=8):
+    """Two buckets in flight from 0 to 2 and from 1, where backward ends, to 5 seconds."""
+    start_s = clock.now_s
+    for index in range(2):
+        clock.now_s = start_s + index
+        trace.begin(num_bytes=num_bytes, is_last=index == 1, traffic=TRAFFIC)
+    for index, end_s in ((0, 2), (1, 5)):
+        clock.now_s = start_s + end_s
+        trace.end(bucket(index, num_bytes), start_s + index, TRAFFIC)
+
+
+def bucket_summary(index, num_times, in_flight_s, exposed_s, num_bytes=8):
+    return BucketSummary(
+        index=index,
+        numel=num_bytes // 4,
+        num_bytes=num_bytes,
+        dtype="float32",
+        algorithm="flat",
+        num_chunks=1,
+        traffic=TRAFFIC,
+        num_times=num_times,
+        in_flight_s=in_flight_s,
+        exposed_s=exposed_s,
+    )
+
+
+def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    one_step(trace, clock)
+    one_step(trace, clock)
+    assert trace.drain() == CommSummary(
+        num_steps=2,
+        num_buckets=4,
+        num_bytes=32,
+        busy_s=10.0,
+        exposed_s=8.0,
+        least_bytes_across=40.0,
+        bytes_across=60.0,
+        bytes_inside=80.0,
+        buckets=(bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0)),
+    )
+
+
+def test_the_total_is_that_of_all_windows_whoever_drains():
+    clock = Clock()
+    drained, never = CommTrace(clock=clock), CommTrace(clock=clock)
+    summaries = []
+    for num_bytes in (8, 8, 16):  # DDP makes its buckets anew after the first step
+        for trace in (drained, never):
+            clock.now_s = 0
+            one_step(trace, clock, num_bytes=num_bytes)
+        summaries.append(drained.drain())
+    assert drained.total() == never.total() == summaries[0] + summaries[1] + summaries[2]
+    assert [b.num_times for b in never.total().buckets] == [2, 1, 2, 1]
+    assert never.total().exposed_by_bucket_s == {0: 3.0, 1: 9.0}
+    assert drained.drain() == CommSummary()
+
+
+def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
+    clock = Clock()
+    timed = CommTrace(clock=clock)
+    one_step(timed, clock)
+    untimed = CommSummary(
+        num_steps=1,
+        num_buckets=1,
+        num_bytes=8,
+        busy_s=None,
+        exposed_s=None,
+        least_bytes_across=TRAFFIC.least_across,
+        bytes_across=TRAFFIC.across,
+        bytes_inside=TRAFFIC.inside,
+        buckets=(bucket_summary(0, 1, None, None),),
+    )
+    total = timed.drain() + untimed
+    assert (total.num_buckets, total.bytes_across, total.busy_s, total.exposed_s) == (3, 45.0, None, None)
+    assert total.buckets == (bucket_summary(0, 2, None, None), bucket_summary(1, 1, 4.0, 3.0))
+    assert total.achieved_bytes_per_s is None
+    assert total.achieved(bytes_per_s=1.0) is None
+
+
+def test_a_summary_travels_in_a_checkpoint():
+    clock = Clock()
+    trace = CommTrace(clock=clock)
+    one_step(trace, clock)
+    summary = trace.total()
+    assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
+
+
+def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):
+    clock = Clock()
+    trace = CommTrace(clock=clock, keep_events=True)
+    began_s = trace.begin(num_bytes=8, is_last=False)
+    clock.now_s = 1
+    trace.begin(num_bytes=16, is_last=True)
+    clock.now_s = 3
+    trace.stage(bucket(0), "all_reduce", 0, 0.5, 4)
+    trace.end(bucket(0), began_s)
+    trace.write(tmp_path / "deeper" / "rank2.json", rank=2)
+    events = json.loads((tmp_path / "deeper" / "rank2.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = [(rows[e["tid"]], e["name"], e["ts"], e["dur"], e["args"].get("bytes")) for e in events if e["ph"] == "X"]
+    assert shown == [
+        ("backward", "backward, from its first bucket on", 0.0, 1e6, None),
+        ("flat.0 all_reduce", "bucket 0", 0.5e6, 2.5e6, 4),
+        ("buckets", "bucket 0", 0.0, 3e6, 8),
+    ]
+    assert {event["pid"] for event in events} == {2}
+
+
+def test_without_being_asked_no_event_is_kept():
+    trace = CommTrace()
+    trace.begin(num_bytes=8, is_last=True)
+    trace.stage(bucket(0), "all_reduce", 0, 0.0, 8)
+    trace.end(bucket(0))
+    assert trace._events == []
+
+
+def test_the_total_of_busy_seconds_does_not_depend_on_who_drains():
+    ticks = iter([0.0, 2.0, 10.0, 13.0])
+    trace = CommTrace(clock=lambda: next(ticks))
+    for expected in (2.0, 5.0):
+        trace.begin(num_bytes=8, is_last=True)
+        trace.end()
+        assert trace.total_busy_s == expected
+        trace.drain()
+        assert trace.total_busy_s == expected

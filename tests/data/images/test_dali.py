@@ -1,0 +1,346 @@
+"""DALI decodes our bytes in our order with our crops: labels and resume as ever, pixels but for rounding."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_hybrid.data.images import dali, decode
+from lightning_hybrid.data.images.dali import JPEG_END, DaliStaff, decodable
+from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb, has_dali
+from lightning_hybrid.data.images.host_buffers import HostBuffers
+from lightning_hybrid.data.images.imagenet import ImageNetDataModule
+from lightning_hybrid.data.images.loader import ImageTrainLoader
+from lightning_hybrid.data.images.synthetic import StoredRows
+from lightning_hybrid.data.normalize import NormaliseOnDevice
+from lightning_hybrid.data.prefetch import prefetch
+from tests import toy
+from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
+
+needs_dali = pytest.mark.skipif(not has_dali(), reason="needs DALI: the extra `dali`")
+SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_root(tmp_path / "imagenet", num_train=26, num_val=7)
+
+
+def module_of(root, decoder="dali", **changes) -> ImageNetDataModule:
+    told = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
+    module = ImageNetDataModule(root=str(root), **SMALL | told | changes)
+    module.setup("fit")
+    return module
+
+
+def read(loader):
+    return [(images.clone(), labels.clone()) for images, labels in loader]
+
+
+def assert_same_but_for_rounding(one, other, *, ring=0):
+    """Labels equal; pixels a grey level apart at most, as both round to uint8 after resizing, inside a ring."""
+    assert len(one) == len(other)
+    for (images, labels), (theirs, their_labels) in zip(one, other, strict=True):
+        assert torch.equal(labels, their_labels)
+        assert images.shape == theirs.shape
+        difference = (images.int() - theirs.int()).abs()
+        inside = slice(ring, images.shape[-1] - ring)
+        assert difference[:, :, inside, inside].max() <= 1
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+# ---- without DALI ----------------------------------------------------------------------------------------------------
+
+
+def test_without_dali_the_decoder_is_refused(monkeypatch):
+    def not_there(name):
+        raise ModuleNotFoundError(name)
+
+    for find_spec in (not_there, lambda name: None):
+        monkeypatch.setattr(decode.importlib.util, "find_spec", find_spec)
+        assert not has_dali()
+        with pytest.raises(ValueError, match=r"`decoder` \(='dali'\) must be installed: pip install .*\[dali\]"):
+            check_decoder("dali")
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
+def test_a_plain_jpeg_goes_to_dali_as_it_is(options):
+    for pixels in (pixels_of(3, 41, 57), pixels_of(3, 41, 57)[:, :, 0]):
+        data = encoded(pixels, **options)
+        assert decodable(data, decoder="pillow") == (data, 41, 57)
+
+
+def not_plain():
+    colours = pixels_of(5)
+    cmyk = io.BytesIO()
+    Image.fromarray(colours).convert("CMYK").save(cmyk, format="JPEG", quality=95)
+    sixteen_bits = encoded(np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8), "PNG")
+    return {
+        "png": encoded(colours, "PNG"),
+        "cmyk": cmyk.getvalue(),
+        "16 bits": sixteen_bits,
+        "trailing": image_of(1) + b"\0",
+    }
+
+
+@pytest.mark.parametrize("kind", ["png", "cmyk", "16 bits", "trailing"])
+def test_whatever_else_is_decoded_here_and_goes_on_as_pixels(kind):
+    data = not_plain()[kind]
+    file, height, width = decodable(data, decoder="pillow")
+    expected = decode_rgb(data, decoder="pillow")
+    assert (height, width) == expected.shape[:2]
+    with Image.open(io.BytesIO(file)) as image:
+        assert image.format == "PPM"
+        assert np.array_equal(np.asarray(image), expected)
+
+
+@pytest.mark.parametrize("data", [b"", b"404", image_of(1)[:-200], image_of(1)[:50], b"\xff\xd8\xff\xd9"], ids=range(5))
+def test_what_is_no_whole_image_is_refused_before_dali_sees_it(data):
+    with pytest.raises(CorruptImageError):
+        decodable(data, decoder="pillow")
+
+
+def test_noise_needs_no_decoder():
+    rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
+    with pytest.raises(TypeError, match=r"`rows` \(=StoredRows\)"):
+        next(DaliStaff(num_threads=1).fill(iter([np.arange(4)]), rows, None, epoch=0))
+
+
+# ---- with DALI -------------------------------------------------------------------------------------------------------
+
+
+@needs_dali
+def test_an_epoch_is_that_of_the_threads_but_for_rounding(root):
+    """DALI repeats the edge of a crop where Pillow leaves it out: that reaches the outermost ring, and no further."""
+    loader = module_of(root).train_dataloader()
+    batches = read(loader)
+    assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
+    assert all(images.dtype is torch.uint8 and labels.dtype is torch.int64 for images, labels in batches)
+    assert next(iter(loader))[0].is_contiguous(memory_format=torch.channels_last)
+    assert_same_but_for_rounding(batches, read(module_of(root, "pillow").train_dataloader()), ring=1)
+    assert (batches[0][0].int() - batches[1][0].int()).abs().max() > 50  # what other images are apart
+
+
+@needs_dali
+def test_evaluation_reads_every_image_once_and_cuts_the_same_centre(root):
+    batches = read(module_of(root).val_dataloader())
+    assert sum(len(labels) for _, labels in batches) == 7
+    assert_same_but_for_rounding(batches, read(module_of(root, "pillow").val_dataloader()))
+
+
+@needs_dali
+def test_views_change_with_the_epoch_and_not_with_threads(root):
+    loader = module_of(root).train_dataloader()
+    first, second = read(loader), read(loader)
+    other = read(module_of(root, num_threads=1, num_batches_ahead=1).train_dataloader())
+    assert all(torch.equal(a, b) for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True))
+    assert_same_but_for_rounding(second, read(module_epoch(root, 1)), ring=1)
+
+
+@needs_dali
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_other(root, stop):
+    whole = read(module_of(root).train_dataloader())
+    loader = module_of(root).train_dataloader()
+    iterator = iter(loader)
+    for _ in range(stop):
+        next(iterator)
+    resumed = module_of(root).train_dataloader()
+    resumed.load_state_dict(loader.state_dict())  # DALI was ahead: its work does not count
+    rest = read(resumed)
+    assert len(rest) == 3 - stop
+    assert all(torch.equal(a, b) for x, y in zip(whole[stop:], rest, strict=True) for a, b in zip(x, y, strict=True))
+    threads = module_of(root, "pillow").train_dataloader()
+    threads.load_state_dict(loader.state_dict())
+    assert_same_but_for_rounding(rest, read(threads), ring=1)
+    iterator.close()
+
+
+@needs_dali
+def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
+    loader = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
+    next(iter(loader))
+    assert readers() == []
+
+
+@needs_dali
+def test_another_image_stands_in_for_a_broken_one(root, caplog):
+    sound = module_of(root, "pillow", global_batch_size=26)
+    broken = sound.train_rows.source.name(4)
+    with open(broken, "wb") as file:
+        file.write(image_of(9)[:-200])
+    with caplog.at_level(logging.WARNING):
+        found = read(module_of(root, global_batch_size=26).train_dataloader())
+        expected = read(module_of(root, "pillow", global_batch_size=26).train_dataloader())
+    assert_same_but_for_rounding(found, expected, ring=1)
+    assert sum(broken in record.message for record in caplog.records) == 2  # once for each module
+
+
+@needs_dali
+def test_too_many_broken_images_end_the_run_when_their_batch_is_due(root):
+    module = module_of(root, max_corrupt_images=0)
+    loader = module.train_dataloader()
+    last = int(loader.order.share(loader.order.permutation(0), 2)[0])
+    open(module.train_rows.source.name(last), "wb").close()
+    iterator = iter(loader)
+    assert [len(next(iterator)[1]) for _ in range(2)] == [8, 8]
+    with pytest.raises(CorruptImageError, match=r"`max_corrupt_images` \(=0\)"):
+        next(iterator)
+    assert readers() == []
+
+
+@needs_dali
+def test_a_flaw_that_pillow_puts_up_with_is_shown_alike(root):
+    with open(module_of(root).train_rows.source.name(4), "wb") as file:
+        file.write(image_of(9)[:-200] + JPEG_END)
+    found, expected = (read(module_of(root, decoder).train_dataloader()) for decoder in ("dali", "pillow"))
+    assert_same_but_for_rounding(found, expected, ring=1)
+
+
+@needs_dali
+def test_a_photo_is_not_turned_by_what_its_camera_says(root):
+    """As Pillow and simplejpeg leave it, and as all that ImageNet was ever trained with."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    with open(module_of(root).train_rows.source.name(4), "wb") as file:
+        file.write(encoded(pixels_of(9, 40, 56), quality=90, exif=exif))
+    found, expected = (
+        read(module_of(root, decoder, global_batch_size=26).train_dataloader()) for decoder in ("dali", "pillow")
+    )
+    assert_same_but_for_rounding(found, expected, ring=1)
+
+
+def break_inside(path):
+    """A JPEG that is whole by its ends and its header, and has more Huffman codes than there can be."""
+    data = bytearray(image_of(9))
+    data[data.index(b"\xff\xc4") + 5] = 0xFF
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+@needs_dali
+@pytest.mark.parametrize("numbers", [[4], [0, 4, 25]], ids=str)
+def test_another_image_stands_in_for_what_only_decoding_finds_broken(root, numbers, caplog):
+    """As with the other decoders, in this epoch and the next: labels, pixels, and the count."""
+    for number in numbers:
+        break_inside(module_of(root).train_rows.source.name(number))
+    module, other = module_of(root), module_of(root, "pillow")
+    with caplog.at_level(logging.WARNING):
+        loader, expected = module.train_dataloader(), other.train_dataloader()
+        for each in (loader, expected):
+            each.set_epoch(3)
+        for _ in range(2):
+            assert_same_but_for_rounding(read(loader), read(expected), ring=1)
+    assert module.train_rows.corrupt == other.train_rows.corrupt
+    assert set(module.train_rows.corrupt) <= set(numbers)
+    assert readers() == []
+
+
+@needs_dali
+def test_more_of_them_than_allowed_end_the_run(root):
+    module = module_of(root, max_corrupt_images=0, global_batch_size=26)
+    break_inside(module.train_rows.source.name(4))
+    with pytest.raises(CorruptImageError, match=r"`max_corrupt_images` \(=0\)"):
+        read(module.train_dataloader())
+    assert readers() == []
+
+
+class Broken:
+    """A pipeline that gives `num_good` batches and then fails for good, as one without memory."""
+
+    def __init__(self, feed, num_good):
+        self.feed, self.num_good = feed, num_good
+
+    def run(self):
+        next(self.feed)
+        if self.num_good == 0:
+            raise RuntimeError("out of memory")
+        self.num_good -= 1
+        return ("decoded",)
+
+
+@pytest.mark.parametrize(
+    ("goods", "num_batches"), [([1, 1, 1, 1], 6), ([1, 0], 2), ([0, 0], 1), ([0, 1, 9], 6)], ids=str
+)
+def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, monkeypatch, goods, num_batches):
+    """Once may be an image that the other decoder puts up with; without end it would be decoding without DALI."""
+    rows = module_of(root, "pillow").train_rows
+    pipelines = iter(goods)
+    monkeypatch.setattr(DaliStaff, "_pipeline", lambda self, feed, **told: Broken(feed, next(pipelines)))
+    received = lambda decoded, buffers, num_images, stream: buffers.take(num_images)  # noqa: E731
+    monkeypatch.setattr(dali, "_received", received)
+    shares = iter(np.arange(26)[:24].reshape(6, 4))
+    buffers = HostBuffers(max_images=4, image_size=16, pin_memory=False)
+    batches = DaliStaff(num_threads=1).fill(shares, rows, buffers, epoch=0)
+    found = []
+    if num_batches < 6:
+        with pytest.raises(RuntimeError, match=r"(?s)DALI cannot decode.*out of memory.*With data\.decoder=null"):
+            found.extend(labels.tolist() for _, labels in batches)
+    else:
+        found.extend(labels.tolist() for _, labels in batches)
+    assert found == rows.source.labels[: 4 * num_batches].reshape(-1, 4).tolist()
+
+
+IN_A_PROGRAM = """
+import sys
+from tests.data.images.test_dali import module_of
+iterator = iter(module_of(sys.argv[1]).train_dataloader())
+next(iterator)
+"""
+
+
+@needs_dali
+@pytest.mark.slow
+def test_a_program_ends_in_mid_epoch(root):
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROGRAM, str(root)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_dali
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_images_are_decoded_where_they_are_used(root, device):
+    """On CUDA never run by us. There nvJPEG's arithmetic is not libjpeg's, and nobody publishes how far they are apart;
+    a wrong crop, flip or order of channels is tens of levels."""
+    rows = module_of(root, "pillow").train_rows
+    staff = DaliStaff(num_threads=2, device_id=None if device == "cpu" else 0)
+    order = module_of(root).train_dataloader().order
+    loader = ImageTrainLoader(rows, order, staff=staff, on_device=NormaliseOnDevice())
+    threads = read(module_of(root, "pillow").train_dataloader())
+    for (images, labels), (expected, their_labels) in zip(loader, threads, strict=True):
+        assert (images.device.type, images.dtype) == (device, torch.uint8)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(labels, their_labels)
+        assert (images.cpu().int() - expected.int()).abs().float().mean() < (1 if device == "cpu" else 4)
+    ahead = prefetch(loader, torch.device(device))
+    for (images, _), (expected, _) in zip(ahead, read(module_epoch(root, 1)), strict=True):
+        normalised, _ = NormaliseOnDevice()((expected, None))
+        assert (images.cpu() - normalised).abs().mean() < (1 if device == "cpu" else 4) / 57  # levels by 255 * std
+
+
+def module_epoch(root, epoch):
+    loader = module_of(root, "pillow").train_dataloader()
+    loader.set_epoch(epoch)
+    return loader
+
+
+def test_a_gpu_is_used_where_lightning_uses_one(root, monkeypatch):
+    monkeypatch.setattr("lightning_hybrid.data.images.imagenet.check_decoder", lambda decoder: None)
+    module = module_of(root)
+    assert module.train_dataloader().staff == DaliStaff(num_threads=2)
+    module.trainer = toy.trainer()
+    assert module.val_dataloader().staff.device_id is None
+    monkeypatch.setattr(type(module.trainer.strategy), "root_device", torch.device("cuda", 3))
+    assert module.train_dataloader().staff == DaliStaff(num_threads=2, device_id=3)

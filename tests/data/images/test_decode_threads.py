@@ -1,0 +1,334 @@
+"""Threads that work ahead: every batch in order, a bounded number of them, and none left when the consumer leaves."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hybrid.data.images import decode_threads
+from lightning_hybrid.data.images.decode_threads import ThreadedBatches
+from lightning_hybrid.data.images.host_buffers import HostBuffers
+
+LIMIT_S = 90  # the programs below have 60 s of their own
+SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
+
+
+def buffer_of(num_rows):
+    return torch.zeros(num_rows, 1, 1, 1, dtype=torch.uint8)
+
+
+def fill(index, row):
+    row.fill_(index)
+    return 10 * index
+
+
+def batches(load_row=fill, *, shares=SHARES, num_threads=3, num_batches_ahead=2, take_buffer=buffer_of):
+    return ThreadedBatches(shares, load_row, take_buffer, num_threads=num_threads, num_batches_ahead=num_batches_ahead)
+
+
+def decode_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    assert decode_threads() == []
+    yield
+    gc.collect()
+    assert decode_threads() == []
+
+
+@pytest.fixture(autouse=True)
+def a_wait_without_end_is_a_failure():
+    """Queues, events and threads are waited for in Python, where the handler of a signal can raise."""
+
+    def fail(number, frame):
+        raise TimeoutError(f"nothing came in {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def wait_until(condition, limit_s=10.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+@pytest.mark.parametrize("num_batches_ahead", [1, 3])
+def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batches_ahead):
+    def uneven(index, row):
+        time.sleep(0.001 * (index * 7 % 4))  # threads overtake one another
+        return fill(index, row)
+
+    read = list(batches(uneven, num_threads=num_threads, num_batches_ahead=num_batches_ahead))
+    assert [images.flatten().tolist() for images, _ in read] == [share.tolist() for share in SHARES]
+    assert [labels.tolist() for _, labels in read] == [(10 * share).tolist() for share in SHARES]
+    assert {labels.dtype for _, labels in read} == {torch.int64}  # as a loss asks for
+
+
+def test_threads_work_ahead_and_no_further_than_told():
+    loaded = []
+
+    def noted(index, row):
+        loaded.append(index)
+        return 0
+
+    ahead = batches(noted, num_batches_ahead=2)
+    wait_until(lambda: len(loaded) == 10)
+    time.sleep(0.05)
+    assert len(loaded) == 10  # two batches, while nobody has asked for one
+    next(ahead)
+    wait_until(lambda: len(loaded) == 15)
+    time.sleep(0.05)
+    assert len(loaded) == 15
+    ahead.close()
+
+
+def test_the_next_batch_is_ready_before_the_step_ends():
+    """With a step longer than loading a batch, waiting is what it costs to take a full batch: next to nothing."""
+
+    def slow(index, row):
+        time.sleep(0.002)
+        return 0
+
+    ahead = batches(slow, num_threads=2)
+    next(ahead)
+    waits_s = []
+    for _ in range(5):
+        time.sleep(0.05)  # the step; a batch takes 5 rows * 2 ms / 2 threads
+        start_s = time.perf_counter()
+        next(ahead)
+        waits_s.append(time.perf_counter() - start_s)
+    assert sorted(waits_s)[2] < 0.004  # less than a batch takes; the median, as other programs run here too
+    ahead.close()
+
+
+def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
+    def broken(index, row):
+        if index == 12:
+            raise OSError("disk gone at n01/12.JPEG")
+        return fill(index, row)
+
+    ahead = batches(broken)
+    assert next(ahead)[1].tolist() == [0, 10, 20, 30, 40]
+    assert next(ahead)[1].tolist() == [50, 60, 70, 80, 90]
+    with pytest.raises(OSError, match=r"n01/12\.JPEG"):
+        next(ahead)
+    assert decode_threads() == []
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+def test_after_an_error_the_rest_of_its_batch_is_not_loaded():
+    loaded = []
+
+    def broken(index, row):
+        loaded.append(index)
+        if index == 1:
+            raise OSError("first")
+        return 0
+
+    with pytest.raises(OSError, match="first"):
+        next(batches(broken, shares=SHARES[:1], num_threads=1))
+    assert loaded == [0, 1]
+
+
+def test_rows_that_end_at_the_same_time_are_both_counted(monkeypatch):
+    """`rows_left -= 1` reads and writes; here every reader dawdles in between."""
+
+    class Dawdling(decode_threads._Filling):
+        @property
+        def rows_left(self):
+            value = self._rows_left
+            time.sleep(0.002)
+            return value
+
+        @rows_left.setter
+        def rows_left(self, value):
+            self._rows_left = value
+
+    monkeypatch.setattr(decode_threads, "_Filling", Dawdling)
+    ahead = batches(num_threads=4)
+    wait_until(lambda: ahead._work.begun.qsize() == 2)
+    filling = ahead._work.begun.get()
+    assert filling.full.wait(timeout=10), "a row was lost in counting"
+    ahead.close()
+
+
+def test_an_iterator_that_is_collected_in_one_of_its_threads_ends_too():
+    """Whoever drops the last reference runs the finalizer, and a thread cannot wait for itself."""
+    held, go_on = [], threading.Event()
+
+    def drop(index, row):
+        go_on.wait()
+        held.clear()
+        return 0
+
+    held.append(batches(drop, num_threads=2))
+    go_on.set()
+    wait_until(lambda: not decode_threads())
+
+
+def test_an_error_of_the_shares_or_the_buffers_is_not_a_wait_without_end():
+    def shares():
+        yield SHARES[0]
+        raise KeyError("no more")
+
+    ahead = batches(shares=shares())
+    next(ahead)
+    with pytest.raises(KeyError, match="no more"):
+        next(ahead)
+
+    def no_memory(num_rows):
+        raise MemoryError("full")
+
+    with pytest.raises(MemoryError, match="full"):
+        next(batches(take_buffer=no_memory))
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 8])
+def test_an_iterator_that_is_left_takes_its_threads_with_it(num_taken):
+    ahead = batches()
+    for _ in range(num_taken):
+        next(ahead)
+    del ahead
+    assert decode_threads() == []
+
+
+def test_an_iterator_that_is_closed_takes_no_more_memory():
+    taken = []
+    ahead = batches(take_buffer=lambda num_rows: taken.append(num_rows) or buffer_of(num_rows), num_batches_ahead=1)
+    wait_until(lambda: len(taken) == 1)
+    time.sleep(0.05)  # a thread waits for room
+    ahead.close()
+    assert taken == [5]
+
+
+def test_an_interrupted_wait_ends_the_threads(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    ahead = batches()
+    monkeypatch.setattr(ahead._work, "next_batch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(ahead)
+    assert decode_threads() == []
+
+
+def test_threads_that_have_no_more_to_do_end_by_themselves():
+    ahead = batches(shares=SHARES[:1])
+    wait_until(lambda: not decode_threads())
+    assert next(ahead)[1].tolist() == [0, 10, 20, 30, 40]
+
+
+def test_torch_keeps_its_number_of_threads():
+    """One in each decoding thread; outside, now and in threads started later, what it was."""
+    before, inside, later = torch.get_num_threads(), set(), []
+    torch.set_num_threads(2)
+    try:
+        list(batches(lambda index, row: inside.add(torch.get_num_threads()) or 0))
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (inside, torch.get_num_threads(), later) == ({1}, 2, [2])
+    finally:
+        torch.set_num_threads(before)
+
+
+class Pinned(torch.Tensor):
+    def is_pinned(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Pinned])
+def test_labels_are_pinned_where_images_are(monkeypatch, kind):
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(
+        decode_threads.torch,
+        "empty",
+        lambda *size, pin_memory=False, **told: asked.append(pin_memory) or empty(*size, **told),
+    )
+    list(batches(take_buffer=lambda num_rows: buffer_of(num_rows).as_subclass(kind)))
+    assert asked == [kind is Pinned] * len(SHARES)
+
+
+@pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
+def test_nobody_to_fill_is_refused(name):
+    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be at least 1"):
+        batches(**{name: 0})
+
+
+IN_A_PROGRAM = """
+import atexit, os, sys, threading
+atexit.register(lambda: print("at the end", threading.active_count() - 1))  # first in, last out
+import numpy as np, torch
+from lightning_hybrid.data.images.decode_threads import ThreadedBatches
+
+def load(index, row):
+    return 0
+
+ahead = ThreadedBatches((np.arange(4) for _ in range(10**6)), load, lambda n: torch.zeros(n, 1, 1, 1, dtype=torch.uint8),
+                     num_threads=2, num_batches_ahead=2)
+next(ahead)
+if "fork" in sys.argv:
+    child = os.fork()
+    if child == 0:
+        try:
+            next(ahead)
+        except RuntimeError as error:
+            print(error, flush=True)
+        del ahead
+        os._exit(0)
+    os.waitpid(child, 0)
+    next(ahead)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "fork"])
+def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
+    assert ("iterate over the loader anew here" in done.stdout) == (how == "fork")
+
+
+def test_host_memory_is_used_again_only_when_nobody_looks_at_it():
+    buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
+    one, other = buffers.take(2), buffers.take(2)
+    assert one.data_ptr() != other.data_ptr()
+    part, first = one[1], one.data_ptr()
+    del one
+    third = buffers.take(2)
+    assert third.data_ptr() not in (first, other.data_ptr())  # a row of it is still held
+    del part
+    assert buffers.take(2).data_ptr() == first
+
+
+def test_a_loop_over_batches_uses_a_few_blocks_of_memory():
+    buffers = HostBuffers(max_images=5, image_size=4, pin_memory=False)
+    shares = [np.arange(5)] * 60
+    blocks = {images.data_ptr() for images, _ in batches(shares=shares, take_buffer=buffers.take)}
+    assert len(blocks) <= 4  # two ahead, one here, one on its way
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_in_the_same_order():
+    images = HostBuffers(max_images=2, image_size=4, pin_memory=True).take(2)
+    assert images.is_pinned()
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.cuda(non_blocking=True).is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,96 @@
+"""Image folders as people have them: other suffixes, links, hidden folders, names that are no text."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from lightning_hybrid.data.images import folder as folder_module
+from lightning_hybrid.data.images.folder import ImageFolder, check_root, check_same_classes
+from tests.data.images.pictures import image_of, write_root, write_split
+
+
+@pytest.fixture
+def train(tmp_path):
+    write_split(tmp_path / "train", 6)
+    return tmp_path / "train"
+
+
+def numbers_of(images):
+    return [images.name(index).split("/")[-1] for index in range(len(images))]
+
+
+def test_images_are_known_by_their_suffix_in_any_case(train):
+    for name in ("a.JPEG", "b.jpeg", "c.JPG", "d.jpg", "e.PNG", "f.png", "g.JPEG.txt", ".h.jpg"):
+        (train / "n02" / name).write_bytes(b"")
+    assert [name for name in numbers_of(ImageFolder(train)) if name[0].isalpha()] == [
+        *("a.JPEG", "b.jpeg", "c.JPG", "d.jpg", "e.PNG", "f.png")
+    ]
+
+
+def test_the_order_is_that_of_the_names_whatever_the_disk_says(train, monkeypatch):
+    expected = ImageFolder(train)
+    listdir, scandir = os.listdir, os.scandir
+
+    class Backwards:
+        def __init__(self, path):
+            self.entries = sorted(scandir(path), key=lambda entry: entry.name, reverse=True)
+
+        def __enter__(self):
+            return iter(self.entries)
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(folder_module.os, "listdir", lambda path: sorted(listdir(path), reverse=True))
+    monkeypatch.setattr(folder_module.os, "scandir", Backwards)
+    found = ImageFolder(train)
+    assert found.classes == expected.classes == ("n01", "n02", "n03")
+    assert numbers_of(found) == numbers_of(expected) == [f"{number:05d}.JPEG" for number in (0, 3, 1, 4, 2, 5)]
+
+
+def test_a_name_that_is_no_text_is_read_all_the_same(train):
+    names = [b"\xff\xfe.JPEG", "grün.JPEG".encode()]
+    for name in names:
+        with open(os.fsencode(train / "n01") + b"/" + name, "wb") as file:
+            file.write(image_of(7))
+    images = ImageFolder(train)
+    found = [index for index in range(len(images)) if os.fsencode(images.name(index)).split(b"/")[-1] in names]
+    assert [images.read(index) for index in found] == [image_of(7)] * 2
+
+
+def test_a_class_may_be_a_link_and_a_hidden_folder_is_no_class(train):
+    (train / "n04").symlink_to(train / "n01")
+    (train / ".cache").mkdir()
+    assert ImageFolder(train).classes == ("n01", "n02", "n03", "n04")
+
+
+@pytest.mark.parametrize("name", ["n04.tar", "n04.TAR", "n04.tar.gz", "n04.tgz", "n04.zip"])
+def test_a_class_that_is_still_packed_is_refused(train, name):
+    (train / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"must be unpacked: train/ holds {re.escape(name)}\. Unpack"):
+        ImageFolder(train)
+
+
+def test_three_names_are_all_told(tmp_path):
+    root = write_root(tmp_path, num_train=3, num_val=3)
+    for name in "abc":
+        (root / "train" / f"{name}.jpg").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train/ holds a\.jpg, b\.jpg, c\.jpg, which says nothing"):
+        ImageFolder(root / "train")
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_the_network_must_have_as_many_classes(tmp_path, num_classes):
+    check_same_classes(tmp_path, "abc", "abc", num_classes=3)
+    with pytest.raises(ValueError, match=rf"`num_classes` \(={num_classes}\).*there are 3\. Set model\.num_classes=3"):
+        check_same_classes(tmp_path, "abc", "abc", num_classes=num_classes)
+
+
+def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_path):
+    (tmp_path / "val").mkdir()
+    with pytest.raises(ValueError, match=r"train/ is missing\. Set data\.root"):
+        check_root(tmp_path)
+    check_root(tmp_path, splits=["val"])

@@ -1,0 +1,285 @@
+"""ImageNet's data module: the same images from folders and shards, on any ranks and strategy; resumed exactly."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.data.images.imagenet import ImageNetDataModule
+from lightning_hybrid.data.images.synthetic import SyntheticImageNetDataModule
+from lightning_hybrid.data.prefetch import prefetch
+from recipes.datasets.packing import Packing
+from tests import toy
+from tests.data.images.pictures import write_root
+
+SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """26 training and 7 validation images in three classes."""
+    return write_root(tmp_path_factory.mktemp("imagenet"))
+
+
+def module_of(root, **changes) -> ImageNetDataModule:
+    module = ImageNetDataModule(
+        root=str(root), **SMALL | {"global_batch_size": 8, "eval_batch_size_per_rank": 4} | changes
+    )
+    module.setup("fit")
+    return module
+
+
+def read(loader):
+    """Copies, as numbers: `[(images, labels)]`."""
+    return [(images.clone(), labels.clone()) for images, labels in loader]
+
+
+def same(one, other) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def test_batches_are_uint8_channels_last_with_the_labels_of_their_folders(root):
+    module = module_of(root)
+    batches = read(module.train_dataloader())
+    assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
+    assert all(images.dtype is torch.uint8 and labels.dtype is torch.int64 for images, labels in batches)
+    images, _ = next(iter(module.train_dataloader()))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    order = module.train_dataloader().order
+    numbers = [int(module.train_rows.source.name(i).split("/")[-1][:5]) for i in order.permutation(0)[:24]]
+    assert [label for _, labels in batches for label in labels.tolist()] == [number % 3 for number in numbers]
+
+
+def test_evaluation_reads_every_image_once(root):
+    module = module_of(root)
+    for loader in (module.val_dataloader(), module.test_dataloader()):
+        labels = [label for _, labels in loader for label in labels.tolist()]
+        assert sorted(labels) == sorted(number % 3 for number in range(1000, 1007))
+    once, again = read(module.val_dataloader()), read(module.val_dataloader())
+    assert same(once, again)
+
+
+def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
+    loader = module_of(root).train_dataloader()
+    first, second = read(loader), read(loader)
+    assert not same(first, second)
+    assert same(first, read(module_of(root, num_threads=1, num_batches_ahead=1).train_dataloader()))
+    assert not same(first, read(module_of(root, seed=6).train_dataloader()))
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_resumed_epoch_gives_the_same_pixels(root, stop):
+    whole = read(module_of(root).train_dataloader())
+    loader = module_of(root).train_dataloader()
+    iterator = iter(loader)
+    for _ in range(stop):
+        next(iterator)
+    resumed = module_of(root).train_dataloader()
+    resumed.load_state_dict(loader.state_dict())  # threads were ahead: their work does not count
+    assert same(whole[stop:], read(resumed))
+
+
+def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
+    loader = prefetch(module_of(root, num_batches_ahead=1).train_dataloader(), torch.device("cpu"))
+    next(iter(loader))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
+
+
+def test_a_loader_survives_pickling(root):
+    loader = module_of(root).train_dataloader()
+    assert same(read(pickle.loads(pickle.dumps(loader))), read(loader))
+
+
+def pack(root, out, **changes):
+    told = {"root": str(root), "out": str(out), "splits": ["train", "val"], "seed": 0, "short_side": None}
+    told |= {"quality": 90, "shard_bytes": 12_000, "max_corrupt_images": 0, "num_threads": 2, "verify": True}
+    return Packing(**told | changes)
+
+
+def by_name(module):
+    """Label and decoded training view of every image, by the image's name."""
+    rows = module.train_rows
+    found = {}
+    for index in range(rows.num_images):
+        row = torch.zeros(3, 16, 16, dtype=torch.uint8)
+        label = rows.load(index, row, epoch=0)
+        found[rows.source.name(index).split("/")[-1].split(":")[-1]] = (label, rows.source.read(index))
+    return found
+
+
+def test_packed_images_are_the_same_images(root, tmp_path):
+    pack(root, tmp_path).run()
+    assert len(list((tmp_path / "train").glob("shard-*.bin"))) > 1
+    folder, shards = by_name(module_of(root)), by_name(module_of(tmp_path))
+    assert folder == {name.split("/")[-1]: value for name, value in shards.items()}
+    assert module_of(tmp_path).train_rows.source.classes == ("n01", "n02", "n03")
+
+
+# ---- under Lightning -------------------------------------------------------------------------------------------------
+
+
+class Remembers(pl.LightningModule):
+    """What a step is given, and nothing learnt from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.seen, self.layouts = [], set()
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        self.layouts.add((images.dtype, images.is_contiguous(memory_format=torch.channels_last)))
+        self.seen.append((self.trainer.current_epoch, batch_idx, images.float().contiguous().numpy().tobytes(), labels))
+        return nn.functional.cross_entropy(self.layer(images.mean((2, 3))).float(), labels)
+
+    def validation_step(self, batch, batch_idx):
+        images, labels = batch
+        self.seen.append(("val", batch_idx, images.float().contiguous().numpy().tobytes(), labels))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def seen_by_a_fit(root, ckpt_path=None, callbacks=(), **settings):
+    module = Remembers()
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0} | settings
+    toy.trainer(callbacks=list(callbacks), **settings).fit(module, module_of(root), ckpt_path=ckpt_path)
+    return [(*seen[:-1], seen[-1].tolist()) for seen in module.seen], module.layouts
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+def test_a_step_gets_the_same_bits_with_and_without_prefetcher(one_rank, root, precision):
+    if precision == "16-mixed" and not torch.cuda.is_available():
+        precision = "bf16-mixed"
+    ((ours, layout),) = one_rank.run(fit_with, str(root), "hybrid_allreduce", precision)
+    ((stock, stock_layout),) = one_rank.run(fit_with, str(root), "ddp", precision)
+    assert len(ours) == 2 * (3 + 2)
+    assert ours == stock
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert layout == stock_layout == {(dtype, True)}
+
+
+def fit_with(root, strategy, precision):
+    return seen_by_a_fit(root, strategy=strategy, precision=precision)
+
+
+class SavesAfter(pl.Callback):
+    """Write a checkpoint after one batch of one epoch."""
+
+    def __init__(self, path, epoch, batch_idx):
+        self.path, self.place = path, (epoch, batch_idx)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(two_ranks, one_rank, root, tmp_path):
+    path = str(tmp_path / "some.ckpt")
+    whole = two_ranks.run(fit_and_save, str(root), path)
+    ((rest, _),) = one_rank.run(fit_from, str(root), path, 2)
+    steps = [seen for seen in zip(whole[0][0], whole[1][0], strict=True) if seen[0][0] != "val"]
+    expected = [piece for step in steps[4:] for piece in ((step[0][2], step[0][3]), (step[1][2], step[1][3]))]
+    assert [(pixels, labels) for place, _, pixels, labels in rest if place != "val"] == expected
+    assert len(expected) == 4
+
+
+def fit_and_save(root, path):
+    return seen_by_a_fit(root, callbacks=[SavesAfter(path, 1, 0)], strategy="hybrid_allreduce")
+
+
+def fit_from(root, path, accumulate):
+    return seen_by_a_fit(root, ckpt_path=path, strategy="hybrid_allreduce", accumulate_grad_batches=accumulate)
+
+
+def test_waiting_for_data_is_counted_and_taken(root):
+    ahead = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
+    assert ahead.take_wait_s() == 0.0
+    iterator = iter(ahead)
+    next(iterator)
+    waited_s = ahead.take_wait_s()
+    assert 0 < waited_s < 30
+    assert ahead.take_wait_s() == 0.0
+    iterator.close()
+
+
+class TakesWaits(pl.Callback):
+    """As a callback that logs it would."""
+
+    def __init__(self):
+        self.waits_s = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.waits_s.append(trainer.train_dataloader.take_wait_s())
+
+
+def test_a_callback_finds_the_counter_through_the_trainer(one_rank, root):
+    (waits_s,) = one_rank.run(waits_of_a_fit, str(root))
+    assert len(waits_s) == 6
+    assert waits_s[0] > 0  # nothing hides the first two batches of an epoch
+    assert all(0 <= wait_s < 30 for wait_s in waits_s)
+
+
+def waits_of_a_fit(root):
+    callback = TakesWaits()
+    seen_by_a_fit(root, callbacks=[callback], strategy="hybrid_allreduce")
+    return callback.waits_s
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def synthetic(**changes) -> SyntheticImageNetDataModule:
+    told = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
+    told |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}
+    module = SyntheticImageNetDataModule(**told | changes)
+    module.setup("fit")
+    return module
+
+
+def test_noise_keeps_the_contract_of_the_loaders(root):
+    module = synthetic()
+    batches = read(module.train_dataloader())
+    assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
+    images = torch.cat([images for images, _ in batches])
+    labels = torch.cat([labels for _, labels in batches])
+    assert len({(image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)}) == 5
+    assert same(batches, read(synthetic().train_dataloader()))
+    assert not same(batches, read(synthetic(seed=6).train_dataloader()))
+    assert module.train_dataloader().state_dict().keys() == module_of(root).train_dataloader().state_dict().keys()
+    assert sum(len(labels) for _, labels in module.val_dataloader()) == 7
+
+
+def test_an_epoch_of_noise_has_imagenets_length_without_storing_it():
+    module = SyntheticImageNetDataModule(global_batch_size=65_536, seed=0, image_size=4)
+    module.setup("fit")
+    assert len(module.train_dataloader()) == 19
+    assert len(module.train_rows._images) == 256
+    assert sum(map(len, module.val_dataloader().shares)) == 50_000
+
+
+def share_of_rank(root):
+    module = module_of(root)
+    module.trainer = toy.trainer()
+    labels = [labels for _, labels in module.train_dataloader()]
+    val = [label for _, labels in module.val_dataloader() for label in labels.tolist()]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (torch.stack(labels).tolist(), val))
+    return gathered
+
+
+def test_ranks_take_their_parts_from_the_trainer(two_ranks, root):
+    told = two_ranks.run(share_of_rank, str(root))[0]
+    alone = [labels.tolist() for _, labels in module_of(root).train_dataloader()]
+    assert [own[0] + own[1] for own in zip(told[0][0], told[1][0], strict=True)] == alone
+    assert sorted(told[0][1] + told[1][1]) == sorted(number % 3 for number in range(1000, 1007))
+    assert len(np.unique([len(told[0][0]), len(told[1][0])])) == 1

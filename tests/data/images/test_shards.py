@@ -1,0 +1,176 @@
+"""Shards: an index appears whole or not at all and is never believed blindly; descriptors are closed by their owner."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_hybrid.data.images import shards as shards_module
+from lightning_hybrid.data.images.shards import (
+    INDEX_NAME,
+    ShardedImages,
+    ShardIndex,
+    crc32_of,
+    holds_shards,
+    shard_name,
+)
+from tests.data.images.pictures import image_of
+
+NUM_IMAGES = 5
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two shards of three and two images, written without the packer."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    files = [image_of(number) for number in range(NUM_IMAGES)]
+    shards = [0, 0, 0, 1, 1]
+    for shard in (0, 1):
+        whole = b"".join(file for file, at in zip(files, shards, strict=True) if at == shard)
+        (folder / shard_name(shard)).write_bytes(whole)
+    sizes = np.array([len(file) for file in files], dtype=np.int32)
+    ShardIndex(
+        shards=np.array(shards, dtype=np.int32),
+        offsets=np.array([0, sizes[0], sizes[:2].sum(), 0, sizes[3]], dtype=np.int64),
+        num_bytes=sizes,
+        crc32s=np.array([crc32_of([file]) for file in files], dtype=np.uint32),
+        labels=np.array([0, 1, 2, 0, 1], dtype=np.int64),
+        names=np.array([b"a", b"b", b"c", b"d", b"e"]),
+        shard_num_bytes=np.array([sizes[:3].sum(), sizes[3:].sum()], dtype=np.int64),
+        shard_crc32s=np.array([crc32_of([(folder / shard_name(n)).read_bytes()]) for n in (0, 1)], dtype=np.uint32),
+        classes=("n01", "n02", "n03"),
+        about="{}",
+    ).save(folder / INDEX_NAME)
+    return folder
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
+
+
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_that_could_not_be_written_leaves_the_one_before(folder, monkeypatch):
+    before = (folder / INDEX_NAME).read_bytes()
+    index = ShardIndex.load(folder / INDEX_NAME)
+
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(shards_module.np, "savez", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        index.save(folder / INDEX_NAME)
+    assert (folder / INDEX_NAME).read_bytes() == before
+
+
+def test_an_index_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
+    index, done = ShardIndex.load(folder / INDEX_NAME), []
+    fsync, rename = os.fsync, os.replace
+    monkeypatch.setattr(shards_module.os, "fsync", lambda file: (done.append("on disk"), fsync(file)))
+    monkeypatch.setattr(shards_module.os, "replace", lambda *paths: (done.append("named"), rename(*paths)))
+    index.save(folder / INDEX_NAME)
+    assert done == ["on disk", "named"]
+    again = ShardIndex.load(folder / INDEX_NAME)
+    assert all(np.array_equal(getattr(index, field.name), getattr(again, field.name)) for field in fields(index))
+
+
+def test_an_index_is_never_unpickled(folder):
+    """A pickle can run any program; numpy writes one for arrays of objects."""
+    index = ShardIndex.load(folder / INDEX_NAME)
+    replace(index, names=np.array([b"a", "b", 3, None, ()], dtype=object)).save(folder / INDEX_NAME)
+    with pytest.raises(ValueError, match=r"is damaged \(Object arrays cannot be loaded"):
+        ShardIndex.load(folder / INDEX_NAME)
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", b"text"], ids=str)
+def test_what_is_no_index_is_told_as_damaged(folder, data):
+    (folder / INDEX_NAME).write_bytes(data)
+    with pytest.raises(ValueError, match=r"index\.npz \(index of shards\) is damaged"):
+        ShardIndex.load(folder / INDEX_NAME)
+
+
+def test_an_index_of_a_later_version_is_refused_even_if_it_looks_alike(folder, monkeypatch):
+    index = ShardIndex.load(folder / INDEX_NAME)
+    monkeypatch.setattr(shards_module, "FORMAT_VERSION", 2)
+    index.save(folder / INDEX_NAME)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"version 2\) must be of version 1"):
+        ShardIndex.load(folder / INDEX_NAME)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_just_out_of_range_is_refused(folder, label):
+    index = ShardIndex.load(folder / INDEX_NAME)
+    index.labels[4] = label
+    index.save(folder / INDEX_NAME)
+    with pytest.raises(ValueError, match=r"which must be from 0 to 2, as there are 3 classes"):
+        ShardIndex.load(folder / INDEX_NAME)
+
+
+# ---- the images ------------------------------------------------------------------------------------------------------
+
+
+def test_a_split_is_packed_if_it_has_an_index_or_a_first_shard(folder, tmp_path):
+    assert not holds_shards(tmp_path)
+    assert holds_shards(folder)
+    (folder / shard_name(0)).unlink()
+    assert holds_shards(folder)
+    with pytest.raises(ValueError, match=r"shard-00000\.bin is missing"):
+        ShardedImages(folder)
+    (folder / shard_name(0)).write_bytes(b"")
+    (folder / INDEX_NAME).unlink()
+    assert holds_shards(folder)
+
+
+@needs_proc
+def test_each_shard_is_opened_once_and_closed_with_the_images(folder):
+    before = num_descriptors()
+    images = ShardedImages(folder)
+    assert [images.read(index) for index in (0, 4, 1, 3, 2)] == [image_of(index) for index in (0, 4, 1, 3, 2)]
+    assert num_descriptors() == before + 2
+    del images
+    assert num_descriptors() == before
+
+
+@needs_proc
+def test_a_shard_that_two_threads_open_at_once_is_kept_open_once(folder, monkeypatch):
+    images, before = ShardedImages(folder), num_descriptors()
+    opened = os.open
+
+    def the_other_is_first(*arguments):
+        images._files.setdefault((os.getpid(), 0), opened(*arguments))
+        return opened(*arguments)
+
+    monkeypatch.setattr(shards_module.os, "open", the_other_is_first)
+    assert images.read(0) == image_of(0)
+    assert num_descriptors() == before + 1
+
+
+@needs_proc
+def test_a_copy_opens_its_own_files_and_nobody_closes_anothers(folder):
+    """A copy in this process, and what a forked process inherits: entries that another process made."""
+    images = ShardedImages(folder)
+    images.read(0)
+    copy = pickle.loads(pickle.dumps(images))
+    before = num_descriptors()
+    assert copy.read(0) == image_of(0)
+    assert num_descriptors() == before + 1
+    del copy
+    assert images.read(1) == image_of(1)
+    (descriptor,) = images._files.values()
+    images._files = {(os.getpid() + 1, 0): descriptor}  # as a fork of this process sees it
+    assert images.read(2) == image_of(2)
+    assert len(images._files) == 2
+    del images
+    os.close(descriptor)  # still open: this raises if it is not

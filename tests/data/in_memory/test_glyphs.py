@@ -1,0 +1,99 @@
+"""Glyphs: fonts that training has not seen, nothing blank, the same images every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_hybrid.data.in_memory import glyphs
+from lightning_hybrid.data.in_memory.glyphs import (
+    CHARACTERS,
+    FONTS,
+    IMAGE_SIZE,
+    NUM_CLASSES,
+    GlyphsDataModule,
+    rendered,
+)
+
+
+def test_no_font_is_in_two_sets():
+    fonts = [font for of_set in FONTS.values() for font in of_set]
+    assert len(fonts) == len(set(fonts)) == 14 + 4 + 4
+
+
+@pytest.mark.parametrize("name", FONTS)
+def test_every_font_draws_every_character_and_no_two_alike(name):
+    masks = {(font, character): glyphs._mask(font, character) for font in FONTS[name] for character in CHARACTERS}
+    for mask in masks.values():
+        assert mask.sum() > 100  # pixels of ink; an I would have about 300
+        assert mask[:2].sum() == mask[-2:].sum() == mask[:, :2].sum() == mask[:, -2:].sum() == 0  # nothing cut off
+    assert len({mask.numpy().tobytes() for mask in masks.values()}) == len(masks)
+
+
+def test_a_font_without_the_character_is_refused():
+    with pytest.raises(ValueError, match=r"`font` \(=DejaVuSansDisplay\) must hold 'A'"):
+        glyphs._mask("DejaVuSansDisplay", "A")
+
+
+def test_no_image_is_blank():
+    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black; a character adds its own."""
+    for name in FONTS:
+        middle = rendered(name, num_images=256, seed=7).images[:, 0, 4:-4, 4:-4].float()
+        brightest = middle.flatten(1).topk(20).values.mean(1)
+        median = middle.flatten(1).median(1).values
+        assert (brightest - median).min() > 40
+
+
+def test_images_are_the_same_every_time_and_others_with_another_seed():
+    one, again, other = (rendered("train", num_images=100, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one.images, again.images)
+    assert torch.equal(one.labels, again.labels)
+    assert (one.images != other.images).flatten(1).any(1).all()
+
+
+def test_no_two_images_are_alike():
+    """Also those of one character in one font: 14 * 32 images come before the first repeats."""
+    images = rendered("train", num_images=600, seed=0).images
+    assert len({image.numpy().tobytes() for image in images}) == 600
+
+
+def test_labels_name_the_characters():
+    """A label is the place of its character: mean images of classes, in fonts alone, look like that character's masks.
+
+    Chance is one in 32; turned, sheared and moved as they are, half of the classes are still nearest to their own.
+    """
+    image_set = rendered("test", num_images=32 * 40, seed=5)
+    means = torch.stack([image_set.images[image_set.labels == c].float().mean(0)[0] for c in range(NUM_CLASSES)])
+    masks = torch.stack([glyphs._mask("DejaVuSans", character)[12:-12, 12:-12] for character in CHARACTERS])
+    masks = torch.nn.functional.interpolate(masks[:, None], size=IMAGE_SIZE, mode="area")[:, 0]
+
+    def own(images):
+        apart = (images - images.mean(0)).flatten(1)
+        return apart / apart.norm(dim=1, keepdim=True)
+
+    nearest = (own(means) @ own(masks).T).argmax(1)
+    assert (nearest == torch.arange(NUM_CLASSES)).sum() >= 10
+
+
+def test_the_module_serves_three_sets_made_once(monkeypatch):
+    monkeypatch.setattr(glyphs, "NUM_TRAIN", 320)
+    monkeypatch.setattr(glyphs, "NUM_VAL", 64)
+    monkeypatch.setattr(glyphs, "NUM_TEST", 32)
+    glyphs.load_split.cache_clear()
+    try:
+        data, again = (GlyphsDataModule(global_batch_size=64, seed=1) for _ in range(2))
+        for module in (data, again):
+            module.setup("fit")
+        assert data.image_sets["train"].images.data_ptr() == again.image_sets["train"].images.data_ptr()
+        assert [len(data.image_sets[name].labels) for name in ("train", "val", "test")] == [320, 64, 32]
+        batches = list(data.train_dataloader())
+        assert len(batches) == 5
+        assert batches[0][0].shape == (64, 1, IMAGE_SIZE, IMAGE_SIZE)
+        assert sum(len(labels) for _, labels in data.test_dataloader()) == 32
+    finally:
+        glyphs.load_split.cache_clear()
+
+
+def test_a_batch_larger_than_the_set_is_refused():
+    with pytest.raises(ValueError, match=r"`global_batch_size` \(=16385\) must be at most"):
+        GlyphsDataModule(global_batch_size=16385, seed=0)

@@ -1,0 +1,211 @@
+"""One fault: where it is put in, what is promised of it, how it is run, and how the outcome is judged.
+
+Steps, phases and ranks are ours. Waits of collectives are limited to ``timeout_s``; an error may take this and what the
+roll call and a silent store cost (``ALLOWED_S``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Timer
+from typing import Any
+
+from tests.evidence.faults.rank import train
+from tests.evidence.faults.table import Outcome
+from tests.evidence.faults.world import OneHost, RunOutcome
+
+ALLOWED_S = 25.0
+"""Beyond the timeout: four words of 5 s that the store leaves unanswered, and as long as a failed engine may close."""
+
+START_S = 60.0
+"""For processes to start and the steps before the fault; a case that needs more is ended, and its promise not held."""
+
+MOST_TRIES = 2
+"""For a run that never came to its fault, as on a machine so busy that the ranks did not meet in time."""
+
+LINE = 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fault, where it is injected, and what is promised.
+
+    ``kind``: a method of ``faults_inject.Inject``. ``host_link``: what ``spoil_link`` is told for the host of ``rank``.
+    ``mended_after_s``: when the link is whole again; None: never. ``is_survived``: the run ends, with the very weights
+    of an undisturbed one if ``has_same_weights``. Else every rank that can must end in an error that contains each of
+    ``names``, in which RANK and HOST stand for the rank's number and its host's name, and none of ``never_says``.
+    ``no_answer``: the rank itself cannot say anything. ``own_names``: what it says, where that is its own error; None:
+    ``names``. ``warns``: words that must stand in one warning of a rank. ``everywhere``: the fault is on every rank.
+    """
+
+    fault: str
+    kind: str
+    rank: int
+    phase: str = "forward"
+    step: int = 6
+    is_survived: bool = False
+    names: tuple[str, ...] = ()
+    never_says: tuple[str, ...] = ()
+    own_names: tuple[str, ...] | None = None
+    warns: tuple[str, ...] = ()
+    no_answer: bool = False
+    everywhere: bool = False
+    host_link: tuple[tuple[str, float], ...] | None = None
+    mended_after_s: float | None = None
+    pause_s: float = 0.0
+    timeout_s: float = 10.0
+    precision: str = "16-true"
+    num_steps: int = 12
+    lost: str = "the step under way"
+    has_same_weights: bool = True
+
+    @property
+    def promise(self) -> str:
+        """In the table."""
+        if not self.is_survived:
+            return "named on every rank"
+        told = "told" if self.warns else ("same bits" if self.has_same_weights else "ranks alike")
+        return f"{'the others end' if self.no_answer else 'survived'}, {told}"
+
+
+def run_all(cases: Sequence[Case], worlds: Sequence[OneHost], *, on_outcome: Callable[[Outcome], None]) -> None:
+    """Every case once, as many at the same time as there are worlds; outcomes come in the order of ``cases``.
+
+    The first must be the run that nothing happens to: the weights of the others are compared with its.
+    """
+    free: SimpleQueue[OneHost] = SimpleQueue()
+    for world in worlds:
+        free.put(world)
+    undisturbed, *others = cases
+    outcome, weights = run_case(undisturbed, worlds[0])
+    on_outcome(outcome)
+
+    def run(case: Case) -> Outcome:
+        world = free.get()
+        try:
+            return run_case(case, world, weights)[0]
+        finally:
+            free.put(world)
+
+    pool = ThreadPoolExecutor(len(worlds))
+    try:
+        found: list[Future[Outcome]] = [pool.submit(run, case) for case in others]
+        for one in found:
+            on_outcome(one.result())
+    finally:
+        pool.shutdown(cancel_futures=True)  # interrupted, it waits for the cases under way: no rank is left behind
+
+
+def run_case(case: Case, world: OneHost, weights: int | None = None) -> tuple[Outcome, int | None]:
+    """Inject it; the outcome, and a fingerprint of the weights where they are the same on all ranks.
+
+    ``weights``: of an undisturbed run, to be compared with.
+    """
+    no_answer = (case.rank,) if case.no_answer else ()
+    spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
+    spec |= {"precision": case.precision, "num_steps": case.num_steps}
+    spec["rank"] = None if case.everywhere else case.rank
+    limit_s = START_S + case.timeout_s + ALLOWED_S
+    for _ in range(MOST_TRIES):
+        told = world.run(train, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
+        if told.injected_s is not None:
+            break
+    alike = {None if one is None else one["weights"] for one in told.ranks}
+    outcome = judge(case, told, host=world.host_name(world.host_of(case.rank)), no_answer=no_answer, weights=weights)
+    return outcome, alike.pop() if len(alike) == 1 else None
+
+
+def judge(
+    case: Case, told: RunOutcome, *, host: str, no_answer: Sequence[int] = (), weights: int | None = None
+) -> Outcome:
+    """Whether the promise was held, by what the ranks wrote."""
+    living = {rank: one for rank, one in enumerate(told.ranks) if rank not in no_answer}
+    problems = [f"rank {rank} still ran" for rank in told.still_ran]
+    problems += [f"rank {rank} left no word" for rank, one in living.items() if one is None]
+    words = {rank: one for rank, one in living.items() if one is not None}
+    errors = {rank: one["error"] for rank, one in words.items() if one["error"]}
+    seconds = None
+    if told.injected_s is None:
+        problems.append("the fault was never injected")
+    elif errors:
+        seconds = max(one["time_s"] for one in words.values()) - told.injected_s
+    problems += _not_survived(case, words, weights) if case.is_survived else _not_named(case, words, host)
+    if not case.is_survived and seconds is not None and seconds > case.timeout_s + ALLOWED_S:
+        problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
+    warned = [text for one in words.values() for text in one["warnings"]]
+    heard = {name: [text for text in warned if _filled(name, case, host) in text] for name in case.warns}
+    problems += [f"no rank warns {_filled(name, case, host)!r}" for name, texts in heard.items() if not texts]
+    seen = [*errors.values(), *(texts[0] for texts in heard.values() if texts), "all ranks end with the same weights"]
+    where = f"host {host}" if case.host_link else f"rank {case.rank} of {len(told.ranks)}"
+    return Outcome(
+        promise=case.promise,
+        fault=case.fault,
+        phase=case.phase,
+        where="every rank" if case.everywhere else where,
+        detected_by="; ".join(problems)[:LINE] if problems else shorten(seen[0]),
+        seconds=seconds,
+        lost=case.lost,
+        is_held=not problems,
+    )
+
+
+def _not_survived(case: Case, words: dict[int, dict[str, Any]], weights: int | None) -> list[str]:
+    """What is wrong where every rank that can should have ended as if nothing had happened."""
+    problems = [f"rank {rank}: {one['error']}" for rank, one in words.items() if one["error"]]
+    problems += [
+        f"rank {rank} made {one['num_steps']} of {case.num_steps} steps"
+        for rank, one in words.items()
+        if not one["error"] and one["num_steps"] != case.num_steps
+    ]
+    found = {one["weights"] for one in words.values()}
+    if len(found) > 1:
+        problems.append("ranks end with different weights")
+    elif case.has_same_weights and weights is not None and found != {weights}:
+        problems.append("the weights are not those of an undisturbed run")
+    return problems
+
+
+def _not_named(case: Case, words: dict[int, dict[str, Any]], host: str) -> list[str]:
+    """What is wrong where every rank that can should have ended in an error that says who is the cause."""
+    problems = []
+    for rank, one in words.items():
+        error = one["error"]
+        if not error:
+            problems.append(f"rank {rank} ended without an error")
+            continue
+        names = case.names if case.own_names is None or rank != case.rank else case.own_names
+        asked = [_filled(name, case, host) for name in names]
+        problems += [f"rank {rank} does not say {name!r}: {error}" for name in asked if name not in error]
+        wrong = [_filled(name, case, host) for name in case.never_says]
+        problems += [f"rank {rank} says {name!r}, which is not so: {error}" for name in wrong if name in error]
+    return problems
+
+
+def _filled(name: str, case: Case, host: str) -> str:
+    return name.replace("RANK", str(case.rank)).replace("HOST", host)
+
+
+def shorten(text: str) -> str:
+    """The first ``LINE`` characters of an error, from where it is ours.
+
+    >>> shorten("RuntimeError: [enforce fail] comm: rank 1 does not answer")
+    'comm: rank 1 does not answer'
+    """
+    text = " ".join(text[max(0, text.find("comm: ")) :].split())
+    return text if len(text) <= LINE else text[: LINE - 3] + "..."
+
+
+def _spoiler(case: Case, world: OneHost) -> Callable[[], None] | None:
+    if case.host_link is None:
+        return None
+    host, link = world.host_of(case.rank), dict(case.host_link)
+
+    def spoil() -> None:
+        world.spoil_link(host, **link)
+        if case.mended_after_s is not None:
+            Timer(case.mended_after_s, world.spoil_link, [host]).start()
+
+    return spoil

@@ -1,0 +1,105 @@
+"""Faults of ranks and links, and what is promised of each: an error on every rank that names the cause; or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.evidence.faults.case import Case
+from tests.evidence.faults.inject import OF_A_SUM, PHASES
+
+DEAD = ("rank RANK does not answer", "on host HOST")
+STORE = ("the store through which the ranks met does not answer: rank 0, or the launcher that keeps it", "on host HOST")
+GAVE_UP = ("comm: rank RANK gave up: OutOfMemoryError", "on host HOST")
+OUT_OF_MEMORY = ("OutOfMemoryError", "rank RANK (host HOST)")
+HUNG = ("rank RANK stands behind", "on host HOST")
+HUNG_ELSEWHERE = ("rank RANK ", "Look there for a hang", "ank RANK is on host HOST")
+OVER = ("end of fit", "teardown")
+"""Phases after the last collective: the others need the rank no more, and end as if nothing had happened."""
+
+
+def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
+    """One of each kind: rank 0, which keeps the store; another of its host; another host's leader; the last.
+
+    >>> kinds_of_rank(4, 2), kinds_of_rank(2, 2), kinds_of_rank(16, 8)
+    ([0, 1, 2, 3], [0, 1], [0, 1, 8, 15])
+    """
+    found = {0, 1, ranks_per_host, num_ranks - 1}
+    return sorted(rank for rank in found if rank < num_ranks)
+
+
+def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
+    """All of them, for a world of so many ranks; the first is the run that nothing happens to."""
+    last = num_ranks - 1
+    found = [Case(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
+    for phase in PHASES:
+        for rank in kinds_of_rank(num_ranks, ranks_per_host):
+            found.append(_gone("rank dies", "dies", rank, phase))
+            found.append(_gone("process stops", "stops", rank, phase))
+    for phase in PHASES:
+        for rank in (0, last):
+            found.append(_gone("thread hangs", "hangs", rank, phase))
+    common: dict[str, Any] = {"rank": last}
+    for phase in ("forward", "backward", OF_A_SUM[1], "validation", "between epochs"):
+        found.append(
+            Case(fault="rank lags by 3 s", kind="lags", phase=phase, is_survived=True, lost="nothing", **common)
+        )
+    for phase in ("setup", "forward", "backward", OF_A_SUM[0], "update", "validation", "between epochs"):
+        own: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
+        if phase in OF_A_SUM:
+            own = {"names": ("rank RANK failed on bucket 0 in stage `", "OutOfMemoryError", "on host HOST")}
+        found.append(Case(fault="out of memory", kind="raises", phase=phase, **own, **common))
+    found += [
+        Case(
+            fault="another plan from the start",
+            kind="has_another_plan",
+            phase="setup",
+            names=("the plan of communication must be the same", "on rank RANK", "host HOST"),
+            lost="nothing",
+            **common,
+        ),
+        Case(
+            fault="bucket plan changes in memory",
+            kind="other_plan",
+            names=("rank RANK", "on host HOST"),
+            no_answer=True,  # Gloo ends a process that gets more than it asked for
+            **common,
+        ),
+    ]
+    return found
+
+
+def _gone(fault: str, kind: str, rank: int, phase: str) -> Case:
+    """A rank that says nothing any more."""
+    common: dict[str, Any] = {"fault": fault, "kind": kind, "rank": rank, "phase": phase, "no_answer": True}
+    if phase in OVER:
+        return Case(is_survived=True, lost="nothing", **common)
+    if kind == "hangs":
+        return Case(names=HUNG_ELSEWHERE if phase in ("setup", *OF_A_SUM) else HUNG, **common)
+    return Case(names=DEAD if rank else STORE, **common)
+
+
+def cases_of_links(num_ranks: int) -> list[Case]:
+    """Those that need links between hosts."""
+    last = num_ranks - 1
+    cut, lossy = (("loss", 1.0),), (("loss", 0.02),)
+    common: dict[str, Any] = {"kind": "nothing", "rank": last, "pause_s": 0.2}
+    where = ("on bucket", "in stage `", "on host")
+    survived: dict[str, Any] = {**common, "is_survived": True, "lost": "nothing", "timeout_s": 25.0}
+    return [
+        Case(fault="link cut for 5 s", host_link=cut, mended_after_s=5.0, **survived),
+        Case(fault="2 % of frames lost", host_link=lossy, **survived),
+        Case(fault="link 20 times slower", host_link=(("mbit_per_s", 5.0),), **survived),
+        Case(
+            fault="link cut for good",
+            host_link=cut,
+            names=("nothing has come from host", "its link is cut", *where),
+            **common,
+        ),
+        Case(
+            fault="link 10,000 times slower",
+            host_link=(("mbit_per_s", 0.01),),
+            names=("link", *where),
+            never_says=("dead",),  # from either side: whether anything was heard in time differs from run to run
+            **common,
+        ),
+    ]

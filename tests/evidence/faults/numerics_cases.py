@@ -1,0 +1,96 @@
+"""Faults of numbers, and what is promised of each: skipped steps, a warning, or an error that names rank and batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.evidence.faults.case import Case
+
+SKIPPED, LOST = "40 steps, skipped", "all since the last checkpoint"
+FIRST_BAD = ("NonFiniteLossError: ", "on rank RANK first", "rank RANK (host HOST)")
+NOTHING_NEW = "nothing"
+
+
+def cases(num_ranks: int) -> list[Case]:
+    """All of them, for a world of so many ranks."""
+    last: dict[str, Any] = {"rank": num_ranks - 1}
+    skipped: dict[str, Any] = {**last, "num_steps": 100, "lost": SKIPPED}
+    told: dict[str, Any] = {**last, "is_survived": True, "has_same_weights": False}
+    bad_loss = ("EndlessOverflowError: ", "inf or nan on 1 of", "rank RANK (host HOST) in batch")
+    found = []
+    for fault, kind, own in (
+        ("nan in the loss", "nan_for_good", ()),
+        ("inf in an image", "inf_in_images", ("1 of 128 values not finite, in samples 5",)),
+        ("nan in a label", "nan_in_labels", ("1 of 32 values not finite, in samples 3",)),
+    ):
+        found += [
+            Case(
+                fault=f"{fault}, every batch of a rank",
+                kind=kind,
+                names=bad_loss,
+                own_names=(*bad_loss, *own),
+                **skipped,
+            ),
+            Case(
+                fault=f"{fault}, every batch of a rank",
+                kind=kind,
+                precision="32-true",
+                num_steps=100,
+                lost=LOST,
+                names=FIRST_BAD,
+                **last,
+            ),
+        ]
+    for fault, kind in (("nan in one batch's loss", "nan_once"), ("inf in an image of one batch", "inf_in_one_batch")):
+        found.append(
+            Case(
+                fault=fault,
+                kind=kind,
+                warns=("on rank RANK (host HOST) was inf or nan, the last: batch",),
+                lost="1 step, skipped",
+                **told,
+            )
+        )
+    found += [
+        Case(
+            fault="a label that no class has",
+            kind="label_out_of_range",
+            names=("comm: rank RANK gave up: IndexError: Target 99 is out of bounds", "on host HOST"),
+            own_names=("IndexError: Target 99", "On rank RANK (host HOST), in batch", " to 99."),
+            **last,
+        ),
+        Case(
+            fault="a layer overflows",
+            kind="layer_overflows",
+            everywhere=True,
+            names=("EndlessOverflowError: ", "The first layer to put out inf or nan was net.4 (Linear)"),
+            **skipped,
+        ),
+        Case(
+            fault="every second step overflows: the scale at its floor",
+            kind="overflows_now_and_then",
+            num_steps=260,
+            warns=("`loss_scale` (=1) has been at its floor for", "on rank RANK (host HOST) was inf or nan"),
+            lost="every second step, skipped",
+            **told,
+        ),
+        Case(
+            fault="all gradients are zero",
+            kind="zero_gradients",
+            everywhere=True,
+            num_steps=25,
+            warns=("All gradients are zero, at 3 logged steps in a row",),
+            lost=NOTHING_NEW,
+            **told,
+        ),
+        Case(
+            fault="a layer dies: its weights move no more",
+            kind="layer_dies",
+            everywhere=True,
+            num_steps=25,
+            warns=("The gradient of `net.0.weight`", "`net.4.weight`"),
+            lost=NOTHING_NEW,
+            **told,
+        ),
+    ]
+    return found

@@ -1,0 +1,132 @@
+"""One rank of a short training run in which something goes wrong on purpose."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
+from lightning_hybrid.callbacks.tensor_hash import Fingerprint
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm.health import consensus
+from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write
+
+NUM_FEATURES, NUM_CLASSES, WIDTH, DEPTH = 16, 4, 128, 6
+BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validations, in them
+BUCKET_BYTES = (
+    65536  # three buckets of the 100,000 parameters in fp16, so that some are in flight while others are made
+)
+NUM_SAMPLES, NUM_WARNINGS = 256, 20
+
+
+class Images(Dataset):
+    """Sample ``i`` is a pure function of ``i``."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.images = torch.randn(num_samples, NUM_FEATURES, generator=generator)
+        self.labels = self.images[:, :NUM_CLASSES].argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+
+class Network(pl.LightningModule):
+    """A stack of linear layers."""
+
+    def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        widths = [NUM_FEATURES, *[width] * DEPTH]
+        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+        self.net = nn.Sequential(*layers, nn.Linear(width, NUM_CLASSES))
+        self.spoil: Any = None  # what to do to the loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Cross entropy."""
+        images, labels = batch
+        loss = F.cross_entropy(self.net(images).float(), labels)
+        return loss if self.spoil is None else self.spoil(loss)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing is logged: no collective that would tell of a rank that is missing."""
+        self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Momentum, so that there is state to differ."""
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(spec: dict[str, Any]) -> None:
+    """Run it, and write what became of it to ``rank<r>.json``."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    rank, folder = int(os.environ["RANK"]), Path(spec["folder"])
+    other = spec["kind"] if rank == spec["rank"] else ""
+    plan = CommPlan(
+        bucket_bytes=BUCKET_BYTES,
+        num_buckets=1,
+        last_bucket_bytes=BUCKET_BYTES,
+        chunk_bytes=2**19 if other == "has_another_plan" else 2**18,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        strategy=HybridAllReduceStrategy(plan=plan, timeout=timedelta(seconds=spec["timeout_s"])),
+        precision=spec["precision"],
+        max_steps=spec["num_steps"],
+        max_epochs=-1,
+        limit_train_batches=BATCHES_PER_EPOCH,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        log_every_n_steps=5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[NumericsMonitor(), ReplicaCheck(every_n_steps=5), Inject(spec)],
+    )
+    width = 2 * WIDTH if other == "has_another_network" else WIDTH
+    images = Images(NUM_SAMPLES)
+    sampler: DistributedSampler = DistributedSampler(
+        images,
+        num_replicas=int(os.environ["WORLD_SIZE"]),
+        rank=rank,
+        seed=int(other == "has_another_order"),
+    )
+    loader = DataLoader(images, batch_size=8, sampler=sampler)
+    if other == "has_another_version":
+        consensus.software = lambda: {"torch": "2.5.0", "lightning_hybrid": "sources 0"}
+    module = Network(seed=int(other == "has_another_seed"), width=width)
+    if spec["kind"] in AT_CONSTRUCTION:
+        write(folder / "injected.json", {"time_s": time.monotonic()})
+    told: dict[str, Any] = {"error": None}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, loader, DataLoader(Images(32), batch_size=8))
+        except BaseException as error:
+            told["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    told |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
+    told["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))[:NUM_WARNINGS]
+    fingerprint = Fingerprint(torch.device("cpu"))
+    told["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
+    write(folder / f"rank{rank}.json", told)

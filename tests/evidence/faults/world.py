@@ -1,0 +1,181 @@
+"""Where faults are injected: ranks as processes of this machine, started in tenths of a second and always ended."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """What became of one run.
+
+    ``injected_s``: when the fault was, None where it never came to it. ``ranks``: what each rank wrote at its end, None
+    where it wrote nothing. ``still_ran``: ranks that had to be ended. Times are ``time.time()``.
+    """
+
+    injected_s: float | None
+    ranks: list[dict[str, Any] | None]
+    still_ran: list[int] = field(default_factory=list)
+
+
+class OneHost:
+    """All ranks on this machine, over its loopback.
+
+    Arguments:
+        num_ranks: in all.
+
+    A world of several hosts has the same methods, ``has_links`` and ``spoil_link``: ``tests/netlab/faults.py``.
+    """
+
+    has_links = False
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        self.num_hosts, self.ranks_per_host = 1, num_ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """In all."""
+        return self.num_hosts * self.ranks_per_host
+
+    def __enter__(self) -> OneHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def host_of(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return rank // self.ranks_per_host
+
+    def host_name(self, host: int) -> str:
+        """As it stands in errors."""
+        return socket.gethostname()
+
+    def enter(self, rank: int) -> Callable[[], None]:
+        """What a rank's process runs first, to be on its host; can be pickled."""
+        return _stay
+
+    def network(self) -> dict[str, str]:
+        """Environment of all ranks: where they meet."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(probe.getsockname()[1]),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+
+    def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
+        """There are no links between hosts."""
+        raise NotImplementedError("one host has no links: run this case with `python -m tests.netlab.faults`")
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would tell this rank."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_RANK": str(rank % self.ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "GROUP_RANK": str(self.host_of(rank)),
+            "GROUP_WORLD_SIZE": str(self.num_hosts),
+            "TORCHELASTIC_RUN_ID": "faults",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+
+    def run(
+        self,
+        train: Callable[[dict[str, Any]], None],
+        spec: dict[str, Any],
+        *,
+        limit_s: float,
+        no_answer: tuple[int, ...] = (),
+        when_injected: Callable[[], None] | None = None,
+    ) -> RunOutcome:
+        """Call ``train(spec)`` on every rank, in fresh processes; what they wrote into ``spec["folder"]``.
+
+        Ends when all have ended but ``no_answer``, those that the fault keeps from it; at the latest after
+        ``limit_s``. ``when_injected`` runs here, once, as soon as a rank has written that the moment has come.
+        """
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lightning_hybrid", "tests.evidence.faults.rank"])
+        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *known]))
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            network, processes = self.network(), list[BaseProcess]()
+            try:
+                for rank in range(self.num_ranks):
+                    told = (train, spec | {"folder": folder}, self.environment(rank) | network, self.enter(rank))
+                    processes.append(context.Process(target=_serve, args=told))
+                    processes[-1].start()
+                _wait(processes, Path(folder), limit_s, no_answer, when_injected)
+                alive = [process.is_alive() for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
+            written = [_read(Path(folder, f"rank{rank}.json")) for rank in range(self.num_ranks)]
+            injected = _read(Path(folder, "injected.json"))
+        still_ran = [rank for rank, ran in enumerate(alive) if ran and rank not in no_answer]
+        return RunOutcome(
+            injected_s=None if injected is None else injected["time_s"], ranks=written, still_ran=still_ran
+        )
+
+
+def _wait(
+    processes: list[BaseProcess],
+    folder: Path,
+    limit_s: float,
+    no_answer: tuple[int, ...],
+    when_injected: Callable[[], None] | None,
+) -> None:
+    deadline_s = time.monotonic() + limit_s
+    asked = [process for rank, process in enumerate(processes) if rank not in no_answer]
+    while any(process.is_alive() for process in asked) and time.monotonic() < deadline_s:
+        if when_injected is not None and Path(folder, "injected.json").exists():
+            when_injected()
+            when_injected = None
+        time.sleep(0.02)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return told
+
+
+def _stay() -> None:
+    pass
+
+
+def _serve(
+    train: Callable[[dict[str, Any]], None],
+    spec: dict[str, Any],
+    environment: dict[str, str],
+    enter: Callable[[], None],
+) -> None:
+    """A rank's process. It leaves at once: threads that still wait for a rank that is gone have nothing to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(os.devnull, "w") as nothing:
+        for descriptor in (1, 2) if not spec.get("is_loud") else ():
+            os.dup2(nothing.fileno(), descriptor)
+    enter()
+    os.environ.update(environment)
+    train(spec)
+    os._exit(0)

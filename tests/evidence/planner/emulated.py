@@ -1,0 +1,337 @@
+"""The simulator against what was measured on the emulated cluster: predictions, and the fit to one record.
+
+python -m tests.evidence.planner.emulated --fit RECORD                    # parameters from one record, as YAML
+python -m tests.evidence.planner.emulated --out FOLDER --fit RECORD RECORD...   # predictions of the others, beside them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_gloo import Gloo
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.workload import StepWorkload
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
+from recipes.benchmarks.report import environment
+
+STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
+WIRE_SHARE = 0.989  # recipes/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
+BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network card holds
+BYTES_PER_ELEMENT = 40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
+BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
+DDP_FIRST_BYTES, DDP_BYTES = MIB, 25 * MIB  # torch's defaults
+GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is fitted: processor times and rates of one core, as in ``Gloo``.
+
+    ``step_s``: of a rank, for Lightning's loop. ``memory_bytes_per_s``: of a core's passes over memory.
+    """
+
+    stage_s: float = 200e-6
+    message_s: float = 60e-6
+    segment_s: float = 40e-6
+    bytes_per_s: float = 1.5e9
+    ring_share: float = 0.85
+    step_s: float = 10e-3
+    memory_bytes_per_s: float = 10e9
+
+    def cluster(self, setting: Setting) -> Cluster:
+        """All ranks of all hosts on two cores."""
+        gloo = Gloo(
+            stage_s=self.stage_s,
+            message_s=self.message_s,
+            segment_s=self.segment_s,
+            ring_share=self.ring_share,
+            wire_share=WIRE_SHARE,
+            burst_bytes=BURST_BYTES,
+            num_shared_cores=2,
+        )
+        return Cluster(
+            num_nodes=setting.num_hosts,
+            ranks_per_node=setting.ranks_per_host,
+            inside=Link(latency_s=0.0, bytes_per_s=self.bytes_per_s),  # of a loopback: within stage_s
+            across=Link(latency_s=setting.delay_s, bytes_per_s=setting.bytes_per_s),
+            transport=gloo,
+            is_interleaved=setting.is_interleaved,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An emulated cluster, as the title of a record tells it."""
+
+    num_hosts: int
+    ranks_per_host: int
+    bytes_per_s: float
+    delay_s: float
+    is_interleaved: bool
+
+    @classmethod
+    def from_title(cls, title: str) -> Setting:
+        """Of a record's title.
+
+        >>> Setting.from_title("emulated: 2 hosts x 4 ranks host by host, 100 Mbit/s, 200 us").delay_s
+        0.0002
+        """
+        layout, rate, delay = title.partition("emulated: ")[2].split(", ")
+        words = layout.split()
+        return cls(
+            num_hosts=int(words[0]),
+            ranks_per_host=int(words[3]),
+            bytes_per_s=float(rate.split()[0]) * 1e6 / 8,
+            delay_s=float(delay.split()[0]) / 1e6,
+            is_interleaved="interleaved" in layout,
+        )
+
+    def __str__(self) -> str:
+        order = " interleaved" if self.is_interleaved else ""
+        rate, delay = self.bytes_per_s * 8e-6, self.delay_s * 1e3
+        return f"{self.num_hosts} x {self.ranks_per_host}{order}, {rate:g} Mbit/s, {delay:g} ms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of a record: what was measured, and how."""
+
+    record: str
+    setting: Setting
+    section: str
+    case: str
+    arm: str
+    num_bytes: int
+    measured_s: float
+    backward_s: float
+    plan: CommPlan
+
+    def predicted_s(self, machine: Machine) -> float:
+        """By the simulator."""
+        cluster = machine.cluster(self.setting)
+        if self.section == "allreduce":
+            return self._allreduce_s(cluster)
+        return self._step_s(cluster, machine)
+
+    def _allreduce_s(self, cluster: Cluster) -> float:
+        itemsize = 4 if self.case == "float32" else 2
+        work = StepWorkload(forward_s=0.0, gradients=((self.num_bytes // itemsize, 0.0),))
+        name = "gloo_ring" if self.arm == BACKEND else None
+        plan = self.plan if name else replace(self.plan, algorithm=self.arm)  # type: ignore[arg-type]
+        return simulate(work, cluster, plan, itemsize=itemsize, on_cuda=False, algorithm=name, cuts=[]).step_s
+
+    def _step_s(self, cluster: Cluster, machine: Machine) -> float:
+        shapes = list(reversed(GRADIENT_SETS[self.case]()))
+        gloo = cluster.transport
+        assert isinstance(gloo, Gloo)
+        loop_s = gloo.work_s(machine.step_s, of_busiest=1, of_all=cluster.world_size)
+        passes_s = gloo.work_s(
+            BYTES_PER_ELEMENT / machine.memory_bytes_per_s,
+            of_busiest=numel(shapes),
+            of_all=cluster.world_size * numel(shapes),
+        )
+        in_backward_s = BACKWARD_SHARE * passes_s + self.backward_s
+        work = StepWorkload(
+            forward_s=loop_s / 2,
+            gradients=tuple((numel([shape]), in_backward_s * numel([shape]) / numel(shapes)) for shape in shapes),
+            update_s=loop_s / 2 + (1 - BACKWARD_SHARE) * passes_s,
+        )
+        arm = self.arm.partition(",")[0]
+        if "silent" in self.arm:
+            return work.alone_s
+        itemsize = 4 if arm == STOCK or arm.endswith("_fp32") else 2
+        if arm in (STOCK, COMPRESSED):
+            cuts = ddp_cuts([4 * numel([shape]) for shape in shapes])
+            return simulate(
+                work,
+                cluster,
+                self.plan,
+                itemsize=itemsize,
+                on_cuda=False,
+                algorithm="gloo_ring",
+                cuts=cuts,
+                num_columns=GLOO_THREADS,
+            ).step_s
+        plan = replace(self.plan, algorithm=arm.removesuffix("_fp32"))  # type: ignore[arg-type]
+        return simulate(work, cluster, plan, itemsize=itemsize, on_cuda=False).step_s
+
+
+def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
+    """Where DistributedDataParallel ends its buckets: a tensor that passes the limit is the bucket's last.
+
+    >>> ddp_cuts([MIB // 2, MIB, 20 * MIB, 6 * MIB, 5])
+    [2, 4]
+    """
+    cuts, open_bytes, limit = list[int](), 0, DDP_FIRST_BYTES
+    for place, size in enumerate(sizes_bytes, 1):
+        open_bytes += size
+        if open_bytes >= limit:
+            cuts.append(place)
+            open_bytes, limit = 0, DDP_BYTES
+    return [cut for cut in cuts if cut < len(sizes_bytes)]
+
+
+def cases_of(folder: Path) -> list[Case]:
+    """Every row of a record that was measured between hosts.
+
+    The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
+    """
+    told = json.loads((folder / "bench.json").read_text())
+    setting = Setting.from_title(told["title"])
+    is_network = "step_resnet50" in folder.name or "step_alexnet" in folder.name
+    plan = CommPlan(num_buckets=1) if is_network else CommPlan()
+    return [
+        Case(
+            record=folder.name,
+            setting=setting,
+            section=row["section"],
+            case=row["case"],
+            arm=row["arm"],
+            num_bytes=row["num_bytes"],
+            measured_s=row["median_s"],
+            backward_s=row["backward_s"],
+            plan=plan,
+        )
+        for row in told["rows"]
+    ]
+
+
+def error_of(machine: Machine, cases: Sequence[Case]) -> float:
+    """Mean of the squares of log(predicted / measured)."""
+    return statistics.fmean(math.log(case.predicted_s(machine) / case.measured_s) ** 2 for case in cases)
+
+
+def fit(cases: Sequence[Case], machine: Machine, *, num_rounds: int = 60) -> Machine:
+    """The machine with the least error: one parameter after another, by steps that shrink."""
+    best, least, stride = machine, error_of(machine, cases), 0.5
+    for _ in range(num_rounds):
+        improved = False
+        for name, value in asdict(best).items():
+            for factor in (1 + stride, 1 / (1 + stride)):
+                moved = value * factor
+                if name == "ring_share":
+                    moved = min(1.0, moved)
+                tried = replace(best, **{name: moved})
+                error = error_of(tried, cases)
+                if error < least:
+                    best, least, improved = tried, error, True
+        if not improved:
+            stride /= 2
+    return best
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A case and what was predicted for it."""
+
+    case: Case
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted_s / self.case.measured_s
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """What its arms are compared in."""
+        case = self.case
+        size = case.num_bytes if case.section == "allreduce" else 0
+        return case.record, case.section, case.case, size, case.backward_s
+
+
+def ranked(found: Sequence[Checked], *, margin: float = 0.1) -> list[tuple[Checked, Checked]]:
+    """Pairs of arms of one case that differ by more than ``margin``, the faster first."""
+    groups: dict[object, list[Checked]] = {}
+    for one in found:
+        if "silent" not in one.case.arm:
+            groups.setdefault(one.group, []).append(one)
+    pairs = [(a, b) for group in groups.values() for a in group for b in group]
+    return [(a, b) for a, b in pairs if a.case.measured_s * (1 + margin) < b.case.measured_s]
+
+
+def markdown(found: Sequence[Checked]) -> str:
+    """A row for each case."""
+    head = "| record | setting | what | arm | measured ms | predicted ms | predicted / measured |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for one in found:
+        case = one.case
+        what = f"{case.section} {case.case}" + (f" {case.num_bytes >> 10} KiB" if case.section == "allreduce" else "")
+        cells = [f"{1e3 * case.measured_s:.4g}", f"{1e3 * one.predicted_s:.4g}", f"{one.ratio:.2f}"]
+        lines.append("| " + " | ".join([case.record, str(case.setting), what, case.arm, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
+    """Median and worst relative error by section."""
+    told = {}
+    for section in ("step", "overlap", "allreduce"):
+        errors = [abs(one.ratio - 1) for one in found if one.case.section == section]
+        if errors:
+            within = sum(error <= 0.2 for error in errors) / len(errors)
+            told[section] = {
+                "num": len(errors),
+                "median": round(statistics.median(errors), 4),
+                "worst": round(max(errors), 4),
+                "share_within_20_percent": round(within, 4),
+            }
+    return told
+
+
+def check(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dict[str, Any]]:
+    """Predictions for every row of these records, and what they amount to."""
+    cases = [case for record in records for case in cases_of(record)]
+    found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
+    pairs = ranked(found)
+    wrong = [(a, b) for a, b in pairs if a.predicted_s > b.predicted_s]
+    settings = sorted({str(case.setting) for case in cases})
+    told = {
+        "settings": settings,
+        "error": summary(found),
+        "error_by_setting": {
+            setting: summary([one for one in found if str(one.case.setting) == setting]) for setting in settings
+        },
+        "pairs_that_differ_by_10_percent": len(pairs),
+        "of_these_in_the_wrong_order": [f"{a.group}: {a.case.arm} is faster than {b.case.arm}" for a, b in wrong],
+    }
+    return found, told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--fit", type=Path, required=True, help="the record whose rows fit the parameters")
+    parser.add_argument("--out", type=Path, help="folder for table.md and check.json")
+    parser.add_argument("records", nargs="*", type=Path, help="records to predict")
+    asked = parser.parse_args()
+    machine = fit(cases_of(asked.fit), Machine())
+    _, known = check([asked.fit], machine)
+    found, told = check(asked.records, machine)
+    told = {
+        "fitted_to": asked.fit.name,
+        "records": [str(Path(*record.resolve().parts[-3:])) for record in asked.records],
+        "machine": asdict(machine),
+        "fit": known,
+        "predictions": told,
+    }
+    print(markdown(found), json.dumps(told, indent=1), sep="\n")
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        (asked.out / "check.json").write_text(json.dumps(told | {"environment": environment()}, indent=1) + "\n")
+        (asked.out / "table.md").write_text(markdown(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Clusters of conf/cluster and networks by name, for comparisons with what was published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from lightning_hybrid.models import AlexNetBN, ResNet
+from lightning_hybrid.planning.cluster import Cluster
+from recipes.planning.layers import Layer, layers_of, vgg16
+
+CLUSTERS = Path(__file__).resolve().parents[3] / "conf" / "cluster"
+IMAGE = (3, 224, 224)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published number and the model's."""
+
+    what: str
+    source: str
+    unit: str
+    published: float
+    predicted: float
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+
+def cluster_of(name: str, num_nodes: int) -> Cluster:
+    """A cluster of conf/cluster with so many nodes."""
+    cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
+    cfg.num_nodes = num_nodes
+    found: Cluster = instantiate(cfg.links)
+    return found
+
+
+@cache
+def network(name: str) -> tuple[Layer, ...]:
+    """Layers by name."""
+    model: nn.Module
+    with torch.device("meta"):
+        if name == "vgg16":
+            model = vgg16()
+        elif name == "alexnet_bn":  # the 62 million parameters of the authors' article
+            model = AlexNetBN(
+                num_classes=1000,
+                in_channels=3,
+                image_size=224,
+                stem_kernel=11,
+                stem_stride=4,
+                stem_padding=2,
+                conv2_kernel=5,
+                pool_padding=0,
+            )
+        else:
+            model = ResNet(depth=int(name.removeprefix("resnet")), num_classes=1000)
+    return tuple(layers_of(model, IMAGE))
+
+
+def num_tensors(layers: tuple[Layer, ...]) -> int:
+    """Parameters as tensors."""
+    return sum(len(layer.numels) for layer in layers)
+
+
+def bus_gb_per_s(cluster: Cluster, algorithm: str, num_bytes: float) -> float:
+    """What nccl-tests calls bus bandwidth: 2 (P - 1) / P of the bytes by the time."""
+    ranks = cluster.world_size
+    return 2 * (ranks - 1) / ranks * num_bytes / cluster.alone_s(algorithm, num_bytes) / 1e9

@@ -1,0 +1,43 @@
+"""The simulator against published results, nothing fitted to them: `python -m tests.evidence.planner.published [FOLDER]`.
+
+Each row is a result that somebody published, and what the model says of that cluster with the constants of
+conf/cluster. Where the publication leaves something open, the last column says what was assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from recipes.benchmarks.report import environment
+from tests.evidence.planner.known_clusters import Row
+from tests.evidence.planner.published_rows import rows
+
+
+def markdown(found: list[Row]) -> str:
+    """A table."""
+    lines = [
+        "| result | published | predicted | predicted / published | source | assumed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        published, predicted = (f"{value:.3g} {row.unit}" for value in (row.published, row.predicted))
+        lines.append(f"| {row.what} | {published} | {predicted} | {row.ratio:.2f} | {row.source} | {row.note} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    found = rows()
+    print(markdown(found))
+    if len(sys.argv) > 1:
+        folder = Path(sys.argv[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        told = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found], "environment": environment()}
+        (folder / "published.json").write_text(json.dumps(told, indent=1) + "\n")
+        (folder / "table.md").write_text(markdown(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Runs of `recipes/train.py` on forked ranks, which start in tenths of a second, and what two runs have not alike."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_hybrid.checkpoint.file import read_checkpoint
+from lightning_hybrid.metrics import metric_of
+from recipes import train  # noqa: F401  all that a rank imports is there before it is forked
+from recipes.training.csv_logger import read_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+SAME = ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision", "global_step", "epoch")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How two ranks ended: exit codes (negative: by a signal), when the first was gone, and when the last."""
+
+    codes: tuple[int, ...]
+    last_s: float  # of the monotonic clock, which all processes of a machine share
+    was_helped: bool
+    told: str
+
+
+def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_s: float = 60.0) -> Ended:
+    """Run `recipes/train.py` on forked ranks. Those that are left after another has died get `limit_s` to notice."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group, codes, first_s, was_helped = 0, dict[int, int](), None, False
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, num_ranks, port, overrides, run_dir)
+        group = group or pid
+        os.setpgid(pid, group)
+        codes[pid] = -1000
+    left = set(codes)
+    while left:
+        pid, status = os.waitpid(-group, os.WNOHANG)
+        if pid:
+            left.discard(pid)
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            first_s = first_s or time.monotonic()
+        elif first_s is not None and time.monotonic() - first_s > limit_s and not was_helped:
+            was_helped = True
+            os.killpg(group, signal.SIGKILL)
+        else:
+            time.sleep(0.02)
+    told = "\n".join((run_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks))
+    return Ended(codes=tuple(codes.values()), last_s=time.monotonic(), was_helped=was_helped, told=told)
+
+
+def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir: Path) -> None:
+    code = 1
+    try:
+        with (run_dir / f"rank{rank}.log").open("wb", buffering=0) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        told = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        cast(Any, rank_zero_only).rank = rank
+        GlobalHydra.instance().clear()
+        os.chdir(ROOT)
+        torch.set_num_threads(1)  # another number of them adds up in another order
+        sys.argv = ["recipes/train.py", *overrides, f"hydra.run.dir='{run_dir}'"]
+        runpy.run_path("recipes/train.py", run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def differs(a: Any, b: Any, where: str = "") -> str | None:
+    """The first place at which two nested values are not the same to the bit; None if there is none."""
+    if isinstance(a, torch.Tensor):
+        return None if isinstance(b, torch.Tensor) and a.dtype is b.dtype and torch.equal(a, b) else where
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return f"{where}: keys"
+        return next((found for key in a if (found := differs(a[key], b[key], f"{where}/{key}"))), None)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            return f"{where}: length"
+        pairs = enumerate(zip(a, b, strict=True))
+        return next((found for i, (x, y) in pairs if (found := differs(x, y, f"{where}/{i}"))), None)
+    return None if type(a) is type(b) and a == b else where
+
+
+def state_of(run_dir: Path, name: str = "last") -> dict[str, Any]:
+    """What a run ends with, of what is promised."""
+    checkpoint = read_checkpoint(run_dir / "checkpoints" / f"{name}.ckpt")
+    state = {part: checkpoint[part] for part in SAME}
+    state["averaged"] = checkpoint.get("current_model_state"), checkpoint.get("averaging_state")
+    state["data"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
+    return state
+
+
+def rows_of(run_dir: Path) -> list[dict[str, str]]:
+    """The rows of metrics, without what a clock or the machine says."""
+    rows = read_rows(run_dir / "csv" / "metrics.csv")
+    return [{name: value for name, value in row.items() if value and _is_repeatable(name)} for row in rows]
+
+
+def _is_repeatable(name: str) -> bool:
+    metric = metric_of(name)
+    return metric is None or not (metric.from_clock or name.startswith("memory/"))
+
+
+def difference(run_dir: Path, undisturbed: Path) -> str | None:
+    """What of two runs is not the same; None: nothing."""
+    for name in ("last", "best"):
+        if found := differs(state_of(run_dir, name), state_of(undisturbed, name), name):
+            return found
+    return differs(rows_of(run_dir), rows_of(undisturbed), "metrics.csv")

@@ -1,0 +1,236 @@
+"""Kill a run anywhere, start it again with the same command, and compare what comes out.
+
+Each trial is a run of the digits recipe on two ranks, in a directory of its own, with `resume=auto`; it is killed at a
+random point (phase, rank, step, signal), or its checkpoints are damaged, and then it is run again. The promise is held
+if the second run ends as one that nobody disturbed: weights, averages, optimizer state, schedule, loss scale, place in
+the data and every row of metrics that does not come from a clock, to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hybrid.checkpoint.file import read_checkpoint
+from recipes.training.resume import newest_whole
+from tests.evidence.faults.table import Outcome
+from tests.evidence.resume.forked_ranks import Ended, difference, run_ranks
+from tests.evidence.resume.kill_points import OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED, PHASES
+
+NUM_STEPS, SAVED_EVERY = 12, 2
+BASE = (
+    "logger=csv callbacks=[default,ema] ~callbacks.report trainer.max_epochs=2 trainer.limit_train_batches=6 "
+    "trainer.limit_val_batches=1 trainer.limit_test_batches=1 trainer.log_every_n_steps=1 model.width=0.0625 "
+    "trainer.enable_progress_bar=false trainer.enable_model_summary=false "
+    f"callbacks.last.every_n_train_steps={SAVED_EVERY} callbacks.ema.decay=0.9 strategy.loss_scale=dynamic resume=auto"
+).split()
+
+
+# ---- killed runs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Where a run is killed: see `fault_points.DieAt`."""
+
+    phase: str
+    rank: int | None
+    step: int
+    number: int
+
+    @property
+    def override(self) -> str:
+        """For the command line."""
+        rank = "null" if self.rank is None else self.rank
+        place = f"phase: '{self.phase}', rank: {rank}, step: {self.step}, number: {self.number}"
+        return (
+            "+callbacks.die={_target_: tests.evidence.resume.kill_points.DieAt, mark: '${run_dir}/died', " + place + "}"
+        )
+
+
+def points(num_trials: int, seed: int) -> list[Point]:
+    """Every phase in turn; rank, step and signal drawn by chance.
+
+    >>> {point.phase for point in points(len(PHASES), seed=0)} == set(PHASES)
+    True
+    """
+    draw = random.Random(seed)
+    found = []
+    for index in range(num_trials):
+        phase = PHASES[index % len(PHASES)]
+        is_written = phase in (*OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED)
+        number = signal.SIGKILL if is_written or phase == "test" else draw.choice((signal.SIGKILL, signal.SIGTERM))
+        rank = draw.choice((0, None) if is_written else (0, 1, None))
+        last = NUM_STEPS - SAVED_EVERY if is_written else NUM_STEPS
+        found.append(Point(phase=phase, rank=rank, step=draw.randint(1, last), number=int(number)))
+    return found
+
+
+def killed(point: Point, undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
+    """Run until the signal, run again, compare."""
+    command = [*base, point.override]
+    first = run_ranks(command, run_dir)
+    mark = run_dir / "died"
+    seconds = max(0.0, first.last_s - float(mark.read_text())) if mark.is_file() else None
+    found = newest_whole(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else None
+    at = 0 if found is None else int(read_checkpoint(found)["global_step"])
+    second = run_ranks(command, run_dir)
+    wrong = None if mark.is_file() else "the point was not reached"
+    if second.codes != (0, 0):
+        wrong = wrong or f"second run ended with {second.codes}: {last_line(second.told)}"
+    expected = (143, 0) if point.number == signal.SIGTERM else None
+    if expected is not None and first.codes != expected and at < NUM_STEPS:
+        wrong = wrong or f"SIGTERM ended ranks with {first.codes}, not {expected}"
+    wrong = wrong or difference(run_dir, undisturbed)
+    reached = NUM_STEPS if point.phase == "test" else point.step
+    lost = max(0, reached - at)
+    noticed = "killed by hand" if first.was_helped else noticed_by(first)
+    return Outcome(
+        promise="exact resume",
+        fault=signal.Signals(point.number).name,
+        phase=point.phase,
+        where=f"{'all ranks' if point.rank is None else f'rank {point.rank}'}, step {point.step}",
+        detected_by=noticed if wrong is None else f"{noticed}; NOT THE SAME: {wrong}",
+        seconds=seconds,
+        lost=f"{lost} step{'s' if lost != 1 else ''}",
+        is_held=wrong is None,
+    )
+
+
+def noticed_by(ended: Ended) -> str:
+    """Who noticed, in a few of the survivors' own words."""
+    if 143 in ended.codes:
+        return "the run: exit code 143"
+    for words in (
+        r"rank \d+ does not answer",
+        r"store [^.:]*does not answer",
+        r"comm: rank \d+ [^.:]*",
+        r"\w+Error: .{60}",
+    ):
+        if found := re.search(words, ended.told):
+            return found.group()
+    return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.told)[:80] or "-"
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+# ---- damaged checkpoints ---------------------------------------------------------------------------------------------
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _plant(path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(path.parent / "was_here"),)
+
+    torch.save({"global_step": 10**6, "optimizer_states": [], "callbacks": Evil()}, path)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated to half": _cut,
+    "one bit flipped": _flip,
+    "zero length": _empty,
+    "a pickle that runs code": _plant,
+}
+
+
+def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
+    """A copy of a run that was killed, with the newest checkpoint damaged, run again."""
+    shutil.copytree(interrupted, run_dir)
+    path = run_dir / "checkpoints" / "last.ckpt"
+    DAMAGES[name](path)
+    ended = run_ranks(base, run_dir)
+    wrong = None if ended.codes == (0, 0) else f"ended with {ended.codes}: {last_line(ended.told)}"
+    is_named = "last.ckpt` " in ended.told and "passed over" in ended.told
+    wrong = wrong or (None if is_named else "the file was not named")
+    wrong = wrong or ("the pickle ran" if (path.parent / "was_here").exists() else None)
+    wrong = wrong or difference(run_dir, undisturbed)
+    return Outcome(
+        promise="damaged files are passed over",
+        fault=name,
+        phase="before resuming",
+        where="last.ckpt",
+        detected_by="named, passed over" if wrong is None else f"NOT HELD: {wrong}",
+        seconds=None,
+        lost=f"{SAVED_EVERY} steps more",
+        is_held=wrong is None,
+    )
+
+
+def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
+    """From step 7 on no file may grow beyond 64 KiB: an error in words, the old checkpoint whole, and a resume."""
+    point = Point(phase="loading", rank=0, step=7, number=0)
+    command = [*base, point.override.replace("number: 0", "number: 0, limit_bytes: 65536")]
+    first = run_ranks(command, run_dir)
+    said = "was not written (File too large)" in first.told and 0 not in first.codes
+    found = newest_whole(run_dir / "checkpoints")
+    at = 0 if found is None else int(read_checkpoint(found)["global_step"])
+    second = run_ranks(command, run_dir)
+    wrong = None if said else f"no clear error: {first.codes} {last_line(first.told)}"
+    wrong = wrong or (None if second.codes == (0, 0) else f"second run ended with {second.codes}")
+    wrong = wrong or difference(run_dir, undisturbed)
+    mark = float((run_dir / "died").read_text())
+    return Outcome(
+        promise="a full disk loses no checkpoint",
+        fault="files may not grow (RLIMIT_FSIZE)",
+        phase="checkpoint: write",
+        where="rank 0, step 8",
+        detected_by="CheckpointWriteError" if wrong is None else f"NOT HELD: {wrong}",
+        seconds=max(0.0, first.last_s - mark),
+        lost=f"{8 - at} steps",
+        is_held=wrong is None,
+    )
+
+
+def outcomes(folder: Path, *, num_trials: int = 24, seed: int = 0, own: tuple[str, ...] = ()) -> Iterator[Outcome]:
+    """All trials, each as it ends.
+
+    Args:
+        folder: Of the runs; each gets a directory of its own, which stays where the promise is broken.
+        num_trials: Of killed runs; the damaged files and the full disk come on top.
+        seed: Of the points.
+        own: Overrides of every run, after `BASE`.
+    """
+    base, undisturbed = [*BASE, *own], folder / "undisturbed"
+    ended = run_ranks(base, undisturbed)
+    if ended.codes != (0, 0):
+        raise RuntimeError(f"the run that nobody disturbs ended with {ended.codes}: {ended.told[-2000:]}")
+    for index, point in enumerate(points(num_trials, seed)):
+        yield _kept_if_broken(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
+    interrupted = folder / "interrupted"
+    run_ranks([*base, Point(phase="loading", rank=None, step=10, number=int(signal.SIGKILL)).override], interrupted)
+    for index, name in enumerate(DAMAGES):
+        run_dir = folder / f"damaged{index}"
+        yield _kept_if_broken(damaged(name, interrupted, undisturbed, run_dir, base), run_dir)
+    yield _kept_if_broken(disk_full(undisturbed, folder / "full", base), folder / "full")
+
+
+def _kept_if_broken(outcome: Outcome, run_dir: Path) -> Outcome:
+    if outcome.is_held:
+        shutil.rmtree(run_dir)
+    return outcome

@@ -1,0 +1,107 @@
+"""Programs in bad environments are judged by exit codes and words; every case says what it expects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.evidence.environments import trials
+from tests.evidence.environments.__main__ import chosen_of
+from tests.evidence.environments.cases import CASES, Case
+from tests.evidence.environments.trials import Ended, judge
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDS = Case(fault="f", names=("`PORT` (=1)", "set it"), limit_s=9.0)
+GOES_ON = Case(fault="f", names=("accuracy",), goes_on=True)
+SAID = "some line\nerror: `PORT` (=1) is taken: set it\n"
+
+
+def test_an_error_in_words_holds_and_is_quoted():
+    outcome = judge(ENDS, Ended([0, 1], SAID, 2.5))
+    assert (outcome.is_held, outcome.seconds, outcome.promise) == (True, 2.5, "ends in words")
+    assert outcome.detected_by == "`PORT` (=1) is taken: set it"
+
+
+@pytest.mark.parametrize(
+    ("case", "ended", "problem"),
+    [
+        (ENDS, Ended([0, 0], SAID, 1.0), "no process ended in an error"),
+        (ENDS, Ended([1], SAID.replace("set it", ""), 1.0), "does not say 'set it'"),
+        (ENDS, Ended([1], SAID + "Traceback (most recent call last):", 1.0), "a traceback"),
+        (ENDS, Ended([1, None], SAID, 9.0), "process 1 still ran after 9 s"),
+        (GOES_ON, Ended([0, 1], "accuracy", 1.0), "exit code 1"),
+        (GOES_ON, Ended([0], "", 1.0), "does not say 'accuracy'"),
+        (GOES_ON, Ended([None], "accuracy", 1.0), "process 0 still ran"),
+    ],
+)
+def test_what_breaks_a_promise_is_told(case, ended, problem):
+    outcome = judge(case, ended)
+    assert not outcome.is_held
+    assert problem in outcome.detected_by
+
+
+def test_a_program_that_goes_on_holds():
+    outcome = judge(GOES_ON, Ended([0, 0], "test accuracy 97 %\n", 3.0))
+    assert (outcome.is_held, outcome.seconds, outcome.promise) == (True, None, "goes on")
+
+
+def test_every_case_says_what_it_expects():
+    for case in CASES:
+        assert case.goes_on or case.names, case.fault
+        assert (ROOT / "recipes" / f"{case.program}.py").is_file()
+        assert not case.wrapper or case.wrapper[-1] in ("bash", "--net")  # the program follows as arguments
+
+
+def test_a_fault_that_is_not_known_is_refused_by_name():
+    assert [case.fault for case in chosen_of(["TMPDIR missing"])] == ["TMPDIR missing"]
+    assert chosen_of(None) == CASES
+    with pytest.raises(ValueError, match=r"`only` \(=TMPDIR\) must be faults of WORLD_SIZE=abc, "):
+        chosen_of(["TMPDIR"])
+
+
+def test_ports_directories_and_unset_variables_reach_the_program(tmp_path, monkeypatch):
+    """A program of one line in place of a recipe."""
+    monkeypatch.setattr(trials, "ROOT", tmp_path)
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.setenv("WANDB_API_KEY", "not to be passed on")
+    told = "import os, sys, json; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "echo.py").write_text(told)
+    case = replace(
+        GOES_ON,
+        program="echo",
+        variables={"HOME": None, "PORT": "<FREE>"},
+        ranks=({"RANK": "0"},),
+        overrides=("a=<RUN>",),
+    )
+    ended = trials.run(case, tmp_path / "case")
+    environment, arguments = json.loads(ended.told)
+    assert ended.codes == [0]
+    assert 0 < int(environment["PORT"]) < 65536
+    assert environment["RANK"] == "0"
+    assert not {"HOME", "WANDB_API_KEY"} & environment.keys()
+    assert arguments == ["a=<run directory>", "hydra.run.dir='<run directory>'"]  # as in a record
+
+
+def test_a_program_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "ROOT", tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "sleep.py").write_text("import time; time.sleep(60)")
+    ended = trials.run(replace(GOES_ON, program="sleep", limit_s=0.5), tmp_path / "case")
+    assert ended.codes == [None]
+    assert ended.seconds < 10
+
+
+@pytest.mark.long
+def test_two_cases_as_whole_programs(tmp_path):
+    only = "only=['WORLD_SIZE=abc','| head -1']"
+    command = [sys.executable, "tests/evidence/environments/__main__.py", only, f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = json.loads((tmp_path / "faults.json").read_text())["outcomes"]
+    assert [outcome["is_held"] for outcome in outcomes] == [True, True]

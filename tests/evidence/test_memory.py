@@ -1,0 +1,58 @@
+"""The census finds what is known to be there: tensors of known sizes, in fresh processes, by owner."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.evidence.memory import census
+
+ROOT = Path(__file__).resolve().parents[2]
+KNOWN = {  # weights, masters, gradients, optimizer
+    ("32-true", "adamw"): (4, 0, 4, 8),
+    ("32-true", "sgd"): (4, 0, 4, 4),
+    ("16-true", "adamw"): (2, 4, 4, 8),  # fp32 gradients for the step; the buckets of 2 are found beside them
+    ("16-true", "sgd"): (2, 4, 4, 4),
+}
+
+
+def test_memory_freed_out_of_sight_is_not_counted():
+    here = ctypes.create_string_buffer(1)
+    address = ctypes.addressof(here)  # mapped
+    far = 1 << 46  # user memory ends at 1 << 47; nothing is mapped in the middle of it
+    seen = [(address, 8), (far, census.LARGE), (far + 2 * census.LARGE, 16)]
+    assert census._alive(seen) == {address: 8, far + 2 * census.LARGE: 16}, "small blocks share mappings"
+    assert census._alive([*seen, (address, -8)]) == {far + 2 * census.LARGE: 16}
+    assert census._alive([(address, 8), (address + 4, 8)]) == {address + 4: 8}, "the first must have been freed"
+    assert census._alive([(address, 8), (address + 8, 8)]) == {address: 8, address + 8: 8}
+
+
+@pytest.mark.parametrize(("num_devices", "num_ranks"), [(1, 1), (2, 2), (8, 2)])
+def test_by_default_no_more_ranks_are_asked_for_than_there_are_devices(monkeypatch, num_devices, num_ranks):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
+    assert census.most_ranks("cuda") == num_ranks
+    assert census.most_ranks("cpu") == 2
+
+
+@pytest.mark.long
+def test_census_finds_weights_masters_gradients_and_state(tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "memory.py"), f"hydra.run.dir={tmp_path}"]
+    options = ["precisions=[32-true,16-true]", "optimizers=[sgd,adamw]", "census.width=256", "census.depth=4"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        held = row["bytes_per_parameter"]
+        expected = KNOWN[row["precision"], row["optimizer"]]
+        for owner, known in zip(("weights", "masters", "gradients", "optimizer"), expected, strict=True):
+            assert held[owner] == pytest.approx(known, abs=0.05), (row["precision"], row["optimizer"], owner)
+        # Buckets: DDP keeps them beside fp32 gradients, and here beside what was made of them. The rest is small.
+        buckets = 4 if row["precision"] == "32-true" else 2
+        assert buckets + 0.2 < held["communication and rest"] < buckets + 0.3  # 64 KiB of it are the samples
+    assert (tmp_path / "table.md").read_text().count("|") > 40

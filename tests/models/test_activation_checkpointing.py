@@ -1,0 +1,159 @@
+"""Activation checkpointing: the same numbers from less memory, and every batch counted once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightning_hybrid.models import AlexNet, AlexNetBN, ResNet
+from lightning_hybrid.models.activation_checkpointing import checkpointed, run_stages
+from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
+
+NETWORKS = {
+    "ResNet-18": lambda: ResNet(depth=18, num_classes=4, in_channels=1, width=0.125, stem="small"),
+    "ResNet-50": lambda: ResNet(depth=50, num_classes=4, in_channels=1, width=0.0625, stem="small"),
+    "AlexNetBN": lambda: AlexNetBN(num_classes=4, in_channels=1, image_size=16, width=0.0625),
+    "AlexNetBN after pool": lambda: AlexNetBN(
+        num_classes=4, in_channels=1, image_size=16, width=0.0625, bn_position="after_pool"
+    ),
+}
+
+
+def pair(name):
+    """The same network twice: as it is, and checkpointed."""
+    torch.manual_seed(0)
+    plain = NETWORKS[name]()
+    again = copy.deepcopy(plain)
+    again.checkpoint_activations = True
+    return plain, again
+
+
+def two_steps(network):
+    """Gradients of two batches, added up; the second forward sees the running statistics that the first has left."""
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        cross_entropy(network(torch.randn(4, 1, 16, 16)), torch.arange(4)).backward()
+
+
+def assert_same_bits(plain, again):
+    for (name, a), b in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    for (name, a), b in zip(plain.named_buffers(), again.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_and_running_statistics_are_bit_identical(name):
+    plain, again = pair(name)
+    two_steps(plain)
+    two_steps(again)
+    assert_same_bits(plain, again)
+    for layer in again.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            assert layer.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("name", ["ResNet-50", "AlexNetBN"])
+def test_the_second_pass_runs_in_the_arithmetic_of_the_first(name):
+    """Emulated fp16 products, under autocast: as the precision plugin runs a model on a CPU."""
+    plain, again = pair(name)
+    for network in (plain, again):
+        network.half()
+        for layer in network.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.float()
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            images = torch.randn(4, 1, 16, 16).half()
+            with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
+                loss = cross_entropy(network(images).float(), torch.arange(4))
+            loss.backward()
+    assert_same_bits(plain, again)
+
+
+def runs_per_convolution(network, images):
+    runs = {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            runs[name] = 0
+            layer.register_forward_hook(lambda *_, name=name: runs.__setitem__(name, runs[name] + 1))
+    network(images).sum().backward()
+    return runs
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_backward_computes_what_forward_did_not_keep(name):
+    plain, again = pair(name)
+    images = torch.randn(4, 1, 16, 16)
+    assert set(runs_per_convolution(plain, images).values()) == {1}
+    runs = runs_per_convolution(again, images)
+    if "ResNet" in name:
+        assert runs.pop("conv1") == 1  # the stem is kept
+    assert set(runs.values()) == {2}
+
+
+def test_alexnet_has_the_option_too():
+    network = AlexNet(num_classes=2, checkpoint_activations=True)
+    assert set(runs_per_convolution(network, torch.randn(1, 3, 63, 63)).values()) == {2}
+
+
+def kept_bytes(network, images):
+    """Bytes of the tensors that forward keeps for backward, parameters aside."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*network.parameters(), *network.buffers()]}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = network(images)
+    assert logits.requires_grad
+    return sum(num_bytes for num_bytes, _ in kept.values())
+
+
+def test_a_checkpointed_resnet_50_keeps_less_than_a_third():
+    """In units of a bottleneck's inner width a block keeps 4 of input, 1 + 1 around each of two inner normalisations
+    and 4 before the last: 12, and 4 more where the shortcut is projected. Checkpointed, it keeps its input: 4."""
+    plain, again = pair("ResNet-50")
+    images = torch.randn(4, 1, 16, 16)
+    assert kept_bytes(again, images) < kept_bytes(plain, images) / 3
+
+
+def test_evaluation_and_no_grad_are_untouched():
+    plain, again = pair("ResNet-18")
+    images = torch.randn(4, 1, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(plain(images), again(images))
+        assert torch.equal(plain.bn1.running_mean, again.bn1.running_mean)
+        assert torch.equal(plain.layer4[1].bn2.running_var, again.layer4[1].bn2.running_var)
+        assert torch.equal(plain.eval()(images), again.eval()(images))
+
+
+def test_running_statistics_come_back_even_if_the_second_pass_fails():
+    norm, fail = nn.BatchNorm1d(3), []
+
+    def stage(x):
+        y = norm(x)
+        if fail:
+            raise RuntimeError("in backward")
+        return y.sin()
+
+    y = checkpointed(stage, torch.randn(4, 3, requires_grad=True), norms=norm)
+    after_forward = norm.running_mean
+    values = after_forward.clone()
+    fail.append(True)
+    with pytest.raises(RuntimeError, match="in backward"):
+        y.sum().backward()
+    assert norm.running_mean is after_forward
+    assert torch.equal(norm.running_mean, values)
+
+
+def test_a_stage_is_a_convolution_and_what_follows_it():
+    features = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Sigmoid())
+    x = torch.randn(2, 1, 3, 3)
+    assert torch.equal(run_stages(features, x, checkpoint_activations=True), features(x))

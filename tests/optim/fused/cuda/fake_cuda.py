@@ -1,0 +1,148 @@
+"""CUDA without a GPU: tensors with a device and no memory, and Triton kernels that only say that they were launched.
+
+`torch` raises where an operation mixes the devices of such tensors, and where the host would read one. A torch that was
+built without CUDA has no guard for the current device, and without one half of its operations refuse a tensor that says
+that it is there: a guard that does nothing is compiled and registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ZERO, ONE = torch.device("cuda:0"), torch.device("cuda:1")
+
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+"""
+
+
+@functools.cache
+def register_guard() -> None:
+    """Once in a process; skips the test where there is no compiler. A torch with CUDA has its own."""
+    if torch.backends.cuda.is_built():
+        return
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(GUARD)
+        command = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", str(source), "-o", str(library)]
+        try:
+            subprocess.run([*command, f"-L{root}/lib", "-lc10"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"needs a C++ compiler: {error}")
+        ctypes.CDLL(str(library))
+
+
+class Launches(TorchDispatchMode):
+    """Names of what the host launches on a GPU: operations that compute or copy, and kernels of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        touched = [one for one in tree_leaves((args, kwargs, made)) if isinstance(one, Tensor)]
+        name = str(func)
+        is_no_work = name.startswith(("aten.empty", "aten.new_empty", "prim.device"))
+        if not is_no_work and not _is_view(func) and any(one.device.type == "cuda" for one in touched):
+            self.names.append(name)
+        return made
+
+
+def _is_view(func: Any) -> bool:
+    returned = [one.alias_info for one in func._schema.returns]
+    return any(one is not None and not one.is_write for one in returned)
+
+
+class FakeCuda:
+    """What the stand-ins saw: `launched` kernels, each as (name, the device that was current), and `num_copies`."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, Any]] = []
+        self.num_copies = 0
+        self.current: Any = ZERO
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """For `torch.cuda.device`."""
+        before, self.current = self.current, torch.device(device)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def kernel(self, name: str) -> Any:
+        """For a Triton kernel: takes tensors of the current device only, as a GPU does."""
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            for one in args:
+                assert not isinstance(one, Tensor) or one.device == self.current, (name, one.device, self.current)
+            self.launched.append((name, self.current))
+
+        return type("Kernel", (), {"__getitem__": lambda self, grid: launch})()
+
+    def to_device_(self, target: Tensor, values: Tensor) -> None:
+        """For `option_table.to_device_`."""
+        assert target.shape == values.shape
+        self.num_copies += 1
+
+
+@contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """For as long, `torch.empty(..., device="cuda:1")` works and the optimizers find kernels."""
+    from lightning_hybrid.optim import lamb, layerwise
+    from lightning_hybrid.optim.fused import contiguous, option_table, step
+    from lightning_hybrid.optim.fused.cuda import lamb, lamb_kernels, lars, lars_kernels
+
+    register_guard()
+    fake = FakeCuda()
+
+    def addresses(*lists: Any) -> list[int]:
+        return [id(tensor) // 16 * 16 for one in lists for tensor in one]
+
+    def count(step: Tensor, device: torch.device) -> float:
+        """Read a count on the CPU, which waits for nothing; fake ones have no value."""
+        assert step.device.type == "cpu"
+        return 1.0
+
+    with monkeypatch.context() as patch, FakeTensorMode():
+        for module in (contiguous, lars, lamb):
+            patch.setattr(module, "addresses", addresses, raising=False)
+        for module in (option_table, lars):
+            patch.setattr(module, "to_device_", fake.to_device_)
+        for module in (step, layerwise):
+            patch.setattr(module, "has_kernels", lambda device_type: True)
+        for module, names in ((lars_kernels, ("norms", "finalize", "update")), (lamb_kernels, _OF_LAMB)):
+            for name in names:
+                patch.setattr(module, name, fake.kernel(name))
+        patch.setattr(lamb, "_count", count)
+        patch.setattr(torch.cuda, "device", fake.device)
+        yield fake
+
+
+_OF_LAMB = ("count", "moments", "rates", "update")
+
+
+def parameter(*shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """With a gradient."""
+    one = nn.Parameter(torch.empty(shape, device=device))
+    one.grad_dtype = None
+    one.grad = torch.empty(shape, device=device, dtype=grad_dtype)
+    return one

@@ -1,0 +1,372 @@
+"""The kernels of the fused step: in Triton's interpreter on CPU tensors, and on CUDA where there is a GPU.
+
+The interpreter must be chosen before Triton is imported, so those tests run in a process of their own: see the first.
+"""
+
+import copy
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
+from lightning_hybrid.optim.fused import step
+from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
+from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.optim.lars import Denominator, MomentumForm
+from tests.optim.families import distance_from
+from tests.optim.test_lars import normals, set_grads
+from tests.reference.coefficients import coefficients
+
+triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_devices = pytest.mark.parametrize(
+    "device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="is not about the interpreter")
+
+LOOP, KERNELS = {"foreach": False}, {"fused": True}
+# A chunk is 64 elements in the interpreter, 4096 on a GPU: several and a rest, less than one, just one, one and one.
+SHAPES = {"cpu": [(33, 7), (5,), (), (64,), (65,)], "cuda": [(330, 70), (5,), (), (4096,), (4097,)]}
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def _kernels_for_cpu_tensors(monkeypatch):
+    from lightning_hybrid.optim.fused.cuda.lars import KernelLars
+
+    def engine_of(self, kind, optimizer, grad_dtype):
+        states = optimizer.state_lists(kind.params, "momentum_buffer") if kind.flags[0] else []
+        return KernelLars(kind.params, states, kind.copies, grad_dtype, is_joint=kind.flags[1], chunk=64)
+
+    monkeypatch.setattr(step.FusedLars, "engine_of", engine_of)
+    monkeypatch.setattr(step.FusedLamb, "engine_of", functools.partialmethod(lamb_engine, chunk=64))
+
+
+def lamb_engine(self, kind, optimizer, grad_dtype, chunk=4096):
+    from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb
+
+    states = optimizer.state_lists(kind.params, "exp_avg", "exp_avg_sq")
+    for param in kind.params:
+        optimizer.state[param].setdefault("step", torch.zeros((), device=param.device))
+    steps = [optimizer.state[param]["step"] for param in kind.params]
+    return KernelLamb(kind.params, [*states, steps], kind.copies, grad_dtype, chunk=chunk)
+
+
+def parameters(device, dtype=torch.float32, shapes=None):
+    shapes = SHAPES[device] if shapes is None else shapes
+    params = [nn.Parameter(normals(*shape, seed=i, dtype=dtype).to(device)) for i, shape in enumerate(shapes)]
+    for param in params:
+        param.grad_dtype = None
+    return params
+
+
+def twins(params):
+    """The same on the CPU, for the loop."""
+    return [nn.Parameter(param.detach().cpu().clone()) for param in params]
+
+
+def give_grads(params, others, seed, scale=1.0, dtype=torch.float32):
+    """To `params` gradients in `dtype`, `scale` times too large; to `others` the same, divided again."""
+    set_grads(others, seed)
+    for param, other in zip(params, others, strict=True):
+        grad = (other.grad * scale).to(dtype)
+        param.grad = None
+        param.grad, other.grad = grad.to(param.device), grad.to(other.dtype) / scale
+
+
+def assert_close(params, others, rtol):
+    for param, other in zip(params, others, strict=True):
+        param, other = param.detach().cpu().double(), other.detach().double()
+        assert torch.linalg.vector_norm(param - other) <= rtol * torch.linalg.vector_norm(other)
+
+
+def rounded(param, dtype):
+    """To nearest; the interpreter cuts off the second half of a float32 to make a bfloat16."""
+    if IS_INTERPRETED and dtype is torch.bfloat16:
+        return (param.detach().view(torch.int32) >> 16 << 16).view(torch.float32).to(dtype)
+    return param.to(dtype)
+
+
+def groups_of(params):
+    return [{"params": params[::2]}, {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0}]
+
+
+@not_interpreted
+@pytest.mark.long
+def test_what_follows_holds_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
+    where = {"cwd": Path(__file__).parents[4], "env": {**os.environ, "TRITON_INTERPRET": "1"}}
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 25
+
+
+@on_devices
+@pytest.mark.parametrize("denominator", get_args(Denominator))
+@pytest.mark.parametrize("momentum_form", get_args(MomentumForm))
+def test_the_kernels_are_the_rule(device, momentum_form, denominator):
+    """Four steps of a schedule, a group for each option. Other rounding only: some five times a step.
+
+    Float64 shows the rule, float32 beside it the rounding: that does not depend on the form.
+    """
+    options = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}, {"maximize": True, "weight_decay": 0.0}]
+    options += [{"momentum": 0.0, "eps": 0.1}, {"trust_ratio": False, "excluded_lr_mult": 0.01, "nesterov": True}]
+    bounds = {torch.float64: 1e-14} | ({torch.float32: 2e-6} if momentum_form == "lr_inside" else {})
+    for dtype, rtol in bounds.items():
+        params = parameters(device, dtype, [*SHAPES[device], (3, 3), (70,)][-6:])
+        others = twins(params)
+        optimizers = []
+        for own, path in ((params, KERNELS), (others, LOOP)):
+            groups = [{"params": [param], **more} for param, more in zip(own, options, strict=True)]
+            rule = {"momentum_form": momentum_form, "denominator": denominator}
+            optimizers.append(LARS(groups, lr=4.0, weight_decay=0.01, **rule, **path))
+        schedules = [WarmupPolynomialDecay(optimizer, total_steps=5, warmup_steps=2) for optimizer in optimizers]
+        for step in range(4):
+            give_grads(params, others, step, dtype=dtype)
+            for one in (*optimizers, *schedules):
+                one.step()
+        assert_close(params, others, rtol)
+
+
+@on_devices
+@pytest.mark.parametrize("family", ["paper", "optax-nesterov", "larc", "barlow", "colossalai", "nobody"])
+def test_fifty_steps_of_the_kernels_are_the_familys_rule(device, family):
+    """Every form with every denominator. Float64: 1e-12 leaves some 4000 roundings. The last layer is excluded."""
+    assert distance_from(family, [(65,), (5,)], device=device, **KERNELS) <= 1e-12
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("grad_dtype", "copy_dtype", "denominator"),
+    [
+        (torch.float16, torch.float16, "sum"),
+        (torch.float16, torch.float16, "joint"),
+        (torch.bfloat16, torch.bfloat16, "sum"),
+        (torch.float32, torch.float16, "sum"),
+    ],
+)
+def test_scaled_gradients_move_masters_and_copies(device, grad_dtype, copy_dtype, denominator):
+    """In the third step an edit of a master: the norm carried from the second would be wrong."""
+    params = parameters(device)
+    others = twins(params)
+    ours, theirs = (
+        LARS(groups_of(own), lr=4.0, weight_decay=0.01, nesterov=True, denominator=denominator, **path)
+        for own, path in ((params, KERNELS), (others, LOOP))
+    )
+    ours.copies = {param: param.detach().to(copy_dtype) for param in params}
+    for step in range(4):
+        give_grads(params, others, step, 1024.0, grad_dtype)
+        ours.grad_scale = torch.tensor(1024.0, device=device)
+        if step == 2:
+            with torch.no_grad():
+                params[0].mul_(0.5)
+                others[0].mul_(0.5)
+        ours.step()
+        theirs.step()
+        assert ours.last_found_inf.item() == 0
+        for param in params:
+            assert torch.equal(ours.copies[param], rounded(param, copy_dtype))
+    assert_close(params, others, 2e-6)
+
+
+@on_devices
+@pytest.mark.parametrize(("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)])
+def test_an_overflow_leaves_every_bit(device, bad, given):
+    """And the step after it is that of a twin that never saw it; tensors of two kinds share the verdict."""
+    ends = []
+    for spoilt in (True, False):
+        params = parameters(device)
+        groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0, "denominator": "joint"}]
+        optimizer = LARS(groups, lr=4.0, weight_decay=0.01, fused=True)
+        with torch.no_grad():
+            params[0].view(-1)[0] = -0.0
+        optimizer.copies = {param: param.detach().half() for param in params}
+        for step in (1, 2, 3):
+            if step == 2 and not spoilt:
+                continue
+            give_grads(params, twins(params), step, 1024.0, torch.float16)
+            optimizer.grad_scale = torch.tensor(1024.0, device=device)
+            optimizer.found_inf = torch.tensor(float(step == 2), device=device) if given else None
+            before = copy.deepcopy([params, list(optimizer.copies.values()), optimizer.state_dict()["state"]])
+            if step == 2:
+                params[0].grad.view(-1)[-1] = bad
+            optimizer.step()
+            assert optimizer.last_found_inf.item() == (step == 2)
+            if step == 2:
+                after = [params, list(optimizer.copies.values()), optimizer.state_dict()["state"]]
+                for old, new in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True):
+                    bits = torch.int32 if old.dtype is torch.float32 else torch.int16
+                    assert torch.equal(old.detach().view(bits), new.detach().view(bits))
+                for key, entry in before[2].items():
+                    assert torch.equal(entry["momentum_buffer"], after[2][key]["momentum_buffer"])
+        ends.append(params)
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+@on_devices
+def test_a_half_gradient_with_a_norm_past_65504_moves_its_layer(device):
+    (weight,) = parameters(device, shapes=[(100,)])
+    before, version = weight.detach().clone(), weight._version
+    weight.grad = torch.full_like(weight, 60000.0, dtype=torch.float16)
+    LARS([weight], lr=2.0, trust_coefficient=0.01, fused=True).step()
+    assert weight._version > version  # autograd must know
+    assert ((weight - before).norm() / before.norm()).item() == pytest.approx(0.02, rel=1e-5)
+
+
+@on_devices
+@pytest.mark.parametrize("denominator", get_args(Denominator))
+def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denominator):
+    for clip, lr in ((None, 0.5), (1.0, 0.0), (1.0, torch.tensor(0.5))):
+        params = parameters(device, shapes=[(7,), (7,), (7,), (0,)])
+        with torch.no_grad():
+            params[0].zero_()
+        others = twins(params)
+        give_grads(params, others, 1)
+        params[1].grad.zero_()
+        others[1].grad.zero_()
+        options = {"weight_decay": 0.1, "denominator": denominator, "trust_clip": clip}
+        LARS(params, lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr, **options, fused=True).step()
+        LARS(others, lr=float(lr), **options).step()
+        assert_close(params, others, 1e-6)
+
+
+@on_devices
+def test_state_goes_from_path_to_path(device):
+    params = parameters(device)
+    others, state = twins(params), None
+    loop = LARS(groups_of(others), lr=4.0, weight_decay=0.01, foreach=False)
+    for first, path in enumerate([KERNELS, {"foreach": True}, KERNELS]):
+        optimizer = LARS(groups_of(params), lr=4.0, weight_decay=0.01, **path)
+        if state is not None:
+            flags = [{**group, "fused": None, "foreach": None, **path} for group in state["param_groups"]]
+            optimizer.load_state_dict({"state": state["state"], "param_groups": flags})
+        for step in (2 * first, 2 * first + 1):
+            give_grads(params, others, step)
+            optimizer.step()
+            loop.step()
+        state = copy.deepcopy(optimizer.state_dict())
+    assert_close(params, others, 2e-6)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias_correction": False, "trust_clip": 0.5}, {"max_grad_norm": 3.0, "betas": (0.0, 0.9), "maximize": True}],
+    ids=str,
+)
+def test_the_kernels_of_lamb_are_the_rule(device, options, dtype):
+    """Beside the loop; in the third step an overflow, which must change nothing, counts included."""
+    params = parameters(device, dtype)
+    others = twins(params)
+    rule = {"lr": 0.1, "weight_decay": 0.01, "excluded_lr_mult": 0.5, **options}
+    ours, theirs = (LAMB(groups_of(own), **rule, **path) for own, path in ((params, KERNELS), (others, LOOP)))
+    ours.copies = {param: param.detach().half() for param in params}
+    for step in range(5):
+        give_grads(params, others, step, 1024.0, dtype)
+        if step == 2:
+            params[0].grad.view(-1)[0] = torch.nan
+        before = copy.deepcopy([params, ours.state_dict()["state"]])
+        ours.grad_scale = torch.tensor(1024.0, device=device)
+        ours.step()
+        assert ours.last_found_inf.item() == (step == 2)
+        if step == 2:
+            assert all(torch.equal(old, new) for old, new in zip(before[0], params, strict=True))
+            for key, entry in before[1].items():
+                assert all(torch.equal(old, ours.state_dict()["state"][key][name]) for name, old in entry.items())
+        else:
+            theirs.step()
+        assert all(torch.equal(copy_, param.half()) for param, copy_ in ours.copies.items())
+    assert_close(params, others, 2e-6 if dtype is torch.float32 else 1e-12)
+    assert {entry["step"].item() for entry in ours.state.values()} == {4.0}
+
+
+@on_devices
+def test_layouts_missing_gradients_and_moved_memory(device):
+    """Channels last, a transposed gradient, an expanded one, two off any alignment, a weight with gaps in memory.
+
+    Of the long one whole chunks are off alignment, of the short one a rest.
+    """
+    long = 200 if device == "cpu" else 9000
+    params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,), (long,)])
+    params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
+    params[4] = nn.Parameter(params[4].detach()[::2])
+    others = twins(params)
+    ours, theirs = (LARS(own, lr=2.0, weight_decay=0.1, **path) for own, path in ((params, KERNELS), (others, LOOP)))
+    for step in range(4):
+        give_grads(params, others, step)
+        params[1].grad = params[1].grad.T.contiguous().T
+        params[2].grad = others[2].grad = None
+        params[2].grad = torch.full((), 0.5, device=device).expand(9)
+        others[2].grad = torch.full((9,), 0.5)
+        for off in (params[3], params[5]):
+            off.grad = torch.cat([off.grad.new_zeros(1), off.grad])[1:]
+        if step == 2:
+            params[3].grad = others[3].grad = None
+            params[1].data = params[1].data.clone()
+        ours.step()
+        theirs.step()
+    assert_close(params, others, 1e-6)
+
+
+@on_devices
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_a_gradient_off_alignment_is_stepped_as_any_other(device, rule):
+    """Half-precision ones, as DDP packs them behind a bias of three elements; weights off alignment beside them."""
+    ends = []
+    for offset in (0, 3):
+        params = parameters(device)
+        memory = torch.empty(3 + params[0].numel(), device=device)
+        params[0].data = memory[offset:][: params[0].numel()].copy_(params[0].data.view(-1)).view_as(params[0])
+        optimizer = rule(params, lr=0.1, weight_decay=0.01, fused=True)
+        optimizer.copies = {param: param.detach().half() for param in params}
+        for step in range(3):
+            give_grads(params, twins(params), step, 1024.0, torch.float16)
+            for param in params:
+                grad = param.grad
+                packed = torch.cat([grad.new_zeros(offset), grad.view(-1)])
+                param.grad = packed[offset:].view_as(grad)
+            optimizer.grad_scale = torch.tensor(1024.0, device=device)
+            optimizer.step()
+        ends.append(params)
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@on_devices
+def test_the_first_kernel_that_is_tried_can_be_launched(device):
+    from lightning_hybrid.optim.fused.cuda.lars import try_out
+
+    try_out(device)
+
+
+@on_devices
+def test_finalize_makes_the_coefficients(device):
+    """Beside torch's own operations, in float64; and norms are right to a millionth at a large tensor."""
+    from lightning_hybrid.optim.fused.cuda.lars import KernelLars
+
+    shape = (256, 1024) if device == "cpu" else (9216, 4096)
+    params = [nn.Parameter(torch.full(shape, 0.1, device=device)), *parameters(device)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    options = LARS(params, lr=3.0, weight_decay=0.1, trust_clip=1e-3, momentum_form="lr_outside").param_groups[0]
+    engine, table = KernelLars(params, [], [], torch.float32, is_joint=False), lars_options()
+    OptionTables([(table, [options] * len(params))], params[0].device).take()
+    scaling = GradScaling(inverse_scale=torch.tensor(0.25, device=device))
+    engine.measure([param.grad for param in params], table, scaling, [True] * len(params))
+    engine.move(table, scaling)
+    with torch.no_grad():
+        params[0].fill_(0.1)
+    tensors = (params, [param.grad for param in params])
+    tensors[0][1:] = parameters(device)
+    exact = [[torch.linalg.vector_norm(one.detach(), dtype=torch.float64) for one in some] for some in tensors]
+    sums = torch.stack([torch.stack(some) for some in exact]).square()
+    expected = coefficients(sums, table, scaling, is_joint=False)
+    torch.testing.assert_close(engine._numbers, expected, rtol=1e-6, atol=0)

@@ -1,0 +1,171 @@
+"""The kernels of the fused step where only a GPU or the compiler for it can tell: code, launches, waits, graphs."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from lightning_hybrid.optim import LARS
+from lightning_hybrid.optim.fused import availability
+from tests.optim.fused.cuda.test_kernels import assert_close, groups_of, parameters, triton, twins
+from tests.optim.test_lars import set_grads
+
+TENSORS = ("weights", "grads", "buffers", "firsts", "seconds", "copies", "numels", "steps")
+TYPES = {
+    **dict.fromkeys(TENSORS, "*i64"),
+    **dict.fromkeys(("tensor_of", "index_of", "first_chunk"), "*i32"),
+    **dict.fromkeys(("options", "lrs", "numbers", "rates"), "*fp64"),
+    **dict.fromkeys(("inverse_scale", "found_inf", "sums"), "*fp32"),
+    **dict.fromkeys(("num_tensors", "num_chunks"), "i32"),
+}
+FLAGS = ("IS_JOINT", "HAS_MOMENTUM", "HAS_COPY")
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """PTX of a kernel for masters with fp16 copies, every buffer aligned; that it becomes machine code is asserted."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tl = triton.language
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    static = {"WEIGHT": tl.float32, "STATE": tl.float32, "GRAD": tl.float16, "COPY": tl.float16, "CHUNK": 4096}
+    static |= {**dict.fromkeys(FLAGS, True), "HAS_WEIGHT_SUMS": False}
+
+    def compiled(kernel, capability, **other):
+        signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+        constants = {name: (static | other)[name] for name, kind in signature.items() if kind == "constexpr"}
+        source = ASTSource(kernel, signature, constants)
+        options = {"num_warps": 8, "enable_fp_fusion": True}
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+        assert len(made["cubin"]) > 0
+        return made["ptx"]
+
+    return compiled
+
+
+# Of 16 elements of each thread: w, v and m of 4 bytes, g and the copy of 2. First where all tensors of a chunk are
+# aligned, then where the gradient alone is not: all others are still loaded and stored 16 bytes at once.
+WIDE = {
+    "kernels.norms": [(4 + 2, 0), (4, 0)],
+    "kernels.finalize": [],
+    "kernels.update": [(4 + 4 + 2, 4 + 4 + 2), (4 + 4, 4 + 4 + 2)],
+    "kernels_lamb.count": [],
+    "kernels_lamb.moments": [(4 + 4 + 4 + 2, 4 + 4), (4 + 4 + 4, 4 + 4)],
+    "kernels_lamb.rates": [],
+    "kernels_lamb.update": [(4 + 4 + 4, 4 + 2)],  # has no gradient
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", WIDE)
+def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability, compiled):
+    """Without a GPU: to PTX, and that to machine code."""
+    from lightning_hybrid.optim.fused.cuda import lamb_kernels, lars_kernels
+
+    tl = triton.language
+    module, _, function = name.partition(".")
+    kernel = getattr({"kernels": lars_kernels, "kernels_lamb": lamb_kernels}[module], function)
+    ptx = compiled(kernel, capability)
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == sum(loads for loads, _ in WIDE[name])
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == sum(stores for _, stores in WIDE[name])
+    # Gradients off alignment, and what is masked, are read an element at a time: a wider load there would be a fault.
+    narrow = 16 * max(0, len(WIDE[name]) - 1) + (16 if "grads" in kernel.arg_names else 0)
+    assert len(re.findall(r"ld\.global\.b16", ptx)) == narrow
+    assert not re.search(r"ld\.global\.v2\.b", ptx)
+    if function == "update" and capability == 90:  # to nearest: the interpreter cannot show it
+        assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, COPY=tl.bfloat16))
+
+
+def no_triton(monkeypatch):
+    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: None)
+
+
+def no_compiler(monkeypatch):
+    def try_out():
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
+
+    monkeypatch.setattr("lightning_hybrid.optim.fused.cuda.lars.try_out", try_out)
+
+
+@pytest.mark.parametrize(("lack", "said"), [(no_triton, "needs triton"), (no_compiler, ".*CalledProcessError.*gcc")])
+def test_where_kernels_cannot_be_had_on_cuda_one_warning_says_so_and_it_is_the_lists(lack, said, monkeypatch):
+    lack(monkeypatch)
+    availability.has_kernels.cache_clear()
+    with pytest.warns(RuntimeWarning, match=rf"`fused` \(=True or None\) on CUDA {said}.*the lists are used"):
+        assert not availability.has_kernels("cuda")
+    assert not availability.has_kernels("cuda")
+    assert availability.has_kernels("cpu")
+    availability.has_kernels.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tensors", [3, 300])
+def test_a_step_never_waits_and_its_launches_do_not_grow_with_the_model(num_tensors):
+    """A clearing and three kernels, one more for 1 / scale; learning rates that change cost one copy more."""
+    params = parameters("cuda", shapes=[(100 + i,) for i in range(num_tensors)])
+    optimizer = LARS(groups_of(params), lr=4.0, weight_decay=0.01, fused=True)
+    optimizer.copies = {param: param.detach().half() for param in params}
+    optimizer.grad_scale = torch.tensor(1024.0, device="cuda")
+    for param in params:
+        param.grad = torch.randn_like(param).half()
+    for _ in range(2):  # compiles, makes state and tables
+        optimizer.step()
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rate in (1.0, 2.0):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        optimizer.step()
+        torch.cuda.synchronize()
+    on_device = [one for one in profile.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    names = [one.name for one in on_device if "Memcpy" not in one.name]
+    assert sum(name in ("norms", "finalize", "update") for name in names) == 3, names
+    assert len(names) <= 5, names
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays_with_new_gradients_rates_and_verdicts():
+    params = parameters("cuda")
+    others = twins(params)
+    lr = torch.tensor(2.0, device="cuda")
+    ours, theirs = LARS(params, lr=lr, weight_decay=0.01, fused=True), LARS(others, lr=2.0, weight_decay=0.01)
+    ours.copies = {param: param.detach().half() for param in params}
+    ours.grad_scale = torch.tensor(1024.0, device="cuda")
+    for param in params:
+        param.grad = torch.zeros_like(param, dtype=torch.float16)
+
+    def fill(step):
+        set_grads(others, step)
+        for param, other in zip(params, others, strict=True):
+            param.grad.copy_(other.grad * 1024)
+            other.grad = param.grad.float().cpu() / 1024
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fill(0)
+        ours.step()
+        theirs.step()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            ours.step()
+    torch.cuda.synchronize()
+    for step in (1, 2, 3):
+        fill(step)
+        lr.fill_(step)
+        theirs.param_groups[0]["lr"] = float(step)
+        if step == 2:
+            params[1].grad[0] = torch.inf
+        else:
+            theirs.step()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_close(params, others, 2e-6)

@@ -1,0 +1,216 @@
+"""The stages of every algorithm on a cluster: bytes as traffic.py counts them, and NCCL's own model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid.comm import Topology, traffic_of
+from lightning_hybrid.comm.engine import in_flight, stages
+from lightning_hybrid.planning import cluster as described
+from lightning_hybrid.planning import workload as cutting
+from lightning_hybrid.planning.cluster import OURS, PEERS
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
+from lightning_hybrid.planning.cost_nccl import Nccl
+from tests.planning.clusters import BYTES, FREE_GLOO, LINKS, NCCL, NODES, RANKS, SLOW, cluster
+
+MIB = 2**20
+OVER_GLOO = [*OURS, *(name for name in PEERS if not name.startswith("nccl"))]
+OVER_NCCL = [*OURS, *(name for name in PEERS if not name.startswith("gloo"))]
+
+
+def topology_of(found):
+    ranks, nodes = found.world_size, found.num_nodes
+    if found.is_interleaved:
+        return Topology(rank=0, nodes=tuple(tuple(range(node, ranks, nodes)) for node in range(nodes)))
+    return Topology.from_ranks_per_node(rank=0, world_size=ranks, ranks_per_node=found.ranks_per_node)
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@settings(max_examples=25)
+@given(num_nodes=st.integers(2, 6), ranks=st.integers(2, 6))
+def test_links_carry_the_bytes_that_an_emulated_cluster_counts(algorithm, is_interleaved, num_nodes, ranks):
+    """traffic.py is held to the kernels' counters by tests/netlab; here the model is held to traffic.py."""
+    found = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
+    size = 64.0 * MIB
+    across = sum(stage.work_s for stage in found.stages(algorithm, size) if stage.place == "across")
+    counted = traffic_of(algorithm, topology_of(found), size).across
+    assert across * found.node_bytes_per_s == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", OVER_GLOO)
+@settings(max_examples=25)
+@given(num_bytes=BYTES, num_nodes=NODES, ranks=RANKS, across=LINKS)
+def test_over_gloo_nothing_beats_the_bound(algorithm, num_bytes, num_nodes, ranks, across):
+    found = cluster(num_nodes, ranks, across=across)
+    assert found.alone_s(algorithm, num_bytes) >= found.least_s(num_bytes) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("algorithm", OVER_NCCL)
+@settings(max_examples=25)
+@given(num_bytes=BYTES, num_nodes=NODES, ranks=RANKS, rate=st.floats(1e8, 1e11))
+def test_over_nccl_nothing_beats_the_bytes_that_must_leave_a_node(algorithm, num_bytes, num_nodes, ranks, rate):
+    found = cluster(num_nodes, ranks, transport=NCCL, across=Link(latency_s=0.0, bytes_per_s=rate))
+    assert found.alone_s(algorithm, num_bytes) >= found.least_s(num_bytes) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("transport", [FREE_GLOO, NCCL], ids=["gloo", "nccl"])
+@settings(max_examples=25)
+@given(num_bytes=BYTES, num_nodes=st.integers(2, 300))
+def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, num_nodes):
+    found = cluster(num_nodes, 1, transport=transport)
+    times_s = {found.alone_s(name, num_bytes) for name in ("parallel_flat", "hierarchical", "two_level")}
+    assert len(times_s) == 1
+
+
+@pytest.mark.parametrize("algorithm", OURS)
+def test_one_rank_has_no_stages(algorithm):
+    assert cluster(1, 1).stages(algorithm, 1e6) == ()
+
+
+def test_sizes_and_cuts_are_those_of_the_engine():
+    """They are written twice, because what plans must not import torch's collectives."""
+    assert stages.EXCHANGE_BYTES == described.EXCHANGE_BYTES
+    assert stages.SCATTER_BYTES == described.SCATTER_BYTES
+    for numel in (1, 17, 1000, 12345, 10**6):
+        for num_pieces in (1, 2, 3, 4, 7, 30):
+            real = [
+                2 * piece.numel() for piece in in_flight.split_into_chunks(torch.empty(numel), num_pieces=num_pieces)
+            ]
+            assert cutting.piece_bytes(2 * numel, num_pieces, 2) == real
+
+
+# ---- Gloo ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_of_few_bytes_waits_four_latencies_per_rank():
+    """Measured: 62 ms for 4 KiB on 8 ranks at 2 ms one way, of which 4 * 7 * 2 = 56 are consents."""
+    found = cluster(2, 4, across=Link(latency_s=2e-3, bytes_per_s=1.25e8))
+    assert found.alone_s("flat", 4096) == pytest.approx(56e-3, rel=0.02)  # 2 %: the bytes, and half of t
+
+
+def test_leaders_of_few_bytes_wait_two_latencies():
+    """Measured: 14.7 ms for 4 KiB on 2 x 3 at 5 ms, of which consent and data are 10."""
+    found = cluster(2, 3, across=Link(latency_s=5e-3, bytes_per_s=6.25e6))
+    assert found.alone_s("hierarchical", 4096) == pytest.approx(10e-3 + 4096 / 6.25e6, rel=1e-3)
+
+
+def test_a_wire_that_is_busy_long_enough_hides_consents():
+    """One of 12 segments of 1 MiB takes 84 ms at 100 Mbit/s; its consent is back after 0.2."""
+    link = Link(latency_s=2e-4, bytes_per_s=12.5e6)
+    assert FREE_GLOO.wait_of_ring_s(8 * MIB, 4, link) == 0.0
+    assert FREE_GLOO.wait_of_ring_s(8 * 2**10, 4, link) > 0.0
+    assert segments_of_ring(8 * MIB, 4) == 12
+
+
+def test_a_ring_that_waits_leaves_the_wire_to_others():
+    """The consents are no delay but an idle wire: alone the stage takes as long, beside another it gives way."""
+    gloo = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0, ring_share=0.5)
+    (stage,) = cluster(2, 2, transport=gloo).stages("flat", 4 * MIB)
+    assert stage.delay_s == 0.0
+    assert stage.share <= 0.5
+    assert stage.alone_s >= 2 * stage.work_s
+
+
+def test_cores_that_all_ranks_share_are_waited_for():
+    """2 x 2 ranks on 2 cores do 4 stages' work in twice the time; on machines of their own in one."""
+    alone = Gloo(stage_s=1e-3, message_s=0.0, segment_s=0.0)
+    emulated = Gloo(stage_s=1e-3, message_s=0.0, segment_s=0.0, num_shared_cores=2)
+    size = 4.0
+    more = cluster(2, 2, transport=emulated).alone_s("flat", size) - cluster(2, 2, transport=alone).alone_s(
+        "flat", size
+    )
+    assert more == pytest.approx(1e-3)
+
+
+# ---- NCCL ------------------------------------------------------------------------------------------------------------
+
+# us of one all-reduce on one node of 8, by KiB (stas00/ml-engineering, network): A100, H200, B200.
+ONE_NODE_US = {
+    "a100": {32: 43.8, 1024: 101.9, 8192: 133.5, 131072: 1327.6, 2097152: 16240.0},
+    "h200": {32: 39.8, 1024: 46.0, 8192: 94.4, 131072: 584.4, 2097152: 8010.1},
+    "b200": {32: 47.8, 1024: 50.9, 8192: 116.1, 131072: 413.2, 2097152: 5113.3},
+}
+HARDWARE = {  # NCCL's own rates per link, and what `launch_s` of conf/cluster is
+    "a100": (12 * 20.0e9, Nccl(inside="nvlink", launch_s=28.6e-6)),
+    "h200": (18 * 20.6e9, Nccl(inside="nvlink", algorithms=("ring", "tree", "nvls"), launch_s=24.6e-6)),
+    "b200": (
+        18 * 40.1e9,
+        Nccl(inside="nvlink", algorithms=("ring", "tree", "nvls"), nvls_share=0.74, launch_s=32.6e-6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_NODE_US)
+def test_one_node_takes_what_was_published(name):
+    """Large sums within 11 %, by NCCL's constants alone; in the middle its model is too fast by up to 1.75."""
+    rate, nccl = HARDWARE[name]
+    found = cluster(1, 8, transport=nccl, inside=Link(latency_s=0.0, bytes_per_s=rate))
+    ratios = {kib: 1e6 * found.alone_s("nccl", kib * 1024) / us for kib, us in ONE_NODE_US[name].items()}
+    assert ratios[2097152] == pytest.approx(1.0, abs=0.11)
+    assert all(1 / 1.75 < ratio < 1.1 for ratio in ratios.values())
+
+
+def test_small_sums_go_by_ll_and_large_ones_by_simple():
+    slow, fast = Link(latency_s=0.0, bytes_per_s=1e9), Link(latency_s=0.0, bytes_per_s=1e10)
+    times_s = {
+        protocol: [
+            Nccl(inside="pci", protocols=(protocol,))
+            .all_reduce(size, num_nodes=4, ranks_per_node=2, inside=fast, across=slow, algorithm="ring")
+            .total_s
+            for size in (1024, 100 * MIB)
+        ]
+        for protocol in ("ll", "simple")
+    }
+    assert times_s["ll"][0] < times_s["simple"][0]
+    assert times_s["ll"][1] == pytest.approx(2 * times_s["simple"][1], rel=0.01)  # half of the bytes are flags
+
+
+def test_before_its_model_nccl_took_ll_up_to_a_size():
+    old = Nccl(inside="pci", protocols=("ll", "simple"), ll_up_to_bytes=16384)
+    ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": SLOW, "across": SLOW, "algorithm": "ring"}
+    simple = Nccl(inside="pci", protocols=("simple",))
+    assert old.all_reduce(16385, **ask) == simple.all_reduce(16385, **ask)
+    assert old.all_reduce(16384, **ask).total_s < simple.all_reduce(16384, **ask).total_s
+
+
+def test_rings_wait_for_every_rank_and_trees_for_their_depth():
+    latency_s = {
+        (kind, nodes): Nccl(inside="nvlink", protocols=("ll",))
+        .all_reduce(0, num_nodes=nodes, ranks_per_node=8, inside=SLOW, across=SLOW, algorithm=kind)
+        .latency_s
+        for kind in ("ring", "tree")
+        for nodes in (16, 32)
+    }
+    assert latency_s["ring", 32] > 1.9 * latency_s["ring", 16]
+    assert latency_s["tree", 32] < 1.2 * latency_s["tree", 16]
+
+
+def test_a_link_slower_than_nccl_thinks_counts():
+    fast, slow = (Link(latency_s=latency_s, bytes_per_s=1e9) for latency_s in (0.0, 1e-3))
+    ask = {"num_nodes": 3, "ranks_per_node": 1, "inside": fast, "algorithm": "ring"}
+    more = NCCL.all_reduce(4, across=slow, **ask).latency_s - NCCL.all_reduce(4, across=fast, **ask).latency_s
+    assert more == pytest.approx(4 * (1e-3 - 2.7e-6), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cluster(0), r"`num_nodes` \(=0\)"),
+        (lambda: cluster(2, 0), r"`ranks_per_node` \(=0\)"),
+        (lambda: cluster(nics_per_node=0), r"`nics_per_node` \(=0\)"),
+        (lambda: cluster().stages("star", 1.0), r"`algorithm` \(='star'\) must be one of flat"),
+        (lambda: cluster().stages("nccl", 1.0), r"`algorithm` \(='nccl'\) must be one that Gloo has"),
+        (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be one that NCCL has"),
+        (lambda: Nccl(inside="ethernet"), r"`inside` \(=\['ethernet'\]\) must be of nvlink, pci"),
+        (lambda: Nccl(inside="pci", algorithms=()), r"`algorithms` \(=\[\]\)"),
+        (lambda: Gloo(stage_s=0, message_s=0, segment_s=0, ring_share=1.5), r"`ring_share` \(=1.5\)"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,145 @@
+"""The benchmark measures what it says, on real ranks, and refuses what it cannot measure before it starts any."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from lightning_hybrid.comm.plan import Algorithm
+from recipes.benchmarks import compare
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, linear_8mib_shapes
+from recipes.benchmarks.report import Row, cells, markdown, write
+from recipes.cli import launch
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = [
+    "allreduce.max_bytes=4096",
+    "allreduce.num_rounds=2",
+    "allreduce.min_sample_s=0.01",
+    "steps.gradients=[linear_8mib]",
+    "steps.num_rounds=1",
+    "steps.num_steps=2",
+    "steps.num_warmup_steps=2",
+    "steps.overlap=auto",
+]
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("bench", overrides=["run_dir=/nowhere", *overrides])
+
+
+def row(arm, *times_s, num_bytes=1000, num_nodes=2, **more):
+    return Row(section="step", case="x", arm=arm, num_bytes=num_bytes, num_nodes=num_nodes, times_s=times_s, **more)
+
+
+@pytest.mark.long
+def test_one_command_measures_every_algorithm_and_whole_steps(tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "bench.py"), f"hydra.run.dir={tmp_path}", *SMALL]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "bench.json").read_text())
+    sums = {(r["arm"], r["case"], r["num_bytes"]) for r in told["rows"] if r["section"] == "allreduce"}
+    arms = ("torch", "auto", *get_args(Algorithm))
+    assert sums == {(a, d, n) for a in arms for d in ("float32", "float16") for n in (1024, 4096)}
+    steps = {r["arm"]: r for r in told["rows"] if r["section"] == "step"}
+    assert list(steps) == ["ddp", "fp16_compress", "auto"]
+    assert steps["ddp"]["num_bytes"] == 2 * steps["auto"]["num_bytes"] == 2 * steps["fp16_compress"]["num_bytes"]
+    overlap = [r for r in told["rows"] if r["section"] == "overlap"]
+    assert [r["arm"].partition(", backward")[0] for r in overlap] == ["auto", "auto, silent"] * 2
+    assert [r["backward_s"] for r in overlap[:2]] == [0.0, 0.0]
+    assert all(min(r["times_s"]) >= r["backward_s"] for r in overlap)
+    assert all(len(r["times_s"]) == 2 and min(r["times_s"]) > 0 for r in told["rows"])
+    assert told["environment"]["torch"] == torch.__version__
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    with open(tmp_path / "table.csv") as file:
+        assert len(list(csv.reader(file))) == 1 + len(told["rows"])
+    assert f"written to {tmp_path}" in done.stdout
+
+
+MISTAKES = {
+    "allreduce.dtypes=[int8]": r"`dtypes` \(=int8\) must be some of float32",
+    "allreduce.min_bytes=0": r"`min_bytes`, `max_bytes`, `factor` \(=0, ",
+    "allreduce.algorithms=[ring]": r"`algorithm` \(='ring'\)",
+    "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
+    "steps.arms=[ring]": r"`algorithm` \(='ring'\)",
+    "steps.overlap=ddp": r"`overlap` \(=ddp\) must be an arm of ours",
+    "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be 2 or more",
+    "steps.bucket_bytes=0": r"`bucket_bytes` \(=0\)",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_message_before_anything_is_launched(mistake, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
+        instantiate(configured(mistake)[mistake.split(".")[0]])
+
+
+def test_a_benchmark_can_be_left_out():
+    cfg = configured("allreduce=null", "steps=null")
+    assert cfg.allreduce is None
+    assert cfg.steps is None
+
+
+@pytest.mark.parametrize("name", GRADIENT_SETS)
+def test_a_convolution_is_known_by_its_shape_and_a_weight_by_its_bias(name):
+    """Torch's own layers make the same tensors."""
+    for weight, bias in zip(GRADIENT_SETS[name](), GRADIENT_SETS[name]()[1:], strict=False):
+        if len(weight) > 1 and len(bias) == 1:
+            assert bias[0] == weight[0]
+
+
+def test_gradients_are_ready_from_the_last_to_the_first_and_scale_with_the_loss():
+    module = GradientSet(linear_8mib_shapes())
+    module._noise = torch.arange(512.0 * 512)
+    order = []
+    for index, parameter in enumerate(module.layers):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
+    loss = module.training_step(torch.zeros(1), 0)
+    assert loss.dtype == torch.float32
+    (loss * 8).backward()
+    assert order == list(range(16))[::-1]
+    assert torch.equal(module.layers[2].grad, 8 * torch.arange(512.0 * 512).view(512, 512))
+
+
+def test_the_reference_of_a_case_is_its_first_row():
+    rows = [row("ddp", 4.0), row("auto", 1.0, 2.0, 3.0, num_bytes=500)]
+    assert [line[-2:] for line in cells(rows, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
+    assert [line[-1] for line in cells(rows, None)] == ["", ""]
+
+
+def test_one_node_has_no_byte_bound():
+    assert row("auto", 1.0, num_nodes=1).bound_s(100.0) is None
+
+
+def test_the_report_says_what_was_hidden(tmp_path):
+    times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain beside a backward of 2 s
+    rows = [Row(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
+    assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
+    write(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "table.csv", "table.md", "bench.png"}
+
+
+def test_the_picture_of_several_records_shows_every_arm_and_bound(tmp_path):
+    records = sorted((Path(__file__).parents[3] / "recipes" / "bench" / "records").glob("*_step_*"))
+    found = [compare.steps_of(record) for record in records]
+    figure = compare.picture(found)
+    bars = [patch for axes in figure.axes for patch in axes.patches]
+    assert len(bars) == sum(len(rows) for *_, rows in found)
+    assert sorted(bar.get_height() for bar in bars) == sorted(row.median_s for *_, rows in found for row in rows)
+    for layout, rate, rows in found:
+        cells = compare.line_of(layout, rate, rows).split(" | ")
+        medians = {row.arm: row.median_s for row in rows}
+        assert cells[5:7] == [f"{medians[arm] / medians['auto']:.2f}" for arm in ("ddp", "fp16_compress")]

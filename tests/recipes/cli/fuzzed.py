@@ -1,0 +1,173 @@
+"""Configurations of every recipe with one thing wrong, and how far each recipe gets with them: to where work starts."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import os
+import warnings
+from contextlib import contextmanager, redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hypothesis import reject
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import GrammarParseError
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
+# What each recipe is composed with; `TMP` stands for a folder with an image set and a run in it.
+BASES: dict[str, list[str]] = {
+    "train": ["callbacks=[default,ema,time_to_accuracy,endurance]", "callbacks.time_to_accuracy.target=0.9"],
+    "train ": "data=imagenet data.root=TMP/images model=resnet50 model.num_classes=2 model.depth=18 model.width=0.0625 "
+    "global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
+    "train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd strategy=ddp "
+    "precision=32-true logger=none".split(),
+    "simulate": ["num_steps=2", "scaling_ranks=[1]", "search.algorithms=[flat]", "search.bucket_bytes=[4194304]"],
+    "simulate_profile": [],
+    "search": [],
+    "claims": [],
+    "pack": ["root=TMP/images", "out=TMP/out/shards"],
+    "bench": [],
+    "bench_input": [],
+    "bench_step": [],
+    "memory": [],
+    "report": ["runs=[TMP/run]"],
+    "endurance": [],
+    "tune": [],
+    "faults": ["only=[rank dies]"],
+    "faults_resume": [],
+    "faults_environment": ["only=[HOME unset]"],
+    "bench_checkpoint": ["model.depth=18", "model.width=0.0625"],
+}
+
+# Where work starts: (module, class or None, name). Nothing after it is run.
+WORK = [
+    ("lightning.pytorch", "Trainer", "fit"),
+    ("lightning.fabric", "Fabric", "launch"),
+    ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
+    ("recipes.benchmarks.updates", "UpdateBench", "run"),
+    ("recipes.benchmarks.input_cases", "InputBench", "speeds"),
+    ("tests.evidence.memory.census", "Census", "take"),
+    ("recipes.planning.gradient_timing", None, "measure"),
+    ("tests.evidence.endurance", None, "train"),
+    ("tests.evidence.faults.case", None, "run_all"),
+    ("tests.evidence.resume.trials", None, "outcomes"),
+    ("tests.evidence.environments.trials", None, "outcomes"),
+    ("tests.evidence.checkpoint_cost.cases", None, "samples"),
+    ("recipes.datasets.packing", "Packing", "run"),
+]
+
+
+class WorkStartsError(BaseException):
+    """Everything is built."""
+
+
+def stop_where_work_starts(monkeypatch) -> None:
+    def stop(*_, **__):
+        raise WorkStartsError
+
+    for module, kind, name in WORK:
+        owner = importlib.import_module(module)
+        monkeypatch.setattr(owner if kind is None else getattr(owner, kind), name, stop)
+
+
+@cache
+def composed(recipe: str, folder: str) -> DictConfig:
+    """The configuration of a recipe, with Hydra's own beside it."""
+    GlobalHydra.instance().clear()
+    overrides = [override.replace("TMP", folder) for override in BASES[recipe]]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(recipe.strip(), overrides=overrides, return_hydra_config=True)
+    OmegaConf.set_readonly(cfg.hydra, False)
+    with open_dict(cfg):
+        cfg.hydra.runtime.output_dir = f"{folder}/out"
+        cfg.hydra.job.num, cfg.hydra.job.id = 0, "0"
+    return cfg
+
+
+def keys_of(cfg: DictConfig) -> list[str]:
+    """Every key, of parts and of leaves, but those that only say where to write."""
+
+    def walk(value, key):
+        if isinstance(value, dict):
+            for name, child in value.items():
+                yield from walk(child, f"{key}.{name}" if key else str(name))
+        if key:
+            yield key
+
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    del plain["hydra"]
+    places = ("run_dir", "out", "packing.out")
+    return [key for key in walk(plain, "") if key not in places and not any(mark in key for mark in ",[ ")]
+
+
+NUMBERS = [-1, 0, 2, 2**31, 10**30, -0.5, 1.5, float("nan"), float("inf"), -float("inf")]
+WORDS = ["", "zzz", "???", "ä ☃", "/dev/null/no", "${nope.nope}", "${", "null", "1e3", "os.system", "torch.nn.ReLU"]
+VALUES = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(WORDS),
+    st.sampled_from(
+        [None, True, False, [], [1], ["zzz"], {}, {"a": 1}, [[]], {"_target_": "os.system", "command": ":"}]
+    ),
+    st.text(max_size=12),
+)
+ACTIONS = st.sampled_from(["set"] * 8 + ["misspell", "remove", "loop"])
+
+
+def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
+    """A copy with one thing wrong."""
+    cfg = copy.deepcopy(cfg)
+    OmegaConf.set_readonly(cfg.hydra, False)
+    if action == "remove":
+        parent, _, name = key.rpartition(".")
+        with open_dict(cfg):
+            del (OmegaConf.select(cfg, parent) if parent else cfg)[name]
+        cfg.hydra.overrides.task = [f"~{key}"]
+        return cfg
+    given = {"set": value, "loop": f"${{{key}}}", "misspell": value}[action]
+    where = f"{key}_" if action == "misspell" else key
+    try:
+        OmegaConf.update(cfg, where, given, merge=False, force_add=True)
+    except GrammarParseError:  # Hydra itself does not take it
+        reject()
+    cfg.hydra.overrides.task = [f"{where}=..."]
+    return cfg
+
+
+def outcome_of(recipe: str, cfg: DictConfig) -> tuple[str, str]:
+    """`("built", "")`, or `("error", message)`; any other end is raised."""
+    main = importlib.import_module(f"recipes.{recipe.strip()}").main.__wrapped__
+    HydraConfig.instance().set_config(cfg)
+    own = copy.deepcopy(cfg)
+    OmegaConf.set_struct(own, False)
+    del own["hydra"]
+    OmegaConf.set_struct(own, True)
+    with _process_as_it_was(), warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            main(own)
+        except WorkStartsError:
+            pass
+        except SystemExit as end:
+            return "error", str(end.code)
+    return "built", ""
+
+
+@contextmanager
+def _process_as_it_was():
+    before = dict(os.environ)
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        HydraConfig.instance().cfg = None
+        for name in set(os.environ) - set(before):
+            del os.environ[name]

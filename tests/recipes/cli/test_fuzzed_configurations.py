@@ -1,0 +1,71 @@
+"""Whatever a user gives any key of any recipe: it is built, or refused by the name of the key with a cure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.recipes.cli import fuzzed
+
+NUM_CASES = (
+    30  # of each recipe in every run; `pytest --fuzz-cases 1000 tests/recipes/cli/test_fuzzed_configurations.py`
+)
+
+# Words of which a message needs one: what must be, or what to do.
+CURES = re.compile(r"\b(must|Set|Give|Given|Leave|Correct|correct|Use|Run|Choose|Did you mean|Options)\b")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds an image set and a run."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (folder / "images" / place).mkdir(parents=True)
+        for name in "xy":
+            Image.new("RGB", (8, 8)).save(folder / "images" / place / f"{name}.jpg")
+    (folder / "run").mkdir()
+    told = {"metrics": {}, "best": {}, "config": {}, "num_steps": 1, "images_per_s": None, "environment": {}}
+    (folder / "run" / "summary.json").write_text(json.dumps(told))
+    (folder / "run" / "curves.json").write_text(json.dumps({"train/loss": [[1, 0.5]]}))
+    return folder
+
+
+@pytest.mark.parametrize("recipe", fuzzed.BASES, ids=lambda recipe: recipe.replace(" ", "+"))
+def test_every_value_is_built_or_refused_by_name(recipe, folder, monkeypatch, tmp_path, pytestconfig):
+    monkeypatch.chdir(tmp_path)  # some values are paths
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    fuzzed.stop_where_work_starts(monkeypatch)
+    base = fuzzed.composed(recipe, str(folder))
+    assert fuzzed.outcome_of(recipe, base) == ("built", "")
+    keys = fuzzed.keys_of(base)
+    cases = settings(
+        max_examples=pytestconfig.getoption("--fuzz-cases") or NUM_CASES,
+        derandomize=True,
+        phases=[Phase.generate],  # a case is small as it is
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @cases
+    @given(key=st.sampled_from(keys), action=fuzzed.ACTIONS, value=fuzzed.VALUES)
+    def is_built_or_refused(key, action, value):
+        kind, text = fuzzed.outcome_of(recipe, fuzzed.changed(base, key, action, value))
+        note(f"{recipe} {action} {key}={value!r}: {kind} {text}")
+        if (told := os.environ.get("FUZZ_RECORD")) is not None:
+            with open(told, "a") as file:
+                file.write(json.dumps([recipe.strip(), action, key, repr(value), kind, text]) + "\n")
+        if kind == "error":
+            name = key.rpartition(".")[2] + ("_" if action == "misspell" else "")
+            assert text.startswith("error: ")
+            assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text), f"{key} is not named"
+            assert CURES.search(text), "no cure"
+
+    is_built_or_refused()

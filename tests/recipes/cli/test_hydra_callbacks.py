@@ -1,0 +1,115 @@
+"""What every recipe does before Hydra writes: surroundings and secrets refused in a line, streams that may end."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from recipes.cli import launch, stdio
+from recipes.cli.hydra_callbacks import BeforeRun
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+ENTRIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "job")
+MARKER = "0123456789abcdef" * 3
+
+
+def composed(name, *overrides):
+    launch.register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, overrides=list(overrides), return_hydra_config=True)
+
+
+@pytest.fixture(autouse=True)
+def streams_as_they_were(monkeypatch):
+    yield
+    stdio.restore()
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_recipe_looks_around_before_hydra_writes(name):
+    assert composed(name).hydra.callbacks.before_run._target_ == "recipes.cli.hydra_callbacks.BeforeRun"
+
+
+@pytest.mark.parametrize("mode", ["run", "sweep"])
+def test_a_directory_that_takes_nothing_ends_the_program_in_words(mode, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    start = BeforeRun().on_run_start if mode == "run" else BeforeRun().on_multirun_start
+    with pytest.raises(SystemExit, match=r"^error: `hydra.run.dir` \(=/proc/none/x\) must be a directory that can be"):
+        start(composed("train", f"hydra.{mode}.dir=/proc/none/x"))
+
+
+def test_other_ranks_write_nothing_and_so_look_at_no_directory(monkeypatch):
+    monkeypatch.setattr(launch, "is_rank_zero", lambda: False)
+    BeforeRun().on_run_start(composed("train", "hydra.run.dir=/proc/none/x"))
+
+
+@pytest.mark.parametrize("key", ["logger.settings.api_key", "data.password", "logger.tags"])
+def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    value = f"[{{api_key: {MARKER}}}]" if key == "logger.tags" else MARKER
+    cfg = composed("train", f"+{key}={value}" if "tags" not in key else f"{key}={value}", f"hydra.run.dir={tmp_path}/x")
+    with pytest.raises(SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY") as told:
+        BeforeRun().on_run_start(cfg)
+    assert MARKER not in str(told.value)
+    assert not (tmp_path / "x").exists()
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves_ends_no_program(monkeypatch):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        stdio.last()
+        print("heard", flush=True)
+        assert os.read(reader, 100) == b"heard\n"
+        os.close(reader)
+        for _ in range(3):
+            print("not heard", flush=True)
+        told = sys.stderr.getvalue()
+        stdio.restore()
+        assert sys.stdout is out
+    assert told == (
+        "standard output takes no more (Broken pipe): nothing is printed there from here on; the run goes on\n"
+    )
+
+
+def test_a_full_disk_behind_standard_error_ends_no_program(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        stdio.last()
+        print("x" * 10_000, file=sys.stderr)
+        print("y", file=sys.stderr, flush=True)
+        stdio.restore()
+
+
+def test_a_closed_stream_stays_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    stdio.last()
+    print("nothing")
+    assert sys.stdout is None
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_log_file_that_takes_nothing_prints_no_traceback(monkeypatch):
+    handler, said = logging.StreamHandler(Full()), io.StringIO()
+    record = logging.LogRecord("a", logging.INFO, "b", 1, "words", None, None)
+    monkeypatch.setattr(sys, "stderr", said)
+    stdio.last()
+    handler.emit(record)
+    assert said.getvalue() == ""
+    stdio.restore()
+    handler.emit(record)  # a control: it would
+    assert "No space left on device" in said.getvalue()

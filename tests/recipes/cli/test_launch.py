@@ -1,0 +1,166 @@
+"""Configuration: what is computed from it, what it may not say, and in which words it is told so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from lightning_hybrid import HybridAllReduceStrategy
+from recipes.cli import config_check, launch
+from recipes.train import build
+from recipes.training.keys import TRAIN_KEYS
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+ALONE = ["trainer.devices=1", "logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false"]
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=[*ALONE, *overrides])
+
+
+def test_the_defaults_are_the_main_job():
+    trainer, module, data = build(configured("trainer.devices=2"))
+    assert isinstance(trainer.strategy, HybridAllReduceStrategy)
+    assert (trainer.world_size, str(trainer.precision), trainer.accumulate_grad_batches) == (2, "16-true", 1)
+    assert module.optimizer.func.__name__ == "LARS"
+    assert data.seed == 0
+
+
+@pytest.mark.parametrize("optim", ["lars", "lamb", "sgd"])
+@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
+def test_every_choice_of_a_group_can_be_built(optim, strategy):
+    trainer, module, _ = build(configured(f"optim={optim}", f"strategy={strategy}", "precision=32-true"))
+    groups = [{"params": list(module.parameters()), "weight_decay": module.weight_decay}]
+    assert module.optimizer(groups).param_groups[0]["weight_decay"] == module.weight_decay > 0
+    assert trainer.log_every_n_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more", "every", "question"),
+    [
+        ("cpu", [], 5, 1),
+        ("auto", ["trainer.devices=2"], 50, 1),  # no GPU here
+        ("gpu", ["trainer.devices=2"], 50, 20),
+        ("gpu", ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"], 50, 1),  # steps of 4 batches
+    ],
+)
+def test_on_gpus_the_host_seldom_waits(trainer, more, every, question, monkeypatch):
+    """And cuDNN may try its convolutions. Only composed: there is no GPU to build a trainer for."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cfg = configured(f"trainer={trainer}", *more)
+    assert cfg.trainer.log_every_n_steps == every
+    assert cfg.callbacks.stop.every_n_steps == question
+    assert cfg.trainer.get("benchmark", False) is (trainer != "cpu")
+
+
+@pytest.mark.parametrize("logger", ["wandb", "csv"])
+def test_every_logger_writes_into_the_run_directory(logger, tmp_path):
+    trainer, _, _ = build(configured(f"logger={logger}", f"run_dir={tmp_path}"))
+    assert str(trainer.logger.save_dir).startswith(str(tmp_path))
+
+
+def test_tracking_is_offline_unless_told(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert configured("logger=wandb").logger.offline is True
+    assert configured("logger=wandb", "logger.offline=false").logger.offline is False
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert configured("logger=wandb").logger.offline is False  # which leaves it to WANDB_MODE
+
+
+def test_accumulation_follows_from_the_global_batch():
+    cfg = configured("global_batch_size=96", "batch_size_per_rank=12", "trainer.devices=4")
+    assert cfg.trainer.accumulate_grad_batches == 2
+
+
+MISTAKES = {
+    "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).*Nearest that fit: .*=126 or 128\.",
+    "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*2\.13 accumulation steps.*=120 or 180\.",
+    "batch_size_per_rank=0": r"`batch_size_per_rank` \(=0\) must be a whole number of images above zero",
+    "batch_size_per_rank=x": r"`batch_size_per_rank` \(='x'\) must be a whole number",
+    "global_batch_size=many": r"`global_batch_size` \(='many'\) must be a whole number",
+    "global_batch_size=2048": r"`global_batch_size` \(=2048\) must be at most the number of training images \(=1257\)",
+    "seed=null": r"`seed` \(=None\) must be a whole number",
+    "optim.lr=???": r"`optim.lr` \(=\?\?\?\) must have a value",
+    "optim.lr=abc": r"`optim.lr` \(='abc'\) must be a number",
+    "+optim.trust_coef=1": r"unexpected keyword argument 'trust_coef'",
+    "schedule.power=-1": r"`power` \(=-1\)",
+    "+ckpt_path=last": r"`ckpt_path` \(='last'\) must be a key of this recipe, or one that another refers to",
+    "+precison=16-true": r"`precison` .* nothing would read it\. Did you mean precision\?",
+    "+trainer.nodes=2": r"unexpected keyword argument 'nodes'.*\[trainer\]",
+    "trainer.devices=0": r"`trainer.devices` \(=0\) must be a whole number above zero",
+    "precision=17-true": r"`trainer.precision` \(='17-true'\) must be .*16-true",
+    "strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
+    "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
+    "strategy.ranks_per_node=3 trainer.devices=4": r"`ranks_per_node` \(=3\) must divide",
+    "data=synthetic model=resnet50 model.bn_eps=-inf": r"`model.bn_eps` \(=-inf\) must be a number above zero",
+    "model.width=0": r"`model.width` \(=0\) must be a number above zero",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as told, launch.short_errors():
+        build(configured(*mistake.split()))
+    assert "full_key" not in str(told.value)
+    assert "raised while resolving" not in str(told.value)
+
+
+def test_a_key_of_the_users_own_may_be_referred_to():
+    cfg = configured("+mine=0.5", "optim.lr=${mine}")
+    config_check.check(cfg, TRAIN_KEYS)
+    assert cfg.optim.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [(0, r"`steps.trainer._partial_` \(=0\) must be true or false"), (False, r"`steps.trainer` .*`_partial_: true`")],
+)
+def test_a_part_that_must_be_partial_says_so(partial, message):
+    trainer = {"_target_": "lightning.pytorch.Trainer", "_partial_": partial}
+    steps = {"_target_": "recipes.benchmarks.steps.StepBench", "trainer": trainer}
+    with pytest.raises(ValueError, match=message):
+        config_check.check(OmegaConf.create({"steps": steps}), {"steps": dict})
+
+
+@pytest.mark.parametrize("mistake", ["optim.lrr=1", "modle.width=1", "optim=adamw", "trainer.max_epoch=1"])
+def test_hydra_refuses_an_unknown_key_by_name(mistake):
+    with pytest.raises(HydraException, match=mistake.split("=")[0].split(".")[-1]):
+        configured(mistake)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "2026/12"),
+        ({"TORCHELASTIC_RUN_ID": "7f3a"}, "torchrun-7f3a"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "2026/12"),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "2", "SLURM_JOB_NAME": "train"}, "slurm-9.2"),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "9", "SLURM_JOB_NAME": "bash"}, "2026/12"),
+    ],
+    ids=str,
+)
+def test_the_directory_is_named_by_whoever_started_the_ranks(monkeypatch, variables, name):
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert launch.launch_id("2026/12") == name
+
+
+def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatch, tmp_path):
+    given = "strategy.plan=${cluster.links}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=["+cluster=netlab", "+num_nodes=1", given], return_hydra_config=True)
+    OmegaConf.set_readonly(cfg.hydra, False)
+    cfg.hydra.runtime.output_dir = str(tmp_path)
+    monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
+    cfg.hydra.job.config_name = "train"
+    cfg.hydra.runtime.config_sources = []
+    assert launch.command_of_this_job()[-4:] == ["+cluster=netlab", "+num_nodes=1", given, "hydra.mode=RUN"]

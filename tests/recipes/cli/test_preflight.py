@@ -1,0 +1,211 @@
+"""Launchers, ports, interfaces, disks that cannot work: refused before anything starts, by name and with a cure."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.cli import preflight
+
+ROOT = Path(__file__).resolve().parents[3]
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def in_namespaces(*, script: str, flags: str) -> str:
+    """What a script prints in namespaces of its own; it sees no torch, so it starts at once."""
+    code = f"from recipes import surroundings\ntry:\n    {script}\nexcept ValueError as error:\n    print(error)"
+    if subprocess.run(["unshare", *flags.split(), "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("namespaces need root")
+    done = subprocess.run(
+        ["unshare", *flags.split(), "bash", "-c", f'{MOUNT if "-m" in flags else ""} "{sys.executable}" -'],
+        input=code,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+MOUNT = "mount -t tmpfs -o size=8k none /mnt &&"
+
+
+def test_a_job_as_torchrun_starts_it_is_let_through(tmp_path):
+    preflight.check(tmp_path / "new" / "folder ä", TORCHRUN)
+    assert list((tmp_path / "new" / "folder ä").iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "4"}, r"`RANK` \(=4\) must be below `WORLD_SIZE` \(=4\)"),
+        ({"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number, at least 0"),
+        ({"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number, at least 0"),
+        ({"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
+        ({"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
+        ({"WORLD_SIZE": "5"}, r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE` \(=2 \* 2\)"),
+        ({"WORLD_SIZE": "many"}, r"`WORLD_SIZE` \(='many'\) must be a whole number"),
+        ({"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set, as `TORCHELASTIC_RUN_ID` is"),
+        ({"MASTER_PORT": "70000"}, r"`MASTER_PORT` \(=70000\) must be a port"),
+        ({"MASTER_PORT": "http"}, r"`MASTER_PORT` \(='http'\) must be a whole number"),
+        ({"MASTER_ADDR": "no such host"}, r"`MASTER_ADDR` \(=no such host\) must be an address that this host can"),
+        ({"OMP_NUM_THREADS": "abc"}, r"`OMP_NUM_THREADS` \(='abc'\) must be a whole number above zero"),
+        ({"OMP_NUM_THREADS": "0"}, r"`OMP_NUM_THREADS` \(='0'\) must be a whole number above zero"),
+        ({"WANDB_MODE": "ofline"}, r"`WANDB_MODE` \(='ofline'\) must be online.* Set WANDB_MODE=offline\.$"),
+        ({"WANDB_MODE": "xyz"}, r"`WANDB_MODE` \(='xyz'\) must be online, .* or shared\. Set WANDB_MODE=offline\.$"),
+        ({"GLOO_SOCKET_IFNAME": "lo,eth99"}, r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_a_launcher_got_wrong_is_refused(change, message):
+    variables = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        preflight.check(None, variables)
+
+
+SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+
+
+def test_a_job_as_srun_starts_it_is_let_through():
+    preflight.check(None, SLURM | {"OMP_NUM_THREADS": "4,2", "WANDB_MODE": "offline"})
+    shell = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}
+    preflight.check(None, shell)  # an interactive shell: Lightning starts the ranks
+    preflight.check(None, TORCHRUN | {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"})  # torchrun in a job of SLURM
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_PROCID": "2"}, r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun"),
+        ({"SLURM_PROCID": "x"}, r"`SLURM_PROCID` \(='x'\) must be a whole number"),
+        ({"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set, as `SLURM_NTASKS` is"),
+        ({"SLURM_NODEID": None}, r"`SLURM_NODEID` must be set"),
+    ],
+    ids=str,
+)
+def test_what_slurm_got_wrong_is_refused(change, message):
+    variables = {name: value for name, value in (SLURM | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        preflight.check(None, variables)
+
+
+def test_a_local_rank_that_somebody_left_behind_is_refused():
+    """Lightning would take it for a launcher's, start no other rank, and wait for them."""
+    left = {"LOCAL_RANK": "1"}
+    with pytest.raises(ValueError, match=r"`LOCAL_RANK` \(=1\) must come with MASTER_ADDR and MASTER_PORT"):
+        preflight.check(None, left | {"MASTER_PORT": "29500"})
+    preflight.check(None, left | {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"local_rank": 2}, r"`LOCAL_RANK` \(=2\) must be below `trainer.devices` \(=2\).*`unset LOCAL_RANK`"),
+        ({"node_rank": 3}, r"`NODE_RANK` \(=3\) must be below `trainer.num_nodes` \(=3\).*set trainer.num_nodes\.$"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_rank_beyond_the_trainers_world_is_refused(place, message):
+    given = {"local_rank": 1, "num_devices": 2, "node_rank": 2, "num_nodes": 3, **place}
+    if message is None:
+        preflight.check_place(**given)
+    else:
+        with pytest.raises(ValueError, match=message):
+            preflight.check_place(**given)
+
+
+@pytest.mark.parametrize(
+    ("limits", "allowed"),
+    [((64, 4096), 4096), ((64, -1), preflight.MANY_DESCRIPTORS), ((256, 256), None), ((-1, -1), None)],
+    ids=str,
+)
+def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append((which, both)))
+    preflight.raise_descriptors()
+    assert asked == ([] if allowed is None else [(resource.RLIMIT_NOFILE, (allowed, limits[1]))])
+
+
+def test_too_few_files_are_refused_before_ranks_fail_to_connect(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))
+    with pytest.raises(ValueError, match=r"`ulimit -n` \(=255\) must be at least 256"):
+        preflight.check(None, {})
+
+
+def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        mine = {"MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(ValueError, match=r"`MASTER_PORT` \(=\d+\) must be a port that this process may open"):
+            preflight.check(None, mine)
+        preflight.check(None, mine | {"NODE_RANK": "1"})  # the first node opens it
+        preflight.check(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})  # torchrun's agent has
+
+
+@pytest.mark.parametrize("names", ["^docker,eth99", "=eth99", "l", ""])
+def test_nccls_own_way_of_naming_interfaces_is_let_through(names):
+    """A list begins with ^ (all but these) or = (these very names); otherwise it holds beginnings of names."""
+    preflight.check(None, {"NCCL_SOCKET_IFNAME": names})
+    with pytest.raises(ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"):
+        preflight.check(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
+
+
+def test_a_port_that_only_lingers_is_free():
+    """For a minute after a job, its closed connections keep the port; torch's store takes it all the same."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            accepted.close()  # the first to close lingers
+            client.recv(1)
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):  # a control
+        plain.bind(("", port))
+    preflight.check(None, {"MASTER_PORT": str(port)})
+
+
+def test_a_run_directory_that_takes_no_files_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a"):
+        preflight.check(tmp_path / "file" / "run", {})
+    with pytest.raises(ValueError, match=r"`hydra.run.dir`"):
+        preflight.check("/proc/nowhere", {})
+
+
+def test_a_full_disk_is_found_before_training():
+    told = in_namespaces(script='surroundings.check("/mnt/run", {})', flags="-m")
+    assert "`hydra.run.dir` (=/mnt/run) must be a directory that can be written to: No space left" in told
+
+
+def test_a_host_without_any_interface_is_found_before_training():
+    told = in_namespaces(script="surroundings.check(None, {})", flags="-n")
+    assert "`MASTER_ADDR` (=127.0.0.1) must be an address that this host can reach: Network is unreachable" in told
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"a": [1, {"API_KEY": "x"}]}, r"a\[1\]\.API_KEY"),
+        ({"a": {"b": {"password": 1}}}, r"a\.b\.password"),
+        ({"client_secret": "x"}, "client_secret"),
+    ],
+    ids=str,
+)
+def test_a_secret_is_found_wherever_it_is(config, key):
+    with pytest.raises(ValueError, match=rf"`{key}` must not be in the configuration"):
+        preflight.check_secrets(config)

@@ -1,0 +1,165 @@
+"""Packing: shuffled, resumable after a kill, whole or not at all; what is corrupt is listed."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_hybrid.data.images.shards import ShardedImages
+from recipes.datasets import packing
+from recipes.datasets.packing import Packing, check_packed
+from tests.data.images.pictures import image_of, write_root
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_root(tmp_path / "root", num_train=23, num_val=4)
+
+
+def packing_of(root, out, **changes):
+    told = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 6000}
+    told |= {"max_corrupt_images": 0, "num_threads": 2, "verify": True}
+    return Packing(root=str(root), out=str(out), **told | changes)
+
+
+def files_of(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def numbers_of(out):
+    images = ShardedImages(out / "train")
+    return [int(images.name(index)[-10:-5]) for index in range(len(images))]
+
+
+def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(root, tmp_path):
+    told = packing_of(root, tmp_path / "a").run()
+    assert [(part.split, part.num_images, part.num_corrupt) for part in told] == [("train", 23, 0), ("val", 4, 0)]
+    packing_of(root, tmp_path / "b").run()
+    packing_of(root, tmp_path / "c", seed=1).run()
+    numbers, other = numbers_of(tmp_path / "a"), numbers_of(tmp_path / "c")
+    assert sorted(numbers) == list(range(23))
+    assert numbers not in (sorted(numbers), other)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "a" / "train").glob("*.bin"))]
+    assert len(sizes) > 3
+    assert all(3000 < size < 9000 for size in sizes[:-1])  # about 6000, from the mean size of a sample
+    assert not list(tmp_path.glob("a/*/*.part")) + list(tmp_path.glob("a/*/*.unfinished"))
+
+
+class KilledError(BaseException):
+    """Nothing in the code under test may catch it."""
+
+
+@pytest.mark.parametrize("when", [1, 9, 17, 22])
+def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(root, tmp_path, monkeypatch, when):
+    packing_of(root, tmp_path / "whole", num_threads=1).run()
+    prepared, calls = Packing.prepared, []
+
+    def killed(self, data):
+        calls.append(1)
+        if len(calls) == 23 + when:  # the first 23 are the sample's
+            raise KilledError
+        return prepared(self, data)
+
+    monkeypatch.setattr(Packing, "prepared", killed)
+    with pytest.raises(KilledError):
+        packing_of(root, tmp_path / "killed", num_threads=1).run()
+    assert not (tmp_path / "killed" / "train" / "index.npz").exists()
+    num_whole = len(list((tmp_path / "killed" / "train").glob("*.part")))
+    calls.clear()
+    monkeypatch.setattr(Packing, "prepared", lambda self, data: calls.append(1) or prepared(self, data))
+    packing_of(root, tmp_path / "killed", num_threads=1).run()
+    assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
+    assert len(calls) < 23 + 8 or num_whole == 0  # whole shards were not made again
+
+
+def test_another_packing_into_the_same_folder_is_refused(root, tmp_path):
+    packing_of(root, tmp_path / "out").run()
+    before = files_of(tmp_path / "out")
+    packing_of(root, tmp_path / "out").run()
+    assert files_of(tmp_path / "out") == before
+    with pytest.raises(ValueError, match=r"`short_side` \(=32\) must be that of the packing in .*\(=None\)"):
+        packing_of(root, tmp_path / "out", short_side=32).run()
+    (root / "train" / "n01" / "00099.JPEG").write_bytes(image_of(99))
+    with pytest.raises(ValueError, match=r"`num_images` \(=24\)"):
+        packing_of(root, tmp_path / "out").run()
+
+
+def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path):
+    small = root / "train" / "n01" / "00300.JPEG"
+    small.write_bytes(image_of(0))
+    Image.open(small).resize((20, 24)).save(small, format="JPEG")
+    packing_of(root, tmp_path / "out", short_side=32).run()
+    images = ShardedImages(tmp_path / "out" / "train")
+    for index in range(len(images)):
+        data, number = images.read(index), int(images.name(index)[-10:-5])
+        image = Image.open(io.BytesIO(data))
+        if number == 300:
+            assert data == small.read_bytes()
+            continue
+        assert image.size == ((44, 32) if number % 2 else (32, 44))
+        whole = Image.open(io.BytesIO(image_of(number))).resize(image.size, Image.Resampling.BILINEAR)
+        assert np.abs(np.asarray(image).astype(int) - np.asarray(whole).astype(int)).mean() < 4  # of the second JPEG
+
+
+def test_corrupt_images_are_listed_and_left_out_within_the_budget(root, tmp_path):
+    for number in (3, 8):
+        (root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG").write_bytes(image_of(number)[:-200])
+    told = packing_of(root, tmp_path / "out", max_corrupt_images=2).run()
+    assert (told[0].num_images, told[0].num_corrupt) == (21, 2)
+    assert sorted(numbers_of(tmp_path / "out")) == [number for number in range(23) if number not in (3, 8)]
+    listed = (tmp_path / "out" / "train" / "corrupt.txt").read_text().splitlines()
+    assert sorted(line.split("\t")[0][-10:] for line in listed) == ["00003.JPEG", "00008.JPEG"]
+    with pytest.raises(ValueError, match=r"`max_corrupt_images` \(=1\).*there are 2 so far"):
+        packing_of(root, tmp_path / "strict", max_corrupt_images=1).run()
+
+
+def test_checking_finds_a_flipped_bit(root, tmp_path):
+    packing_of(root, tmp_path / "out").run()
+    check_packed(tmp_path / "out", ["train", "val"])
+    path = tmp_path / "out" / "val" / "shard-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"val/shard-00000\.bin does not"):
+        check_packed(tmp_path / "out", ["train", "val"])
+
+
+def test_settings_that_make_no_sense_are_refused(root, tmp_path):
+    for change, match in (
+        ({"shard_bytes": 0}, r"`shard_bytes` \(=0\)"),
+        ({"quality": 101}, r"`quality` \(=101\)"),
+        ({"short_side": 0}, r"`short_side` \(=0\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            packing_of(root, tmp_path / "out", **change)
+    with pytest.raises(ValueError, match=r"must not be `root`"):
+        packing_of(root, root)
+
+
+@pytest.mark.long
+def test_the_program_packs_and_ends_a_mistake_with_one_message(root, tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "pack.py"), f"hydra.run.dir={tmp_path}/run", f"root={root}"]
+
+    def run(*options):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [*command, *options], capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+
+    done = run(f"out={tmp_path}/out", "short_side=32")
+    assert done.returncode == 0, done.stderr
+    assert "train: 23 images in 1 shards" in done.stdout
+    done = run()
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "`out` (=???) must have a value" in done.stderr
+    assert packing.PLAN_NAME in {path.name for path in (tmp_path / "out" / "train").iterdir()}

@@ -1,0 +1,189 @@
+"""The check of a GPU: a check that fails, dies or hangs is a line and not the end; no Hydra and no wandb is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import gpu_check
+from recipes.gpu import runner, waits, worlds
+from recipes.gpu.runner import Check, Given, NotHere
+from tests.without import environment_without
+
+ROOT = Path(__file__).resolve().parents[3]
+HANGS_AFTER_S = 8  # ample for a process that is forked and starts another
+
+
+def is_well(given):
+    print("said aside")
+    return {"told": "all is well", "table": [{"arm": "one", "ms": 1.5}], "device": given.device}
+
+
+def is_wrong(given):
+    print("what led to it")
+    raise AssertionError("two is not three\nand more")
+
+
+def is_elsewhere(given):
+    raise NotHere("there is no such thing here")
+
+
+def dies(given):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leaves(given):
+    os._exit(3)
+
+
+def hangs(given):
+    """With a process of its own, which must not be left behind either."""
+    child = subprocess.Popen(["sleep", "600"])
+    (given.folder / "pid").write_text(str(child.pid))
+    time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    out = tmp_path_factory.mktemp("checks")
+    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, dies, leaves, is_elsewhere, is_well)]
+    hanging = Check(name="hangs", run=hangs, limit_s=HANGS_AFTER_S)
+    said = []
+    found = runner.run_all([*checks[:2], hanging, *checks[2:]], "cpu", out, limit_s=600, on_outcome=said.append)
+    assert said == found
+    return out, {outcome.name: outcome for outcome in found}
+
+
+def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
+    _, found = outcomes
+    verdicts = {name: outcome.verdict for name, outcome in found.items()}
+    failed = dict.fromkeys(("hangs", "is_wrong", "dies", "leaves"), "FAIL")
+    assert verdicts == failed | {"is_elsewhere": "SKIP", "is_well": "PASS"}
+    assert runner.num_failures(list(found.values())) == 4
+    assert found["is_wrong"].told == "AssertionError: two is not three"
+    assert "ended by signal 11" in found["dies"].told
+    assert "ended with exit code 3" in found["leaves"].told
+    assert "not done after 8 s" in found["hangs"].told
+    assert found["is_elsewhere"].told == "there is no such thing here"
+    assert found["is_well"].line().split() == ["PASS", "is_well", *found["is_well"].line().split()[2:]]
+    assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped."
+
+
+def test_nothing_that_a_hanging_check_started_is_left(outcomes):
+    out, _ = outcomes
+    pid = int((out / "hangs" / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_path):
+    _, found = outcomes
+    path = tmp_path / "gpu_check.json"
+    runner.write_json(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.environment(ROOT))
+    told = json.loads(path.read_text())
+    assert told["environment"]["torch"] == torch.__version__
+    assert told["environment"]["device"] == "cpu"
+    assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= told["environment"].keys()
+    by_name = {check["name"]: check for check in told["checks"]}
+    assert list(by_name) == list(found)
+    assert by_name["is_well"]["details"] == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
+    assert "what led to it" in by_name["is_wrong"]["details"]["log"]
+    assert "and more" in by_name["is_wrong"]["details"]["error"]
+    assert runner.tables(list(found.values())) == "is_well\n\n| arm | ms |\n|---|---|\n| one | 1.5 |"
+
+
+def test_a_check_for_which_no_time_is_left_is_skipped_and_says_so(tmp_path):
+    (outcome,) = runner.run_all(
+        [Check(name="late", run=is_well, limit_s=60)], "cpu", tmp_path, limit_s=0.0, on_outcome=lambda _: None
+    )
+    assert (outcome.verdict, outcome.told) == ("SKIP", "no time left: give more `minutes`")
+
+
+def test_the_exit_code_is_the_number_of_failures(tmp_path, monkeypatch, capsys):
+    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, is_well, dies)]
+    monkeypatch.setattr(gpu_check, "CHECKS", checks)
+    assert gpu_check.main([f"out={tmp_path}", "--device", "cpu"]) == 2
+    assert gpu_check.main([f"out={tmp_path}", "only=is_well", "--device=cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "FAIL  is_wrong" in said
+    assert "1 passed, 2 failed, 0 skipped." in said
+    assert [check["name"] for check in json.loads((tmp_path / "gpu_check.json").read_text())["checks"]] == ["is_well"]
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cpu"):
+        gpu_check.main([])
+
+
+# ---- the checks can fail -------------------------------------------------------------------------------------------
+
+
+def raises_on_one(given, rank, num_ranks):
+    if rank == 1:
+        raise KeyError("the telling word")
+    return {"rank": rank}
+
+
+def test_a_rank_that_fails_is_named(tmp_path):
+    given = Given(device="cpu", folder=tmp_path, limit_s=60)
+    check = Check(name="ranks", run=fails_on_a_rank, limit_s=60)
+    outcome = runner.run_one(check, given.device, tmp_path, limit_s=60)
+    assert (outcome.verdict, outcome.told) == ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'")
+
+
+def fails_on_a_rank(given):
+    return {"answers": worlds.run_world(given, raises_on_one, num_ranks=2, limit_s=50)}
+
+
+def test_other_bits_are_found():
+    one, other = {"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2), "b": torch.tensor([1.0, 1.0000001])}
+    waits.same_bits(one, dict(one), "x")
+    with pytest.raises(AssertionError, match="x: 1 of 2 tensors have other bits, the first is b"):
+        waits.same_bits(one, other, "x")
+
+
+def test_a_read_is_noted_by_the_line_that_asks(tmp_path):
+    watch = waits._Watches(Given(device="cpu", folder=tmp_path, limit_s=1))
+    watch.on_train_batch_start(None, None, None, 4)
+    torch.ones(()).item()
+    line = traceback.extract_stack()[-1].lineno - 1
+    watch.on_train_batch_end(None, None, None, None, waits.NUM_BATCHES - 2)
+    torch.ones(()).item()
+    assert watch.places == {f"tests/recipes/gpu/test_gpu_check.py:{line}": 1}
+
+
+@pytest.mark.long
+def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
+    """All its modules are imported at once; of the checks some that start processes, train, save and decode."""
+    names = ("resumes", "who_waits", "one_rank", "four_ranks", "dead_rank", "decoding")
+    keys = [f"out={tmp_path / 'out'}", f"only={','.join(names)}", "--device", "cpu"]
+    command = [sys.executable, str(ROOT / "recipes" / "gpu_check.py"), *keys]
+    there = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert {check["name"]: check["verdict"] for check in told["checks"]} == dict.fromkeys(names, "PASS")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("output=here", "`output` is not known: give out=DIR"),
+        ("minutes=abc", "`minutes` (=abc) must be a number above zero"),
+        ("only=sums", "`only` (=sums) must be a check: fits_16-true_lars"),
+    ],
+)
+def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, key, words):
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main(["--device=cpu", key])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err

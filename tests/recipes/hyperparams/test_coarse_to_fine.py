@@ -1,0 +1,210 @@
+"""The search finds what was planted, forgets nothing, repeats nothing, and is ended by nothing that a trial does."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine, Stopping, TrialRunner, axes_from, median_limits
+from recipes.hyperparams.trial_log import Outcome, TrialLog, best_of, rank_of
+from recipes.hyperparams.trial_pool import TrialPool
+from tests.recipes.hyperparams.planted import Planted
+
+ROOT = Path(__file__).resolve().parents[3]
+LR = Axis(key="lr", low=0.01, high=100.0, num=5)
+
+
+def searched(folder, trial, *, num_workers=0, axes=(LR,), backend=None, stopping=None, fingerprint="f", budget_s=None):
+    """A search in `folder`: its runner, and whether it was complete."""
+    log = TrialLog(folder / "trials.jsonl", fingerprint=fingerprint)
+    with TrialPool(trial, num_workers=num_workers, budget_s=budget_s) as pool:
+        run = TrialRunner(pool, log, stopping=stopping)
+        is_complete = (backend or CoarseToFine(num_rounds=3, zoom=2)).search(axes, run, "min")
+    return run, is_complete
+
+
+def rates(outcomes):
+    return [float(outcome.overrides[-1].partition("=")[2]) for outcome in outcomes]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(decade=st.floats(-2, 2))
+def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(tmp_path_factory, decade):
+    """Grid points are 1 decade apart, after two zooms by 2 a quarter; so the best is an eighth away at most."""
+    run, _ = searched(tmp_path_factory.mktemp("search"), Planted(optimum=10**decade))
+    (best,) = rates([best_of(run.seen())])
+    assert abs(math.log10(best) - decade) <= 1 / 8 + 1e-5  # six digits of a rate
+    assert len(run.seen()) == 5 + 2 + 2
+
+
+def test_an_optimum_beyond_the_grid_is_followed(tmp_path):
+    run, _ = searched(tmp_path, Planted(optimum=1000.0))
+    assert rates([best_of(run.seen())]) == pytest.approx([100 * 10**0.75], rel=1e-5)
+
+
+def test_two_axes_are_searched_together(tmp_path):
+    decay = Axis(key="decay", low=0.0, high=1.0, num=3, scale="linear")
+
+    def trial(overrides, limits):
+        lr, weight_decay = (float(override.partition("=")[2]) for override in overrides)
+        return Outcome(overrides=overrides, status="done", value=abs(math.log10(lr)) + abs(weight_decay - 0.75))
+
+    run, _ = searched(tmp_path, trial, axes=(LR, decay))
+    assert best_of(run.seen()).overrides == ("lr=1", "decay=0.75")
+    assert len(run.seen()) == 15 + 8 + 8
+
+
+def test_the_largest_is_best_where_more_is_better():
+    outcomes = [Outcome(overrides=(str(value),), status="done", value=value) for value in (0.1, 0.9, 0.5)]
+    assert best_of(outcomes, mode="max").value == 0.9
+    assert best_of(outcomes).value == 0.1
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", ["fail_above", "diverge_above"])
+def test_a_trial_that_fails_or_diverges_is_worst_and_ends_nothing(tmp_path, num_workers, how):
+    """The optimum is where trials fail: the best is the best of those that do not."""
+    run, is_complete = searched(tmp_path, Planted(optimum=100.0, **{how: 20.0}), num_workers=num_workers)
+    assert is_complete
+    assert best_of(run.seen()).overrides == (f"lr={10**1.25:.6g}",)
+    *_, worst = sorted(run.seen(), key=rank_of)
+    assert rates([worst])[0] > 20
+    assert worst.reason == ("RuntimeError: no memory left" if how == "fail_above" else "loss is nan")
+
+
+def test_a_process_that_dies_is_a_failed_trial_and_another_takes_its_place(tmp_path):
+    run, is_complete = searched(tmp_path, Planted(optimum=0.1, exit_above=0.5), num_workers=1)
+    assert is_complete
+    died = [outcome for outcome in run.seen() if outcome.status == "failed"]
+    assert sorted(rates(died)) == [1.0, 10.0, 100.0]
+    assert {outcome.reason for outcome in died} == {"its process ended with exit code 3"}
+    assert rates([best_of(run.seen())]) == [0.1]
+
+
+def test_a_search_in_which_everything_fails_ends_after_the_grid(tmp_path):
+    run, is_complete = searched(tmp_path, Planted(fail_above=0.0))
+    assert is_complete
+    assert best_of(run.seen()) is None
+    assert [outcome.status for outcome in run.seen()] == ["failed"] * 5
+    assert len(run.rounds) == 1
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_search_goes_on_and_runs_no_trial_twice(tmp_path):
+    """Killed in the seventh of nine trials, by the kernel: the seventh alone is run again."""
+    calls = tmp_path / "calls"
+    script = (
+        "from pathlib import Path\n"
+        "from tests.recipes.hyperparams.planted import Planted\n"
+        "from tests.recipes.hyperparams.test_coarse_to_fine import searched\n"
+        f"searched(Path({str(tmp_path)!r}), Planted(optimum=3.0, calls={str(calls)!r}, kill_at=7))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert killed.returncode == -9, killed.stderr
+    with open(tmp_path / "trials.jsonl", "a") as file:
+        file.write('{"overrides": ["lr=')  # a line that was killed in the middle
+    run, is_complete = searched(tmp_path, Planted(optimum=3.0, calls=str(calls)))
+    assert is_complete
+    count = Counter(calls.read_text().splitlines())
+    assert sorted(count.values()) == [1] * 8 + [2]
+    assert list(count.values())[6] == 2
+    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert sorted(line["overrides"][0] for line in lines) == sorted(count)
+    whole, _ = searched(tmp_path / "whole", Planted(optimum=3.0))
+    assert [rates(found) for found in run.rounds] == [rates(found) for found in whole.rounds]
+
+
+def test_a_search_that_is_complete_runs_nothing(tmp_path):
+    searched(tmp_path, Planted())
+    run, is_complete = searched(tmp_path, Planted(fail_above=0.0))
+    assert is_complete
+    assert {outcome.status for outcome in run.seen()} == {"done"}
+
+
+def test_no_trial_starts_after_the_budget(tmp_path):
+    for num_workers in (0, 1):
+        run, is_complete = searched(tmp_path, Planted(), budget_s=0.0, num_workers=num_workers)
+        assert not is_complete
+        assert run.seen() == []
+
+
+def test_trials_of_other_settings_are_refused(tmp_path):
+    searched(tmp_path, Planted())
+    with pytest.raises(ValueError, match=r"line 1 \(fingerprint=f\) must come from the same settings as now \(=g\)"):
+        searched(tmp_path, Planted(), fingerprint="g")
+
+
+def test_a_line_that_is_no_trial_is_named(tmp_path):
+    searched(tmp_path, Planted())
+    with open(tmp_path / "trials.jsonl", "a") as file:
+        file.write('{"overrides": 1}\n')
+    with pytest.raises(ValueError, match=r"trials.jsonl` line 10 .* must be a trial"):
+        searched(tmp_path, Planted())
+
+
+# ---- losers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_is_the_median_of_what_ended_before(tmp_path):
+    """Each trial is told the median of those before it, once there are three."""
+    told = []
+
+    def trial(overrides, limits):
+        told.append(limits)
+        value = float(len(told))
+        return Outcome(overrides=overrides, status="done", value=value, curve=((0.5, value), (1.0, 0.0)))
+
+    searched(tmp_path, trial, backend=CoarseToFine(num_rounds=1), stopping=Stopping(fractions=(0.5,), min_trials=3))
+    assert told == [(), (), (), ((0.5, 2.0),), ((0.5, 2.5),)]
+
+
+def test_a_run_that_was_not_validated_there_gives_no_limit():
+    late = Outcome(overrides=(), status="stopped", curve=((0.3, 1.0),))
+    assert median_limits([late], fractions=[0.5], mode="min", min_trials=1) == ()
+    assert median_limits([late], fractions=[0.25], mode="min", min_trials=1) == ((0.25, 1.0),)
+
+
+def test_a_loser_that_was_stopped_is_never_the_best():
+    stopped = Outcome(overrides=("a",), status="stopped", value=0.0)
+    assert best_of([stopped, Outcome(overrides=("b",), status="done", value=9.0)]).overrides == ("b",)
+    assert best_of([stopped]) is None
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "empty range": (lambda: Axis(key="lr", low=1.0, high=1.0, num=3), r"`axes.lr.low` \(=1.0\) must be below"),
+    "one value": (lambda: Axis(key="lr", low=1.0, high=2.0, num=1), r"`axes.lr.num` \(=1\)"),
+    "log of 0": (lambda: Axis(key="lr", low=0.0, high=2.0, num=3), r"`axes.lr.low` \(=0.0\) must be above zero"),
+    "scale": (lambda: Axis(key="lr", low=1.0, high=2.0, num=3, scale="ln"), r"`axes.lr.scale` \(='ln'\)"),
+    "no axis": (lambda: axes_from({}), r"`axes` \(={}\) must name what to search"),
+    "no values": (lambda: axes_from({"optim": {"lr": 0.1}}), r"`axes.optim.lr` \(=0.1\) must be an axis"),
+    "no high": (lambda: axes_from({"optim": {"lr": {"low": 0.1}}}), r"`axes.optim.lr` .* see high"),
+    "no rounds": (lambda: CoarseToFine(num_rounds=0), r"`backend.num_rounds` \(=0\)"),
+    "no zoom": (lambda: CoarseToFine(zoom=1), r"`backend.zoom` \(=1\)"),
+    "fraction": (lambda: Stopping(fractions=(1.0,)), r"`stopping.fractions` \(=1.0\)"),
+    "workers": (lambda: TrialPool(Planted(), num_workers=-1), r"`num_workers` \(=-1\)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_key(mistake):
+    make, message = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,146 @@
+"""Trials are real runs of the training recipe: validated, tested if allowed, ended when they have lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.hyperparams.trial import TrainTrial, common_of, configured
+from recipes.hyperparams.trial_pool import run_safely
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = (
+    "recipe=claim_digits",
+    "global_batch_size=600",  # two steps an epoch
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=1",
+    "precision=32-true",
+    "logger=none",
+    "callbacks=none",
+    "+trainer.enable_checkpointing=false",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+)
+
+
+def trial(*overrides, limits=(), objective="val/loss", **changes):
+    runner = TrainTrial(base=SMALL, objective=objective, mode="min", run_dir="/nowhere", **changes)
+    return run_safely(runner, overrides, limits)
+
+
+def test_a_trial_is_repeatable_and_tested_unless_told_not_to_be():
+    before = dict(os.environ)
+    tested, untested = trial("optim.lr=4"), trial("optim.lr=4", "trainer.limit_test_batches=0")
+    assert dict(os.environ) == before  # its seed and its launcher's variables are no other program's
+    assert tested.status == untested.status == "done"
+    assert 0 <= tested.metrics["test/acc"] <= 1
+    assert "test/acc" not in untested.metrics
+    assert tested.value == untested.value == tested.metrics["val/loss"]
+    assert tested.curve == untested.curve
+    assert [fraction for fraction, _ in tested.curve] == [0.5, 1.0]
+    assert tested.metrics["num_steps"] == 4
+
+
+def test_a_trial_behind_its_limit_is_stopped_and_one_before_it_is_not():
+    (_, middle), _ = trial("optim.lr=4").curve
+    stopped, done = (trial("optim.lr=4", limits=((0.4, limit),)) for limit in (middle - 1e-6, middle))
+    assert stopped.status == "stopped"
+    assert stopped.metrics["num_steps"] == 2
+    assert stopped.value == middle
+    assert "behind the median" in stopped.reason
+    assert done.status == "done"
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial():
+    lost = trial("optim=sgd", "optim.lr=1e30", "warmup_epochs=0")
+    assert lost.status == "diverged"
+    assert lost.value is None
+    assert "train/loss is" in lost.reason
+    assert lost.metrics["num_steps"] < 4
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.width=0.0001", "`width` (=0.0001) must leave every layer"),
+        ("optim.rate=1", "Could not override 'optim.rate'"),
+        ("trainer.devices=2", "`trainer.devices * trainer.num_nodes` (=2) must be 1"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_a_failed_trial_with_the_reason(override, reason):
+    failed = trial(override)
+    assert failed.status == "failed"
+    assert reason in failed.reason
+
+
+def test_an_objective_that_nothing_logs_is_named():
+    failed = trial(objective="val/los")
+    assert failed.status == "failed"
+    assert "`objective` (=val/los) must be something that validation logs" in failed.reason
+    assert "val/loss" in failed.reason
+
+
+def test_what_trials_have_in_common_is_all_but_their_own():
+    assert common_of(SMALL, ("optim.lr=1",)) == common_of(SMALL, ("optim.lr=2",))
+    assert common_of(SMALL) != common_of((*SMALL, "optim.lr=2"))
+    with pytest.raises(Exception, match=r"optim\.rate"):
+        common_of(SMALL, ("optim.rate=1",))
+
+
+def test_a_plain_half_model_is_half_all_through_and_trains():
+    """Beside it, our masters: the same trial, and BatchNorm stays fp32."""
+    from hydra.utils import instantiate
+
+    plain = (
+        "strategy=ddp",
+        "precision=null",
+        "+trainer.plugins=[{_target_: recipes.training.plain_half.PlainHalfModel}]",
+    )
+    assert math.isfinite(trial(*plain, "optim.lr=4").value)
+    (plugin,) = instantiate(configured((*SMALL, *plain), run_dir="/nowhere").trainer.plugins)
+    module = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.BatchNorm2d(2))
+    module = plugin.convert_module(module)
+    assert {tensor.dtype for tensor in (*module.parameters(), module[1].running_mean)} == {torch.float16}
+    with plugin.forward_context():
+        out = module(torch.randn(4, 1, 8, 8).half())
+    out.float().square().mean().backward()
+    assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float16}
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def search(folder, *overrides):
+    command = [sys.executable, str(ROOT / "recipes" / "search.py"), f"hydra.run.dir={folder}", *overrides]
+    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.long
+def test_one_command_searches_and_a_second_one_runs_nothing_again(tmp_path):
+    """Four rates in one worker, of which the lowest is best; then once more, in the command's own process."""
+    settings = "recipe=claim_digits global_batch_size=600 trainer.max_epochs=2 optim=sgd precision=32-true".split()
+    small = [f"trial={settings}"]
+    small += ["axes.optim.lr.low=1e-2", "axes.optim.lr.high=1e37", "axes.optim.lr.num=4", "backend.num_rounds=1"]
+    first = search(tmp_path, *small)
+    assert first.returncode == 0, first.stdout + first.stderr
+    outcomes = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert len(outcomes) == 4
+    assert {outcome["status"] for outcome in outcomes[1:]} <= {"diverged", "stopped"}
+    assert "best: optim.lr=0.01\n" in first.stdout
+    assert "the best optim.lr lies at an end of its range: widen axes.optim.lr.low" in first.stdout
+    assert (tmp_path / "table.md").read_text().splitlines()[2].startswith("| 1 ")
+    assert (tmp_path / "search.png").stat().st_size > 10_000
+
+    before = (tmp_path / "trials.jsonl").read_bytes()
+    second = search(tmp_path, *small, "num_workers=0")
+    assert second.returncode == 0, second.stderr
+    assert (tmp_path / "trials.jsonl").read_bytes() == before
+    assert second.stdout.strip().splitlines()[-1] == "best: optim.lr=0.01"

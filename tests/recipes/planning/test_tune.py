@@ -1,0 +1,205 @@
+"""What is measured is written so that the simulator and the strategy take it, and what cannot be is refused in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.comm.topology import Topology
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurement
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.workload import StepWorkload
+from lightning_hybrid.strategy.arguments import plan_from
+from recipes.cli import launch
+from recipes.planning import tune_setup
+from recipes.planning.tune_report import Report
+from tests.evidence.planner import tune_check
+from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
+
+ROOT = Path(__file__).resolve().parents[3]
+WORK = StepWorkload(forward_s=0.0, gradients=((MIB, 0.01),) * 4)
+
+launch.register_resolvers()
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("tune", overrides=["run_dir=/nowhere", *overrides])
+
+
+def report(cluster, *overrides, **more):
+    world = world_of(cluster, **more)
+    samples = planted(cluster, world, backend="nccl" if world.on_cuda else "gloo_ring")
+    return Report.of(samples, world, WORK, CommPlan(), configured(*overrides), network="a net")
+
+
+def on_gpus():
+    near, far = Link(latency_s=0.0, bytes_per_s=2e11), Link(latency_s=5e-6, bytes_per_s=2.5e10)
+    return Cluster(num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=Nccl(inside="nvlink"))
+
+
+def close(values, others):
+    """Equal but for the six digits that a description has."""
+    if isinstance(values, dict):
+        return values.keys() == others.keys() and all(close(values[name], others[name]) for name in values)
+    if isinstance(values, float):
+        return values == pytest.approx(others, rel=1e-5)
+    return list(values) == list(others) if isinstance(values, list | tuple) else values == others
+
+
+@pytest.mark.parametrize("kind", ["gloo", "nccl"])
+def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
+    cluster, more = (gloo_cluster(2, 2), {}) if kind == "gloo" else (on_gpus(), {"on_cuda": True})
+    found = report(cluster, "name=ours", **more)
+    found.write(tmp_path, {})
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        ask = [f"hydra.searchpath=[file://{tmp_path}]", "cluster=ours", "num_nodes=16", "run_dir=/nowhere"]
+        cfg = compose("simulate", overrides=ask)
+    read = instantiate(cfg.cluster.links)
+    assert close(asdict(read), asdict(replace(found.found.cluster, num_nodes=16)))
+    assert cfg.cluster.on_cuda == (kind == "nccl")
+    shipped = OmegaConf.load(ROOT / "conf" / "cluster" / f"{'netlab' if kind == 'gloo' else 'p40_roce'}.yaml")
+    assert set(cfg.cluster) == set(shipped)
+
+
+def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
+    found = report(gloo_cluster(4, 4, latency_s=2e-3))
+    found.write(tmp_path, {"asked": 1})
+    plan = plan_from(str(tmp_path / "plan.json"), algorithm="auto", bucket_bytes=None)
+    assert plan == found.plans[0].plan
+    assert plan != CommPlan()
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert told["plan"] == asdict(plan)
+    assert told["config"] == {"asked": 1}
+    assert [one["step_s"] for one in told["plans"]] == [one.step_s for one in found.plans]
+    assert told["calibration"]["links"]["across"]["latency_interval_s"][0] > 0
+    assert (tmp_path / "tune.png").stat().st_size > 10_000
+    table = (tmp_path / "table.md").read_text()
+    assert "| between nodes |" in table
+    assert "(the library's own)" in table
+    assert tune_check.cluster_from(told["cluster"]) == found.found.cluster
+
+
+def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
+    found = report(gloo_cluster(1, 4))
+    assert "num_nodes: 1 #" in found.description()
+    assert found.about.endswith("one node only")
+    assert "links between nodes were not measured" in found.markdown()
+
+
+def test_times_of_an_earlier_run_are_fitted_again_to_the_same(tmp_path):
+    found = report(gloo_cluster(2, 2))
+    found.write(tmp_path, {})
+    samples, world = tune_setup.earlier(str(tmp_path / "summary.json"))
+    assert samples == found.samples
+    assert world == found.world
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be the summary.json"):
+        tune_setup.earlier(str(tmp_path / "other.json"))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_a_bad_name_and_a_folder_that_cannot_be_written_are_refused_before_anything_starts(tmp_path):
+    ask = ["world.devices=1", "world.num_nodes=1"]
+    with pytest.raises(ValueError, match=r"`world.devices` \(=1\) must make two ranks or more"):
+        tune_setup.check(configured(*ask))
+    two = ["world.devices=2", "world.num_nodes=1"]
+    with pytest.raises(ValueError, match=r"`name` \(=a/b\) must be letters, digits and _"):
+        tune_setup.check(configured(*two, "name=a/b"))
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a folder that can be written"):
+        tune_setup.check(configured(*two, f"run_dir={file}/inside"))
+    tune_setup.check(configured(*two, f"run_dir={tmp_path}/new"))
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_ranks_that_were_asked_for_different_things_are_refused():
+    told = [asdict(Measurement()), asdict(Measurement(limit_s=3.0))]
+    with pytest.raises(ValueError, match=r"`measure.limit_s` \(=3.0 on rank 1\) must be the same on all ranks"):
+        tune_setup.require_alike(told)
+    tune_setup.require_alike(told[:1] * 2)
+
+
+def world_on_rank():
+    asked = Measurement(dtype="float32")
+    topology = Topology(rank=torch.distributed.get_rank(), nodes=((0, 2), (1, 3)))
+    return tune_setup.world_of(topology, torch.device("cpu"), asked, inside="pci")
+
+
+def test_ranks_of_one_machine_share_its_cores(four_ranks):
+    found = four_ranks.run(world_on_rank, timeout_s=180.0)  # each imports Lightning first
+    assert all(world == found[0] for world in found)
+    assert found[0].num_shared_cores == len(os.sched_getaffinity(0))
+    assert found[0].is_interleaved
+    assert (found[0].num_nodes, found[0].ranks_per_node, found[0].itemsize) == (2, 2, 4)
+
+
+class Unconnected:
+    """A launcher whose ranks do not find each other."""
+
+    world_size = 4
+
+    def launch(self):
+        raise RuntimeError("Unable to find address for: ib7\nmore")
+
+
+def test_ranks_that_do_not_find_each_other_are_told_where_to_look():
+    with pytest.raises(ValueError, match=r"`world` \(=4 ranks\) must be able to connect: Unable .* ib7\. .*IFNAME"):
+        tune_setup.connect(Unconnected(), Measurement())
+
+
+def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is_given():
+    bare = tune_setup.work_of(configured("model=alexnet_bn", "image_shape=[1,16,16]"))
+    paced = tune_setup.work_of(configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64"))
+    assert [numel for numel, _ in bare.gradients] == [numel for numel, _ in paced.gradients]
+    assert bare.alone_s == 0.0
+    assert paced.alone_s == pytest.approx(1.0)
+    model = instantiate(configured("model=alexnet_bn").model)
+    assert bare.gradients[0][0] == list(model.parameters())[-1].numel()
+    assert sum(numel for numel, _ in bare.gradients) == sum(p.numel() for p in model.parameters())
+
+
+# ---- whole -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_one_command_measures_this_host(tmp_path):
+    ask = ["world.devices=2", "measure.limit_s=4", "measure.max_bytes=262144", "model=alexnet_bn"]
+    ask += ["image_shape=[1,16,16]", f"hydra.run.dir={tmp_path}/out"]
+    command = [sys.executable, str(ROOT / "recipes" / "tune.py"), *ask]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert told["world"]["ranks_per_node"] == 2
+    assert told["calibration"]["links"]["inside"]["bytes_per_s"] > 0
+    assert (tmp_path / "out" / "cluster" / "measured.yaml").exists()
+    assert CommPlan.from_json((tmp_path / "out" / "plan.json").read_text())
+    assert "links between nodes were not measured" in done.stdout
+    assert f"--config-dir={tmp_path}/out cluster=measured" in done.stdout
+
+
+@pytest.mark.long
+def test_one_rank_is_refused_with_one_message(tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "tune.py"), "world.devices=1", f"hydra.run.dir={tmp_path}"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "error: `world.devices` (=1) must make two ranks or more" in done.stderr
+    assert "Traceback" not in done.stderr

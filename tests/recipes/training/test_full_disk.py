@@ -1,0 +1,93 @@
+"""A disk that takes no more: rows and pictures are said to be missing, and the run goes on."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import warnings
+from contextlib import contextmanager
+
+import pytest
+
+from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.comm import CommTrace
+from recipes.training import tracking
+from recipes.training.csv_logger import CSVRows, read_rows
+from tests import toy
+
+
+@contextmanager
+def no_file_beyond(num_bytes):
+    """The kernel's own limit: what is written beyond it is an error, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def log(logger, step, **metrics):
+    logger.log_metrics(metrics, step=step)
+    logger.save()
+
+
+@pytest.mark.parametrize("more", [{}, {"val": 0.5}], ids=["same columns", "a new column"])
+def test_rows_that_the_disk_does_not_take_are_written_when_it_does(tmp_path, more):
+    logger = CSVRows(save_dir=tmp_path, name="", version="csv")
+    path = tmp_path / "csv" / "metrics.csv"
+    log(logger, 0, loss=1.0)
+    whole = path.read_bytes()
+    with no_file_beyond(len(whole) + 2):
+        with pytest.warns(UserWarning, match=r"metrics.csv takes no more rows \(File too large\): the run goes on"):
+            log(logger, 1, loss=2.0, **more)
+        log(logger, 2, loss=3.0)  # a second warning would be an error
+        assert path.read_bytes() == whole
+        assert [each.name for each in path.parent.iterdir()] == ["metrics.csv"]
+    log(logger, 3, loss=4.0)
+    rows = read_rows(path)
+    assert [(row["step"], row["loss"]) for row in rows] == [("0", "1.0"), ("1", "2.0"), ("2", "3.0"), ("3", "4.0")]
+    assert [row.get("val") for row in rows] == (["", "0.5", "", ""] if more else [None] * 4)
+    with no_file_beyond(path.stat().st_size), pytest.warns(UserWarning, match="takes no more rows"):
+        log(logger, 4, loss=5.0)  # said again, as there was space in between
+
+
+def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):
+    logger = CSVRows(save_dir=tmp_path, name="", version="csv")
+    with no_file_beyond(0):
+        with pytest.warns(UserWarning, match="takes no more rows"):
+            log(logger, 0, loss=1.0)
+        logger.log_metrics({"loss": 2.0}, step=1)
+        with pytest.warns(UserWarning, match=r"2 rows of metrics are not in .*/csv: no space for them"):
+            logger.finalize("success")
+
+
+def test_a_tracker_on_a_full_disk_hides_no_other_error(monkeypatch):
+    class Wandb:
+        def finish(self, exit_code):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    with pytest.warns(UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"):
+        tracking.finish(1)
+
+
+def fit_with_a_report(folder):
+    trainer = toy.trainer(max_epochs=1, limit_train_batches=1, callbacks=[RunReport(folder)])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(toy.Toy(), toy.loader())
+    return trainer.global_step, [str(each.message) for each in said if "was not written" in str(each.message)]
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(one_rank):
+    ((num_steps, told),) = one_rank.run(fit_with_a_report, "/proc/none")
+    assert num_steps == 1
+    assert len(told) == 4
+    assert told[0].startswith("/proc/none/summary.json was not written (No such file or directory)")
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match=r"`trace_dir`: .*/rank0.json was not written \(Not a directory\)"):
+        CommTrace(keep_events=True).write_if_possible(tmp_path / "file" / "folder", rank=0)

@@ -1,0 +1,288 @@
+"""The recipes of the networks: numbers as published, every part of them run, small."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch import nn
+
+from lightning_hybrid.optim.schedule import warmup_polynomial_lr
+from recipes.cli import launch
+from recipes.train import build
+from tests import toy
+
+ROOT = Path(__file__).resolve().parents[3]
+CONF = ROOT / "conf"
+RECIPES = ("resnet50_64k", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
+NUM_IMAGES = 1_281_167
+MLPERF = [
+    ("resnet50_64k", 31, 1133),
+    ("resnet50_32k", 16, 2267),
+    ("resnet50_8k", 5, 6095),
+]  # warm-up epochs, decay steps
+QUIET = ["logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+NO_FILES = ["~callbacks.report", "~callbacks.best", "~callbacks.last", "+trainer.enable_checkpointing=false"]
+ALONE = [*QUIET, *NO_FILES, "trainer.accelerator=cpu", "trainer.devices=1"]
+SMALL = [
+    "data=synthetic data.image_size=32 data.num_train_images=64 data.num_val_images=8 data.num_stored_images=16",
+    "model.num_classes=10 global_batch_size=16 max_batch_size_per_rank=4 trainer.max_steps=2 warmup_steps=1",
+]
+SMALL_NETWORK = {"resnet50": "model.width=0.0625", "alexnet": "model.width=0.0625 model.pool_padding=1"}
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=[*ALONE, *overrides])
+
+
+def small(recipe, *overrides):
+    words = " ".join([*SMALL, SMALL_NETWORK[recipe.split("_")[0]]]).split()
+    return configured(f"recipe={recipe}", *words, *overrides)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains(two_ranks, recipe):
+    """Two steps of two batches on each rank, all else as in the recipe; update 0 of ResNet is at rate 0."""
+    one, other = two_ranks.run(trained, recipe)
+    assert toy.same_bits(one["weights"], other["weights"])
+    assert not torch.equal(one["statistics"], other["statistics"])  # each rank saw images of its own
+    assert one["moved"] == {True}
+    assert one["finite"]
+    assert one["steps"] == 2
+    assert one["dtypes"] == {"conv": {torch.float16}, "norm": {torch.float32}}
+    assert one["channels_last"] == {True}
+    (momentum,) = one["momenta"]
+    assert momentum == pytest.approx(1 - 0.9**0.5)  # two batches forget as much as one with 0.1
+
+
+def trained(recipe):
+    class Looks(toy.pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            of_kind = {"conv": nn.Conv2d, "norm": nn.BatchNorm2d}
+            for name, kind in of_kind.items():
+                layers = [layer for layer in module.modules() if isinstance(layer, kind)]
+                seen["dtypes"].setdefault(name, set()).update(layer.weight.dtype for layer in layers)
+            convs = [
+                layer.weight
+                for layer in module.modules()
+                if isinstance(layer, nn.Conv2d) and layer.kernel_size > (1, 1)
+            ]
+            seen["channels_last"].update(weight.is_contiguous(memory_format=torch.channels_last) for weight in convs)
+
+    seen = {"dtypes": {}, "channels_last": set()}
+    trainer, module, data = build(small(recipe, "trainer.devices=2"))
+    assert trainer.accumulate_grad_batches == 2
+    trainer.callbacks.append(Looks())
+    before = {name: value.detach().clone() for name, value in module.named_parameters() if value.dim() > 1}
+    trainer.fit(module, data)
+    norms = [layer for layer in module.modules() if isinstance(layer, nn.BatchNorm2d)]
+    return seen | {
+        "weights": {name: value.detach() for name, value in module.named_parameters()},
+        "statistics": norms[0].running_mean,
+        "moved": {not torch.equal(value, before[name]) for name, value in module.named_parameters() if name in before},
+        "finite": all(torch.isfinite(value).all() for value in module.parameters()),
+        "steps": trainer.global_step,
+        "momenta": {layer.momentum for layer in norms},
+    }
+
+
+# ---- published numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "warmup_epochs", "decay_steps"),
+    MLPERF,
+)
+def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, decay_steps):
+    """The reference's rule (lars_util.py) with its numbers (rcps_resnet.json).
+
+    It divides by T + 1 where ours divides by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
+    """
+    cfg = configured(f"recipe={recipe}", "data.root=/nowhere")
+    peak, num_steps = cfg.optim.lr, cfg.trainer.max_steps
+    warmup_steps = warmup_epochs * NUM_IMAGES // cfg.global_batch_size
+    assert (cfg.warmup_steps, num_steps - cfg.warmup_steps + 1) == (warmup_steps, decay_steps)
+    for step, rate in enumerate(rates_of(cfg)):
+        if step <= warmup_steps:
+            expected = peak * step / warmup_steps
+        else:
+            expected = (peak - 1e-4) * (1 - (step - warmup_steps) / decay_steps) ** 2 + 1e-4
+        assert rate == pytest.approx(expected, abs=2 / (decay_steps - 1) * peak)
+
+
+def test_alexnet_follows_the_learning_rates_of_nvcaffe():
+    """`GetLearningRate` of its solver: a linear ramp from `rampup_lr`, then base * (1 - iter / max_iter) ** power."""
+    for step, rate in enumerate(rates_of(configured("recipe=alexnet_bn_32k", "data.root=/nowhere"))):
+        expected = 1 + 31 * step / 400 if step < 400 else 32 * (1 - step / 4000) ** 2
+        assert rate == pytest.approx(expected, rel=1e-12)
+
+
+def rates_of(cfg):
+    rule = {name: value for name, value in cfg.schedule.items() if not name.startswith("_")}
+    rule |= {"total_steps": cfg.trainer.max_steps, "warmup_steps": cfg.warmup_steps}
+    peak = cfg.optim.lr
+    return [warmup_polynomial_lr(step, peak, **rule) for step in range(rule["total_steps"])]
+
+
+def test_the_paper_s_runs_are_as_long_as_it_says():
+    """90 and 95 epochs of 1,281,167 images; the reference for ResNet-50 stops a step of an epoch or so before."""
+    steps_per_epoch = NUM_IMAGES / 65536
+    assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(95 * steps_per_epoch)
+    assert 88 < configured("recipe=resnet50_64k", "data.root=/").trainer.max_steps / steps_per_epoch <= 90
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_last_step_of_a_recipe_is_validated(recipe):
+    """Where the number of steps is ours or the reference's evaluations divide it."""
+    cfg = configured(f"recipe={recipe}", "data.root=/", "max_batch_size_per_rank=null")
+    left = cfg.trainer.max_steps % cfg.trainer.val_check_interval
+    assert left == {"resnet50_32k": 2891 % 157, "alexnet_64k": 1857 % 79}.get(recipe, 0)
+
+
+# ---- what a user changes ---------------------------------------------------------------------------------------------
+
+
+def commands():
+    """The overrides of every command in the recipes' READMEs that runs train.py."""
+    found = []
+    for readme in ("resnet50", "alexnet"):
+        text = (ROOT / "recipes" / readme / "README.md").read_text().replace("\\\n", " ")
+        for line in re.findall(r"^.*recipes/train\.py(.*)$", text, flags=re.MULTILINE):
+            overrides = tuple(word for word in shlex.split(line.split("`")[0], comments=True) if "=" in word)
+            if any(word.startswith("recipe=") for word in overrides) and overrides not in found:
+                found.append(overrides)
+    return found
+
+
+@pytest.mark.parametrize("overrides", commands(), ids=" ".join)
+def test_every_command_of_the_readmes_is_a_configuration(overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=[*QUIET, *overrides])
+    assert OmegaConf.missing_keys(cfg) == set()
+    assert cfg.trainer.accumulate_grad_batches >= 1
+
+
+def test_the_readmes_have_commands():
+    assert len(commands()) >= 15
+
+
+def test_the_command_line_wins_over_the_recipe():
+    cfg = configured("recipe=resnet50_64k", "data=synthetic", "optim=sgd", "optim.lr=25.6", "global_batch_size=131072")
+    assert cfg.data._target_.endswith("SyntheticImageNetDataModule")
+    assert (cfg.optim._target_, cfg.optim.lr, cfg.global_batch_size) == ("torch.optim.SGD", 25.6, 131072)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rounds"),
+    [
+        ("trainer.devices=1", 512),
+        ("trainer.devices=1 batch_size_per_rank=256", 256),
+        ("trainer.devices=8 trainer.num_nodes=256", 1),
+    ],
+)
+def test_the_batch_of_the_paper_is_reached_on_any_number_of_gpus(overrides, rounds):
+    cfg = configured("recipe=resnet50_64k", "data=synthetic", *overrides.split())
+    assert cfg.trainer.accumulate_grad_batches == rounds
+    assert cfg.trainer.val_check_interval == 79 * rounds
+
+
+def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
+    """The paper's 256 nodes of 8, as task 11 of `srun` sees them; Lightning checks that devices and nodes agree."""
+    tasks = {"NTASKS": 2048, "NTASKS_PER_NODE": 8, "NNODES": 256, "PROCID": 11, "LOCALID": 3, "NODEID": 1, "JOB_ID": 7}
+    for name, value in (tasks | {"JOB_NAME": "resnet50-64k", "NODELIST": "n[1-256]"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    alone = [word for word in ALONE if not word.startswith("trainer.devices=")]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=[*alone, "recipe=resnet50_64k", "data=synthetic"])
+    trainer, _, _ = build(cfg)
+    assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (2048, 8, 256)
+    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (11, 3, 1)
+    assert trainer.accumulate_grad_batches == 1
+
+
+ABLATIONS = {
+    "trust_ratio=false": "resnet50_64k",
+    "decay_excluded=true": "resnet50_64k",
+    "model.pool5_bn=false": "alexnet_64k",
+    "precision=32-true": "alexnet_64k",
+    "strategy.loss_scale=1": "resnet50_64k",
+    "strategy.algorithm=flat": "resnet50_64k",
+}
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_an_ablation_is_one_override_and_has_its_effect(one_rank, ablation):
+    """Four steps with it and without, from the same weights, on the same images."""
+    assert all(one_rank.run(effect_of, ablation, ABLATIONS[ablation])[0].values())
+
+
+def effect_of(ablation, recipe):
+    (plain, module, weights), (ablated, ablated_module, others) = (
+        fitted(recipe, "trainer.max_steps=4", *overrides) for overrides in ((), (ablation,))
+    )
+    norms, ablated_norms = (
+        sum(isinstance(layer, nn.BatchNorm2d) for layer in m.modules()) for m in (module, ablated_module)
+    )
+    name, _, _ = ablation.partition("=")
+    differ = weights.keys() != others.keys() or any(not torch.equal(weights[key], others[key]) for key in weights)
+    moved = [key for key in weights.keys() & others.keys() if not torch.equal(weights[key], others[key])]
+    return {
+        "trust_ratio": lambda: {"differ": differ},
+        "decay_excluded": lambda: {"differ": differ, "norms": any("bn" in key for key in moved)},
+        "model.pool5_bn": lambda: {"one norm less": norms - ablated_norms == 1},
+        "precision": lambda: {"fp32": str(ablated.precision) == "32-true", "differ": differ},
+        "strategy.loss_scale": lambda: {
+            "dynamic": plain.precision_plugin.loss_scales[0].value > 1,
+            "fixed": ablated.precision_plugin.loss_scales[0].value == 1,
+        },
+        # one rank sums nothing: the plan alone differs
+        "strategy.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
+    }[name]()
+
+
+def test_activation_checkpointing_is_an_override_that_changes_no_bit(one_rank):
+    plain, checkpointed = one_rank.run(weights_with_and_without_checkpointing)[0]
+    assert toy.same_bits(plain, checkpointed)
+
+
+def weights_with_and_without_checkpointing():
+    overrides = [(), ("model.checkpoint_activations=true",)]
+    modules = [fitted("resnet50_8k", "trainer.max_steps=3", *override)[1] for override in overrides]
+    assert [module.model.checkpoint_activations for module in modules] == [False, True]
+    return [toy.weights(module.model) for module in modules]
+
+
+def fitted(recipe, *overrides):
+    trainer, module, data = build(small(recipe, *overrides))
+    trainer.fit(module, data)
+    return trainer, module, {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+MISTAKES = {
+    "": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Give it on the command line: data\.root=",
+    "data.root=/nowhere": r"`root` \(=/nowhere\)",
+    "data=synthetic global_batch_size=65000 trainer.devices=7": r"`global_batch_size` \(=65000\) must be a multiple of",
+    "data=synthetic global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal.*=65408 or",
+    "data=synthetic batch_size_per_rank=100": r"`global_batch_size` \(=65536\) must be a multiple.*65500 or 65600",
+    "data=synthetic max_batch_size_per_rank=0": r"`max_batch_size_per_rank` \(=0\) must be a whole number of images",
+    "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(='off_please'\) must be true or false",
+    "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
+    "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3.0\) must be a power of two",
+    "data=synthetic strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
+    "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
+    "data=synthetic label_smoothing=10": r"`label_smoothing` \(=10\) must be from 0 to less than 1",
+    "data=synthetic schedule.decay_from=peak": r"`schedule.decay_from` \(='peak'\) must be warmup_end or start",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
+        build(configured("recipe=resnet50_64k", *mistake.split()))

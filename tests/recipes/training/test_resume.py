@@ -1,0 +1,288 @@
+"""Which checkpoint a run goes on from, that its rows go on too, and that a killed run ends as an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_checkpoint
+from recipes.cli import launch
+from recipes.training import resume
+from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
+from recipes.training.tracking import TrackerRun, kept_state
+from tests import toy
+from tests.evidence.resume import trials
+from tests.evidence.resume.kill_points import PHASES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def saved(folder, name, global_step, *, age_s=0.0, **more):
+    path = folder / name
+    content = {"global_step": global_step, "optimizer_states": [], "callbacks": {}, "w": torch.ones(100), **more}
+    write_checkpoint(content, path)
+    os.utime(path, (1e9 - age_s, 1e9 - age_s))
+    return path
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_checkpoint_is_a_fresh_start(tmp_path):
+    assert resume.newest_whole(tmp_path / "checkpoints") is None
+    (tmp_path / ".last.ckpt.part").write_bytes(b"half of a checkpoint")
+    assert resume.newest_whole(tmp_path) is None
+
+
+def test_the_checkpoint_of_the_most_steps_is_taken_and_of_those_of_one_step_the_latest(tmp_path):
+    saved(tmp_path, "last.ckpt", 4)
+    saved(tmp_path, "weights.ckpt", 9).unlink()
+    torch.save({"global_step": 9, "state_dict": {}}, tmp_path / "weights.ckpt")  # save_weights_only
+    old = saved(tmp_path, "stopped.ckpt", 6, age_s=100)
+    assert resume.newest_whole(tmp_path) == old
+    assert resume.newest_whole(tmp_path) != saved(tmp_path, "best.ckpt", 6, age_s=200)
+    new = saved(tmp_path, "other.ckpt", 6)
+    (tmp_path / "link.ckpt").symlink_to(new)
+    assert resume.newest_whole(tmp_path) == new
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    place = content.find(torch.ones(100).numpy().tobytes())
+    assert place > 0
+    content[place + 200] ^= 4  # in a weight: torch alone would load it
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty], ids=lambda f: f.__name__)
+def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
+    saved(tmp_path, "last.ckpt", 4, age_s=50)
+    good = saved(tmp_path, "last.ckpt", 6)  # the one before is last.previous.ckpt now
+    bad = saved(tmp_path, "stopped.ckpt", 8)
+    damage(bad)
+    with pytest.warns(UserWarning, match=rf"`.*stopped.ckpt` is not .* passed over: the run resumes from {good}"):
+        assert resume.newest_whole(tmp_path) == good
+    damage(good)
+    with pytest.warns(UserWarning, match="passed over") as told:
+        assert resume.newest_whole(tmp_path) == tmp_path / "last.previous.ckpt"
+    assert sum("is not the checkpoint that was written" in str(each.message) for each in told) == 2
+    damage(tmp_path / "last.previous.ckpt")
+    with pytest.raises(ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"):
+        resume.newest_whole(tmp_path)
+
+
+def test_a_file_that_holds_more_than_data_is_named_and_passed_over(tmp_path):
+    good = saved(tmp_path, "last.ckpt", 4)
+    torch.save({"global_step": 9, "optimizer_states": [], "path": tmp_path}, tmp_path / "foreign.ckpt")
+    with pytest.warns(UserWarning, match=r"`.*foreign.ckpt` holds objects .* passed over"):
+        assert resume.newest_whole(tmp_path) == good
+
+
+def configured(run_dir, *overrides):
+    launch.register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", overrides=["trainer.devices=1", f"run_dir={run_dir}", *overrides])
+
+
+def test_a_path_must_be_a_whole_checkpoint(tmp_path):
+    assert resume.checkpoint(configured(tmp_path)) is None
+    assert resume.checkpoint(configured(tmp_path, "resume=auto")) is None
+    with pytest.raises(ValueError, match=r"`resume` \(=no.ckpt\) must be a checkpoint"):
+        resume.checkpoint(configured(tmp_path, "resume=no.ckpt"))
+    path = saved(tmp_path, "some.ckpt", 4)
+    assert resume.checkpoint(configured(tmp_path, f"resume={path}")) == str(path)
+    flip(path)
+    with pytest.raises(DamagedCheckpointError, match=r"some.ckpt` is not the checkpoint that was written"):
+        resume.checkpoint(configured(tmp_path, f"resume={path}"))
+
+
+def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_not(tmp_path):
+    kept = resume.kept_configuration(configured(tmp_path))
+    saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
+    for same in ((), ("trainer.max_epochs=99", "trainer.devices=4", "logger=csv", "strategy.algorithm=flat")):
+        assert resume.checkpoint(configured(tmp_path, "resume=auto", *same)) is not None
+    for key, value, was in (
+        ("optim.lr", "1.5", kept["optim"]["lr"]),
+        ("model.width", "0.25", 0.125),
+        ("global_batch_size", "64", 128),
+        ("optim", "sgd", "lightning_hybrid.optim.LARS"),
+    ):
+        with pytest.raises(ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)") as told:
+            resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
+        assert "without `resume`" in str(told.value)
+    assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
+
+
+def test_what_changes_no_number_may_change(tmp_path):
+    before = {"model": {"depth": 50, "checkpoint_activations": False}}
+    path = saved(tmp_path, "last.ckpt", 4, callbacks={"Configuration": {"kept": before}})
+    resume.refuse_other_configuration(path, {"model": {"depth": 50, "checkpoint_activations": True}})
+    with pytest.raises(ValueError, match=r"^`model.depth` \(=18\)") as told:
+        resume.refuse_other_configuration(path, {"model": {"depth": 18, "checkpoint_activations": True}})
+    assert "checkpoint_activations" not in str(told.value)
+
+
+def validate_with(paths):
+    trainer = toy.trainer(callbacks=[resume.SameCheckpoint(paths[dist.get_rank()])])
+    return toy.error_of(trainer.validate, toy.Toy(), toy.loader(), verbose=False)
+
+
+def fit_from(paths, step):
+    """Each rank is told another checkpoint; `step` is where the fit is when it ends."""
+    path = paths[dist.get_rank()]
+    trainer = toy.trainer(callbacks=[resume.SameCheckpoint(path)], max_steps=2, max_epochs=-1)
+    return toy.error_of(trainer.fit, toy.Toy(), toy.loader()), trainer.global_step == step
+
+
+def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_ranks, tmp_path):
+    one, other = str(saved(tmp_path, "one.ckpt", 4)), str(saved(tmp_path / "b", "one.ckpt", 6))
+    assert two_ranks.run(fit_from, [one, one], 2) == [("", True)] * 2
+    for paths, found in (([one, None], "rank 1: no checkpoint"), ([one, other], "rank 1: one.ckpt, crc32 ")):
+        for told, is_untrained in two_ranks.run(fit_from, paths, 0):
+            assert "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 " in told
+            assert found in told
+            assert is_untrained
+    assert two_ranks.run(validate_with, [one, other]) == ["", ""]  # which resumes from nothing
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+class Logging(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        if self.trainer.global_step == 6:  # a column that comes late
+            self.log("late", 1.0)
+        return loss
+
+
+def logged(folder, max_steps, from_step=None, **settings):
+    """Rows of a fit that saves after every step; resumed, it goes on in the file that is there."""
+    path = None if from_step is None else f"{folder}/step={from_step}.ckpt"
+    logger = CSVRows(
+        save_dir=folder,
+        name="",
+        version="csv",
+        num_rows_kept=kept_state(path).get("num_rows", {}).get("CSVRows", 0),
+    )
+    saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer = toy.trainer(
+        logger=logger,
+        callbacks=[TrackerRun(), saves],
+        enable_checkpointing=True,
+        max_steps=max_steps,
+        max_epochs=-1,
+        **{"log_every_n_steps": 1, **settings},
+    )
+    trainer.fit(Logging(), torch.utils.data.DataLoader(toy.Blobs(64), batch_size=8), ckpt_path=path)
+    return [{name: v for name, v in row.items() if v} for row in read_rows(Path(folder) / "csv" / "metrics.csv")]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
+)
+def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path):
+    """The run that is resumed had gone on for three steps after the checkpoint."""
+    (first,) = one_rank.run(logged, str(tmp_path), 8)
+    assert [row["step"] for row in first] == [str(step) for step in range(8)]
+    assert [row["step"] for row in first if "late" in row] == ["6", "7"]  # Lightning repeats what was logged last
+    (resumed,) = one_rank.run(logged, str(tmp_path), 8, 5)
+    assert [row["step"] for row in resumed] == [row["step"] for row in first]
+    assert resumed[:5] == first[:5]
+    assert [row["step"] for row in resumed if "late" in row] == ["6", "7"]
+
+
+def logged_twice(folder, from_step, settings):
+    return logged(folder, 8, **settings), logged(folder, 8, from_step, **settings)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
+)
+@pytest.mark.parametrize("from_step", [5, 6])
+@pytest.mark.parametrize("settings", [{"log_every_n_steps": 2}, {"accumulate_grad_batches": 2}], ids=str)
+def test_rows_come_at_the_steps_that_are_logged(one_rank, tmp_path, settings, from_step):
+    """After a checkpoint of a step that is not logged, or of several batches, too."""
+    ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
+    steps = [row["step"] for row in first]
+    assert steps == (["1", "3", "5", "7"] if "log_every_n_steps" in settings else [str(step) for step in range(8)])
+    assert [row["step"] for row in resumed] == steps
+    assert [row["epoch"] for row in resumed] == [row["epoch"] for row in first]
+
+
+def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill_left_them(tmp_path, monkeypatch):
+    synced, fsync, moved = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        "recipes.training.csv_logger.os.fsync", lambda number: (synced.append(os.fstat(number).st_size), fsync(number))
+    )
+    monkeypatch.setattr(
+        "recipes.training.csv_logger.os.replace", lambda *paths: (synced.append("moved"), moved(*paths))
+    )
+    path = tmp_path / "csv" / "metrics.csv"
+    logger = CSVRows(save_dir=tmp_path, name="", version="csv")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.log_metrics({"loss": 2.0}, step=1)
+    assert num_rows_of(logger) == 2
+    assert synced[-1] == path.stat().st_size, "the file itself, once all is in it"
+    path.rename(path.with_name(".metrics.csv.part"))
+    synced.clear()
+    again = CSVRows(save_dir=tmp_path, name="", version="csv", num_rows_kept=2)
+    again.log_metrics({"loss": 3.0}, step=2)
+    assert synced[0] != "moved"
+    assert num_rows_of(again) == 3
+    assert [row["loss"] for row in read_rows(path)] == ["1.0", "2.0", "3.0"]
+
+
+def test_rows_that_the_machine_lost_are_told(tmp_path):
+    logger = CSVRows(save_dir=tmp_path, name="", version="csv")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.sync()
+    again = CSVRows(save_dir=tmp_path, name="", version="csv", num_rows_kept=3)
+    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, and the checkpoint knows 3"):
+        again.log_metrics({"loss": 2.0}, step=3)
+    again.save()
+    assert [row["loss"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["1.0", "2.0"]
+
+
+# ---- killed runs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_trials_come_to_every_phase_and_are_the_same_for_a_seed():
+    found = trials.points(3 * len(PHASES), seed=1)
+    assert {point.phase for point in found} == set(PHASES)
+    assert {point.rank for point in found} == {0, 1, None}
+    assert found == trials.points(3 * len(PHASES), seed=1) != trials.points(3 * len(PHASES), seed=2)
+
+
+@pytest.mark.long
+def test_runs_killed_at_random_points_end_as_one_that_nobody_disturbed(tmp_path):
+    """Three points, four ways to damage a file, a full disk; `tests/evidence/resume/__main__.py` says what of it broke."""
+    done = subprocess.run(
+        [sys.executable, "tests/evidence/resume/__main__.py", "num_trials=3", "seed=11", f"hydra.run.dir={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    outcomes = json.loads((tmp_path / "faults.json").read_text())["outcomes"]
+    assert len(outcomes) == 8
+    assert all(outcome["is_held"] for outcome in outcomes)

@@ -1,0 +1,248 @@
+"""Tracking: what W&B is told, that a resumed run goes on in its run, and what happens where there is no tracker."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_hybrid import metrics as m
+from recipes.cli import launch
+from recipes.train import build
+from recipes.training import resume, tracking
+from tests import toy
+from tests.recipes.training.wandb_file import BLOCK_BYTES, frames, runs_in
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+SMALL = [
+    "trainer.devices=1",
+    "trainer.limit_train_batches=2",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+    "precision=32-true",
+]
+
+
+def configured(run_dir, *overrides):
+    launch.register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=[*SMALL, f"run_dir={run_dir}", *overrides])
+
+
+@contextmanager
+def environment(**variables):
+    """W&B's own variables as given, and as they were afterwards."""
+    ours = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    for name in ours:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            del os.environ[name]
+        os.environ.update(ours)
+
+
+def tracked(run_dir, *overrides, **variables):
+    """A short run as `recipes/train.py` makes it, on this rank; its checkpoint's run id."""
+    import wandb
+
+    with environment(WANDB_SILENT="true", **variables):
+        cfg = configured(run_dir, *overrides)
+        ckpt_path = resume.checkpoint(cfg)
+        trainer, module, data = build(cfg, ckpt_path)
+        tracking.begin(trainer, cfg, overrides=overrides)
+        try:
+            trainer.fit(module, data, ckpt_path=ckpt_path)
+        finally:
+            wandb.teardown()  # finishes, and forgets the environment
+            wandb.run = None  # a disabled one stays
+    return tracking.kept_run_id(f"{run_dir}/checkpoints/last.ckpt")
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tmp_path):
+    about = ["optim.lr=30.0", "trainer.max_epochs=3", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
+    (kept,) = one_rank.run(tracked, str(tmp_path), *about)
+    (found,) = runs_in(tmp_path)
+    assert found.run.run_id == kept
+    assert (found.run.run_group, list(found.run.tags), found.run.notes) == ("seeds", ["a", "b"], "why")
+    assert found.config["optim"]["lr"] == 30.0
+    assert found.config["trainer"]["accumulate_grad_batches"] == 1  # resolved
+    assert found.config["overrides"] == about
+    assert found.config["code"] is None or len(found.config["code"]["commit"]) == 40
+
+    losses = found.column(m.TRAIN_LOSS)
+    assert [step for step, _ in losses] == [0, 1, 2, 3, 4, 5]
+    assert found.summary[m.TRAIN_LOSS] == {"min": min(value for _, value in losses)}
+    for name, best in ((m.VAL_ACC, max), (m.VAL_ACC_TOP5, max), (m.VAL_LOSS, min)):
+        values = [value for _, value in found.column(name)]
+        assert len(values) == 3
+        assert found.summary[name] == {best.__name__: best(values)}
+    assert found.summary[m.TRAIN_LR] == found.column(m.TRAIN_LR)[-1][1]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
+def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
+    first, other = tmp_path / "first", tmp_path / "other"
+    (begun,) = one_rank.run(tracked, str(first), "trainer.max_epochs=1")
+    assert one_rank.run(tracked, str(first), "trainer.max_epochs=2", "resume=auto") == [begun]
+    path = f"resume={first}/checkpoints/last.ckpt"
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=3", path) == [begun]
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == ["mine"]
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # kept for later
+    told = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
+    assert told == [(begun, [0, 1]), (begun, [2, 3])]
+    rows = [row["_step"] for each in runs_in(first) for row in each.history]
+    assert rows == list(
+        range(len(rows))
+    )  # W&B's own count goes on too: the files can be synchronised one after the other
+    assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
+
+
+def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
+    assert one_rank.run(tracked_disabled, str(tmp_path)) == [None]
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+def tracked_disabled(run_dir):
+    return tracked(run_dir, "trainer.max_epochs=1", WANDB_MODE="disabled")
+
+
+def test_the_reader_joins_chunks_over_blocks_and_stops_where_a_file_is_torn():
+    """Guards the guard: a record of three chunks, and one that ends with its file."""
+    lengths = (BLOCK_BYTES - 14 - 10, BLOCK_BYTES - 7, 5)
+    parts = [bytes([kind]) * length for kind, length in zip((2, 3, 4), lengths, strict=True)]
+    small = b"\0" * 4 + (3).to_bytes(2, "little") + b"\1abc"  # 10 bytes, so that the long record fills its block
+    chunks = [b"\0" * 4 + len(p).to_bytes(2, "little") + p[:1] + p for p in parts]
+    whole = b":W&B\xe1\xbe\0" + small + b"".join(chunks) + small
+    assert list(frames(whole)) == [b"abc", b"".join(parts), b"abc"]
+    assert list(frames(whole[:-1])) == [b"abc", b"".join(parts)]
+
+
+# ---- where the tracker cannot be reached -----------------------------------------------------------------------------
+
+
+class Unauthorized(BaseHTTPRequestHandler):
+    """A server that knows no key."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        told = b'{"errors": [{"message": "user is not logged in"}]}'
+        self.send_response(401)
+        self.send_header("content-length", str(len(told)))
+        self.end_headers()
+        self.wfile.write(told)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def server(kind):
+    """Its address. One that refuses the key, one that nobody listens at, one that takes calls and never answers."""
+    if kind == "refuses":
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized)
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+        http.server_close()
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if kind == "is silent":
+            listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def error_against(kind, run_dir, key="a" * 40):
+    """Told as a user is told, and how many steps were made before."""
+    import wandb
+
+    with server(kind) as address, environment(WANDB_BASE_URL=address, WANDB_API_KEY=key, WANDB_SILENT="true"):
+        cfg = configured(run_dir, "logger.offline=false", "logger.settings.init_timeout=2")
+        trainer, *_ = build(cfg)
+        told = toy.error_of(tracking.begin, trainer, cfg, overrides=[])
+        wandb.teardown()
+        return told, trainer.global_step
+
+
+REASONS = {"refuses": "not logged in", "is not there": "", "is silent": ""}  # W&B words the last two as it likes
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_path, kind):
+    """Within seconds: the pool's own limit would end the test after 20."""
+    ((told, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), timeout_s=20.0)
+    assert told.startswith("ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: ")
+    assert REASONS[kind] in told
+    assert "leave `logger.offline` and WANDB_MODE out" in told
+    assert num_steps == 0
+
+
+def test_a_key_that_is_none_is_an_early_error(one_rank, tmp_path):
+    ((told, _),) = one_rank.run(error_against, "is not there", str(tmp_path), "abc", timeout_s=20.0)
+    assert "needs a W&B server that lets this run in: WANDB_API_KEY invalid" in told
+
+
+def test_without_wandb_metrics_go_to_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "_is_installed", lambda package: package != "wandb")
+    with pytest.warns(UserWarning, match="wandb is not installed: metrics go to csv/metrics.csv"):
+        logger = tracking.logger_of(configured(tmp_path))
+    assert isinstance(logger, CSVLogger)
+    assert Path(logger.log_dir) == tmp_path / "csv"
+
+
+def test_tensorboard_is_named_where_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "_is_installed", lambda package: False)
+    with pytest.raises(ValueError, match=r"`logger` \(=tensorboard\) needs the package tensorboard or tensorboardX"):
+        tracking.logger_of(configured(tmp_path, "logger=tensorboard"))
+
+
+def test_tensorboard_writes_into_the_run_directory(tmp_path):
+    pytest.importorskip("tensorboard", reason="an extra: pip install -e '.[tensorboard]'")
+    logger = tracking.logger_of(configured(tmp_path, "logger=tensorboard"))
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.finalize("success")
+    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
+
+
+# ---- the id in a checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
+    path = tmp_path / "some.ckpt"
+    torch.save({"callbacks": {"TrackerRun": {"run_id": "abc"}}, "state_dict": {"w": torch.ones(1000)}}, path)
+    assert tracking.kept_run_id(str(path)) == "abc"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"`resume` \(=.*some.ckpt\) must be a whole checkpoint of Lightning's: "):
+        tracking.kept_run_id(str(path))
+
+
+class Own:
+    """An object that torch would have to be allowed to load."""
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"callbacks": {}}, {"callbacks": {"TrackerRun": {"run_id": None}}}])
+def test_a_checkpoint_without_an_id_has_none(tmp_path, checkpoint):
+    torch.save(checkpoint, tmp_path / "some.ckpt")
+    assert tracking.kept_run_id(str(tmp_path / "some.ckpt")) is None
+
+
+def test_a_checkpoint_with_objects_of_the_users_own_resumes_in_a_new_run(tmp_path):
+    torch.save({"callbacks": {}, "hyper_parameters": Own()}, tmp_path / "some.ckpt")
+    with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
+        assert tracking.kept_run_id(str(tmp_path / "some.ckpt")) is None

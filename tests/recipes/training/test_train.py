@@ -1,0 +1,159 @@
+"""The main job as a user starts it: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hybrid.metrics import metric_of
+from tests.recipes.training.wandb_file import runs_in
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAIN = [sys.executable, "recipes/train.py"]
+QUIET = ["logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+SHORT = [*QUIET, "trainer.max_epochs=2", "trainer.log_every_n_steps=1"]  # 2 epochs of 9 steps
+PROBE = "+callbacks.probe={_target_: tests.recipes.probe.Probe, directory: ${run_dir}}"
+
+
+def run(*overrides: str, command: list[str] = TRAIN) -> subprocess.CompletedProcess[str]:
+    """Run the command in a shell as fresh as a user's, in a session of its own."""
+    left = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    env = {name: value for name, value in os.environ.items() if name not in left}
+    return subprocess.run(
+        [*command, *overrides],
+        cwd=ROOT,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        start_new_session=True,
+    )
+
+
+def succeed(*overrides: str, command: list[str] = TRAIN) -> str:
+    done = run(*overrides, command=command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def last_checkpoint(run_dir: Path) -> dict:
+    return torch.load(run_dir / "checkpoints/last.ckpt", weights_only=True)
+
+
+def repeatable_curves(checkpoint: dict) -> dict[str, list]:
+    """Every value of every metric that does not come from a clock."""
+    curves = checkpoint["callbacks"]["RunReport"]["curves"]
+    return {name: points for name, points in curves.items() if not metric_of(name).from_clock}
+
+
+def assert_same(a, b, where="") -> None:
+    """Equal digit for digit, all the way down."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}/{index}")
+    else:
+        assert a == b, where
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_killed_run_resumes_to_the_bit(tmp_path):
+    """Killed in the second epoch, resumed from the middle of the first; dropout, shifts and fp16 scaling all on.
+
+    Until it was killed, the killed run was also a second run with the same seed: its metrics must be the same.
+    """
+    whole, killed, resumed = (tmp_path / name for name in ("whole", "killed", "resumed"))
+    succeed(*SHORT, f"hydra.run.dir={whole}")
+    kill = "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 11}"
+    done = run(*SHORT, kill, "callbacks.last.every_n_train_steps=7", f"hydra.run.dir={killed}")
+    assert done.returncode == -9, done.stdout + done.stderr
+    assert last_checkpoint(killed)["global_step"] == 7
+    succeed(*SHORT, f"resume={killed}/checkpoints/last.ckpt", f"hydra.run.dir={resumed}")
+
+    expected, found = last_checkpoint(whole), last_checkpoint(resumed)
+    assert expected["global_step"] == 18
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision", "global_step"):
+        assert_same(expected[part], found[part], part)
+    assert_same(repeatable_curves(expected), repeatable_curves(found))
+    assert len(repeatable_curves(found)["train/loss"]) == 18
+    assert (resumed / "run.png").is_file()
+
+
+@pytest.mark.long
+def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
+    note = "callbacks.probe.note='two words, a \"comma\" = trouble'"
+    probe = PROBE.replace("}}", "}, note: null}")
+    succeed("-m", "optim.lr=1.0,2.0", probe, note, *SHORT, "trainer.fast_dev_run=true", f"hydra.sweep.dir={tmp_path}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "multirun.yaml"]
+    for job, lr in (("0", 1.0), ("1", 2.0)):
+        assert sorted(path.name for path in (tmp_path / job).iterdir()) == [".hydra", "rank0.json", "rank1.json"]
+        told = [json.loads((tmp_path / job / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        assert told[0] == told[1]
+        assert told[0]["directory"] == str(tmp_path / job)
+        assert told[0]["lr"] == lr
+        assert told[0]["note"] == 'two words, a "comma" = trouble'
+        assert told[0]["num_threads"] == "1"
+
+
+@pytest.mark.long
+def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    out = succeed(PROBE, *SHORT, "trainer.max_epochs=1", command=[*torchrun, "recipes/train.py"])
+    (where,) = set(re.findall(r"^run directory +(\S+)$", out, flags=re.MULTILINE))
+    run_dir = Path(where)
+    try:
+        told = [json.loads((run_dir / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        assert told[0] == told[1]
+        assert run_dir.name.startswith("torchrun-")
+        written = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".json")
+        assert written == [".hydra", "checkpoints", "run.html", "run.png"]
+    finally:
+        for path in sorted(run_dir.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        run_dir.rmdir()
+
+
+@pytest.mark.long
+def test_the_main_job_learns_the_digits(tmp_path):
+    """As the README has it, but for 12 of 30 epochs; W&B is on, offline."""
+    out = succeed("trainer.max_epochs=12", f"hydra.run.dir={tmp_path}")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["metrics"]["test/acc"] >= 0.96
+    assert summary["precision"] == "16-true"
+    assert summary["world_size"] == 2
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    (tracked,) = runs_in(tmp_path)
+    checkpoint = last_checkpoint(tmp_path)
+    assert tracked.run.run_id == checkpoint["callbacks"]["TrackerRun"]["run_id"]
+    assert tracked.config["overrides"] == ["trainer.max_epochs=12"]
+    points = checkpoint["callbacks"]["RunReport"]["curves"]["val/acc"].tolist()
+    curve = [(step - 1, value) for step, value in points]
+    assert tracked.column("val/acc") == curve
+    assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
+    assert tracked.exit_code == 0
+    lines = [line.split()[0] for line in out.strip().splitlines()[-6:]]
+    assert lines == ["test", "throughput", "skipped", "communication", "run", "picture"]
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_in_one_message(tmp_path):
+    done = run(*SHORT, "global_batch_size=127", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: `global_batch_size` (=127) must be a multiple of")
+    assert line.endswith("Nearest that fit: global_batch_size=126 or 128.")

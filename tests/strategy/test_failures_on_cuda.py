@@ -1,0 +1,70 @@
+"""What a strategy does about failures where its device is a GPU, as far as that can be seen without one."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
+
+TOLD = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
+
+
+def strategy_on(device_type):
+    return HybridAllReduceStrategy(parallel_devices=[torch.device(device_type, 0)])
+
+
+@pytest.mark.parametrize(
+    ("device_type", "of_the_user", "expected"),
+    [("cuda", None, CLEAN_UP_ONLY), ("cuda", "1", "1"), ("cpu", None, None)],
+)
+def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_type, of_the_user, expected):
+    seen = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(ERROR_HANDLING)))
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    if of_the_user is not None:
+        monkeypatch.setenv(ERROR_HANDLING, of_the_user)
+    strategy = strategy_on(device_type)
+    strategy.setup_environment()
+    strategy.teardown()
+    assert seen == [expected]
+    assert os.environ.get(ERROR_HANDLING) == of_the_user
+
+
+def failed_engine(device_type):
+    engine = CommEngine.__new__(CommEngine)
+    engine.device, engine._failure, engine._is_closed = torch.device(device_type), (TOLD, None), False
+    engine._carrier, engine._lock = SimpleNamespace(look=lambda: None), threading.Lock()
+    return engine
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
+    saved = []
+    monkeypatch.setattr(DDPStrategy, "save_checkpoint", lambda self, *args: saved.append(args))
+    strategy = strategy_on(device_type)
+    strategy._engine = failed_engine(device_type)
+    if device_type == "cuda":
+        with pytest.raises(RuntimeError, match="rank 2 does not answer"):
+            strategy.save_checkpoint({}, "somewhere")
+        strategy._engine._failure = None
+    strategy.save_checkpoint({}, "somewhere")
+    assert saved == [({}, "somewhere")]
+
+
+def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatch):
+    monkeypatch.setattr(DDPStrategy, "on_exception", lambda self, exception: None)
+    strategy = strategy_on("cuda")
+    strategy._engine = failed_engine("cuda")
+    strategy.set_world_ranks = lambda: None
+    error = ValueError("an illegal value")
+    strategy.on_exception(error)
+    assert TOLD in error.__notes__
+    strategy.on_exception(explained := RuntimeError(TOLD))
+    assert TOLD not in getattr(explained, "__notes__", [])

@@ -1,0 +1,170 @@
+"""Before the engine is there, and where there will be none, a rank that keeps others waiting is named as well."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.strategy.failures import SetupWatchdog
+from tests import toy
+from tests.rank_pool import RankError
+
+GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
+
+
+def explained_on_rank_zero(where):
+    """Rank zero's collective fails, and rank one is elsewhere; its process answers."""
+    watch = SetupWatchdog()
+    told = ""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        try:
+            with watch.waiting():
+                raise RuntimeError(GLOO)
+        except RuntimeError as error:
+            told = watch.explain(error)
+    elif where == "gave up":
+        watch.abort("OutOfMemoryError: no room")
+    elif where == "in the collective":
+        with watch.waiting():
+            time.sleep(3)
+    else:
+        time.sleep(3)
+    dist.barrier()
+    watch.leave()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("gave up", "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host "),
+        (
+            "in a hook",
+            "comm: rank 1 does not come to the collective in which others wait; now in no collective: in a hook",
+        ),
+        (
+            "in the collective",
+            "comm: every rank answers, so the network between them is the cause (rank 0: in a collect",
+        ),
+    ],
+)
+def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, where, words):
+    told, _ = two_ranks.run(explained_on_rank_zero, where)
+    assert told.startswith(words) or where == "gave up"
+    if where == "gave up":  # whichever word came first: the roll, or the rank's own
+        assert told.startswith((words, "comm: rank 1 does not come to the collective"))
+    assert told.endswith(f"Seen here as RuntimeError: {GLOO}")
+
+
+class EndsInSetup(pl.Callback):
+    def __init__(self, rank, end):
+        self.rank, self.end = rank, end
+
+    def setup(self, trainer, pl_module, stage):
+        if trainer.global_rank == self.rank:
+            self.end()
+
+
+def fit_that_one_rank_dies_before(rank):
+    callbacks = [EndsInSetup(rank, lambda: os._exit(7))]
+    told = toy.error_of(toy.trainer(max_epochs=1, callbacks=callbacks).fit, toy.Toy(), toy.loader())
+    raise AssertionError(f"told: {told}")
+
+
+@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_dies_before_the_engine_is_made_is_named_by_the_other(two_ranks, rank):
+    with pytest.raises(RankError) as error:
+        two_ranks.run(fit_that_one_rank_dies_before, rank, grace_s=30.0)
+    assert str(error.value).count(f"told: RuntimeError: comm: rank {rank} does not answer: ") == 1
+    assert f"ank {rank} is on host " in str(error.value)
+
+
+def watches_after(kind):
+    """What of the watch is left after a fit, and after a test alone."""
+    trainer = toy.trainer(max_epochs=1)
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            seen.append(trainer.strategy._setup_watch is None)
+
+        def on_test_start(self, trainer, pl_module):
+            seen.append(trainer.strategy._setup_watch is not None)
+
+    trainer.callbacks.append(Looks())
+    if kind == "fit":
+        trainer.fit(toy.Toy(), toy.loader())
+    else:
+        trainer.test(toy.Toy(), toy.loader(), verbose=False)
+    return seen, trainer.strategy._setup_watch is None
+
+
+@pytest.mark.parametrize("kind", ["fit", "test"])
+def test_the_engine_takes_over_and_without_one_the_watch_stays_to_the_end(two_ranks, kind):
+    for seen, is_gone in two_ranks.run(watches_after, kind):
+        assert (seen, is_gone) == ([True], True)
+
+
+def fit_unseeded(precision):
+    """Every rank begins with other weights, as without a common seed."""
+    module = toy.Toy(seed=dist.get_rank())
+    toy.trainer(max_epochs=2, precision=precision).fit(module, toy.loader())
+    return {
+        name: weight.detach() for name, weight in module.named_parameters()
+    }  # BatchNorm's statistics are each rank's
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
+def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(two_ranks, precision):
+    """In half precision the masters' lower digits are more than what DDP sends."""
+    one, other = two_ranks.run(fit_unseeded, precision)
+    assert toy.same_bits(one, other)
+
+
+def fit_with_weights_of_its_own():
+    """A parameter that DDP was told to ignore is each rank's own."""
+
+    class Own(toy.Toy):
+        _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
+
+    module = Own(seed=dist.get_rank())
+    first = module.net[1].weight.detach().clone()
+    masters = []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            masters.append(trainer.precision_plugin.masters.pair_of(pl_module.net[1].weight).master.detach().clone())
+
+    toy.trainer(max_steps=1, max_epochs=1, precision="16-true", callbacks=[Looks()]).fit(module, toy.loader())
+    return torch.equal(first, masters[0])
+
+
+def test_what_ddp_ignores_keeps_its_own_masters(two_ranks):
+    assert two_ranks.run(fit_with_weights_of_its_own) == [True, True]
+
+
+def error_in_validation():
+    class Breaks(toy.Toy):
+        def validation_step(self, batch, batch_idx):
+            if dist.get_rank() == 1:
+                raise FloatingPointError("of the user")
+
+    try:
+        toy.trainer(max_epochs=1).validate(Breaks(), toy.loader(), verbose=False)
+    except FloatingPointError as error:
+        return error.__notes__
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
+    (told,) = two_ranks.run(error_in_validation)[1]
+    assert told.startswith("On rank 1 (host ")
