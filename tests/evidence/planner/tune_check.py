@@ -21,7 +21,8 @@ from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.benchmarks.report import environment
 from tests.evidence.planner.emulated import WIRE_SHARE, Checked, Machine, Setting, cases_of, markdown, ranked, summary
 
-LOOP = Path(__file__).resolve().parents[3] / "recipes" / "records" / "simulate" / "2026-11-21_check_emulated" / "rows.jsonl"
+RECORDS = Path(__file__).resolve().parents[3] / "recipes" / "records"
+LOOP = RECORDS / "simulate" / "2026-11-21_check_emulated" / "rows.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
