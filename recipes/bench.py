@@ -1,26 +1,21 @@
 """Time all-reduces and training steps on your cluster: `python recipes/bench.py devices=4`, or under torchrun."""
 
 import logging
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
-
+import _path  # noqa: F401
 import hydra
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_hybrid.comm import CommPlan, Topology
 from recipes.benchmarks import report as bench_report
 from recipes.benchmarks.allreduce import AllReduceBench
 from recipes.benchmarks.steps import StepBench
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder
 
 launch.register_resolvers()
 
@@ -62,8 +57,7 @@ def main(cfg: DictConfig) -> None:
             rows.append(row)
             fabric.print("  ".join(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True)
         if fabric.is_global_zero:
-            config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-            folder = Path(config.pop("run_dir"))
+            config, folder = config_and_folder(cfg)
             title = world if cfg.about is None else f"{world}\n{cfg.about}"
             bench_report.write(folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title)
             print(f"\n{bench_report.markdown(rows, cfg.link_bytes_per_s)}\n\nwritten to {folder.resolve()}", flush=True)

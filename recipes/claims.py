@@ -1,20 +1,14 @@
 """Large batches at our size, with and without the method: `python recipes/claims.py`; see records/claims/README.md."""
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any, cast
 
-# Before torch is imported: trials side by side share the cores. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
-
+import _path  # noqa: F401
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
+from recipes.cli.results import environment, write_json
 from recipes.hyperparams import study_report
 from recipes.hyperparams.study import Study
 from recipes.hyperparams.trial import TrainTrial, common_of
@@ -63,8 +57,8 @@ def main(cfg: DictConfig) -> None:
         pool = TrialPool(runner, num_workers=cfg.num_workers, budget_s=cfg.budget_s)
     with pool:
         is_complete = study.run(pool, log, say)
-    study_report.write(folder, study, log, environment=bench_report.environment() | {"about": cfg.about})
-    (folder / "config.json").write_text(json.dumps(config | {"run_dir": ""}, indent=1) + "\n")
+    study_report.write(folder, study, log, environment=environment() | {"about": cfg.about})
+    write_json(folder / "config.json", config | {"run_dir": ""})
     state = "complete" if is_complete else "not complete: run it again with the same hydra.run.dir"
     print(f"{study_report.markdown(study, log)}\n\nwritten to {folder.resolve()}; {state}", flush=True)
 

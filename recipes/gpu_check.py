@@ -10,15 +10,13 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import _path  # noqa: F401
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # `recipes` is not installed
-
-# ruff: noqa: E402
 from recipes.gpu import fits, machine, runner, speed, suite, waits, worlds
 from recipes.gpu.runner import Check
 
+ROOT = Path(__file__).resolve().parents[1]
 CHECKS = [
     *(
         Check(name=f"fits_{precision}_{optimizer}", run=fits.ends_in(precision, optimizer), limit_s=60)

@@ -1,12 +1,8 @@
 """Pack an image set into shards: `python recipes/pack.py root=... out=...`; again after a kill, and it goes on."""
 
-import os
-import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads pack, each with one of torch's
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
-
+import _path  # noqa: F401
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig

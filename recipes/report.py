@@ -1,10 +1,8 @@
 """Lay runs side by side: `python recipes/report.py runs=[outputs/a,outputs/b]`, folders that `train.py` wrote."""
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
-
+import _path  # noqa: F401
 import hydra
 from omegaconf import DictConfig
 

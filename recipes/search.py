@@ -1,14 +1,9 @@
 """Search hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see records/search/README.md."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any, cast
 
-# Before torch is imported: trials side by side share the cores. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
-
+import _path  # noqa: F401
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf

@@ -1,24 +1,19 @@
 """Measure your links, describe your cluster, choose a plan: `python recipes/tune.py world.devices=4`, or torchrun."""
 
 import logging
-import os
-import sys
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `recipes` is not installed
-
+import _path  # noqa: F401
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurements, measure
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from recipes.cli import launch
+from recipes.cli.results import config_and_folder
 from recipes.planning import tune_report, tune_setup
 
 launch.register_resolvers()
@@ -47,8 +42,7 @@ def main(cfg: DictConfig) -> None:
         plan, work = instantiate(cfg.plan), tune_setup.work_of(cfg)
         is_first, samples, world = measured(cfg, launched)
         if is_first:
-            config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-            folder = Path(config.pop("run_dir"))
+            config, folder = config_and_folder(cfg)
             network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])
             found = tune_report.Report.of(samples, world, work, plan, cfg, network=network)
             found.write(folder, config)

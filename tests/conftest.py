@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from recipes.cli.launch_variables import LAUNCH_VARIABLES
+from recipes.cli.preflight import LAUNCH_VARIABLES
 from tests.rank_pool import RankPool, Ranks
 
 

@@ -1,10 +1,7 @@
 """Measure the input pipeline: `python -m recipes.benchmarks.input`, or with `bench.root=/data/imagenet`."""
 
-import json
 import os
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads decode, each with one of torch's
 
@@ -12,12 +9,12 @@ import hydra
 import numpy
 import PIL
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_hybrid.data.images import decode
 from recipes.benchmarks import input_cases
-from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder, environment, write_json
 
 launch.register_resolvers()
 
@@ -35,18 +32,16 @@ def main(cfg: DictConfig) -> None:
     versions = {"numpy": numpy.__version__, "pillow": PIL.__version__}
     versions["simplejpeg"] = getattr(decode.simplejpeg, "__version__", "not installed")
     versions["dali"] = input_cases.dali_version()
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
+    config, folder = config_and_folder(cfg)
     config["bench"].pop("scratch")  # a place on this machine
     told = {
         "config": config,
-        "environment": bench_report.environment() | versions,
+        "environment": environment() | versions,
         "speeds": [input_cases.as_dict(row) for row in speeds],
         "waits": [asdict(row) for row in waits],
     }
     tables = [input_cases.speed_table(speeds)] + ([input_cases.wait_table(waits)] if waits else [])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
+    write_json(folder / "bench.json", told)
     (folder / "table.md").write_text("\n\n".join(tables) + "\n")
     print("\n" + "\n\n".join(tables) + f"\n\nwritten to {folder.resolve()}", flush=True)
 

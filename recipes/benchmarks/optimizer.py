@@ -1,19 +1,17 @@
 """Time optimizer updates and whole training steps on this machine: `python -m recipes.benchmarks.optimizer`."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from recipes.benchmarks import report as bench_report
 from recipes.benchmarks import training as bench_training
 from recipes.benchmarks import updates
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder, environment, write_json
 
 launch.register_resolvers()
 
@@ -44,17 +42,15 @@ def main(cfg: DictConfig) -> None:
         print("\n\n".join(tables), flush=True)
     steps = [] if training is None else list(training.run(device))
     tables += [bench_training.markdown(steps)] if steps else []
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
+    config, folder = config_and_folder(cfg)
     told = {
         "config": config,
-        "environment": {**bench_report.environment(), "device": str(device), "num_threads": torch.get_num_threads()},
+        "environment": {**environment(), "device": str(device), "num_threads": torch.get_num_threads()},
         "copy_bytes_per_s": rate if rows else None,
         "rows": [asdict(row) | {"median_s": row.median_s} for row in rows],
         "training": [asdict(row) for row in steps],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
+    write_json(folder / "bench.json", told)
     (folder / "table.md").write_text("\n\n".join(tables) + "\n")
     print(f"\n{tables[-1] if steps else ''}\n\nwritten to {folder.resolve()}", flush=True)
 

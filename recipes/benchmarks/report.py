@@ -12,9 +12,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lightning_hybrid.callbacks.run_report.environment import environment as environment_of
-
-KIB, MIB = 2**10, 2**20
+from recipes.cli.markdown import markdown_table
+from recipes.cli.results import environment, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class Row:
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
         """The least time: ``2 (N - 1) / N`` of the bytes must leave each of N nodes over its link.
 
-        No all-reduce among the nodes' own processors sends less from its busiest node (Patarasu and Yuan 2009). Headers
+        No all-reduce among the nodes' own processors sends less from its busiest node (Patarasuk & Yuan 2009). Headers
         are left out, so not even the bound is reached.
         """
         if link_bytes_per_s is None or self.num_nodes == 1:
@@ -100,27 +99,12 @@ def cells(rows: Sequence[Row], link_bytes_per_s: float | None) -> list[list[str]
 
 def markdown(rows: Sequence[Row], link_bytes_per_s: float | None) -> str:
     """The table as Markdown, columns aligned, and what of the communication was hidden."""
-    lines = [list(HEADER), *cells(rows, link_bytes_per_s)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    text = [markdown_table(HEADER, cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
         hidden, step, silent = hidden_share(of_case), of_case[0].median_s, of_case[1].median_s
         text.append(f"\n{of_case[0].case}, {of_case[0].arm}: {hidden:.1%} of {1e3 * (step - silent):.4g} ms hidden")
     return "\n".join(text)
-
-
-def size(num_bytes: int) -> str:
-    """4 KiB, 8 MiB, 97.5 MiB, 1000 B.
-
-    >>> size(4096), size(8 * MIB), size(102_228_128), size(1000)
-    ('4 KiB', '8 MiB', '97.5 MiB', '1000 B')
-    """
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes} B"
 
 
 # ---- picture ---------------------------------------------------------------------------------------------------------
@@ -168,11 +152,6 @@ def _draw_bars(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) -
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine; ``commit`` where this is a checkout, with a ``+`` where files differ from it."""
-    return environment_of(Path(__file__).parent)
 
 
 def write(

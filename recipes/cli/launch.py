@@ -26,7 +26,7 @@ import torch.distributed
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from lightning.fabric import Fabric
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -34,9 +34,8 @@ from torch.distributed import DistError
 
 from lightning_hybrid.checkpoint.file import CheckpointWriteError
 from lightning_hybrid.strategy.rendezvous import RendezvousError
-from recipes.cli.launch_variables import LAUNCH_VARIABLES
+from recipes.cli.preflight import LAUNCH_VARIABLES
 from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
-from recipes.training import tracking
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
 """Errors whose message says what is wrong without their name."""
@@ -188,7 +187,21 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
-        tracking.finish(exit_code)
+        finish(exit_code)
+
+
+def finish(exit_code: int) -> None:
+    """End W&B's run, where there is one; warn where its disk is full, which hides no other error."""
+    wandb: Any = sys.modules.get("wandb")
+    if wandb is None:
+        return
+    try:
+        wandb.finish(exit_code=exit_code)
+    except OSError as error:
+        rank_zero_warn(
+            f"W&B's files of this run are not whole ({error.strerror}): `wandb sync` will send what is there. "
+            "curves.json of the run directory, or the report of a resumed run, has what was logged."
+        )
 
 
 def command_of_this_job() -> list[str]:

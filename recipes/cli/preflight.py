@@ -26,6 +26,17 @@ other 54, and each further rank takes some more on all of them."""
 
 MANY_DESCRIPTORS = 1 << 16  # where there is no limit
 
+LAUNCH_VARIABLES = (
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+)
+"""What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others."""
+
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

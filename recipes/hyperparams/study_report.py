@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from recipes.cli.markdown import markdown_table
+from recipes.cli.results import write_json
 from recipes.hyperparams.study import Cell, Study
 from recipes.hyperparams.trial_log import Outcome, TrialLog
 
@@ -205,5 +205,5 @@ def write(folder: Path, study: Study, log: TrialLog, *, environment: dict[str, A
     """`table.md`, `accuracy.png` and `environment.json` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{study.title}\n\n{markdown(study, log)}\n")
-    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    write_json(folder / "environment.json", environment)
     picture(study, log).savefig(folder / "accuracy.png", dpi=100)

@@ -20,12 +20,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
-from recipes import train
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
 from recipes.hyperparams.trial_log import Mode, Outcome, Status
 from recipes.hyperparams.trial_pool import Limits
 from recipes.training import keys
+from recipes.training.build import build
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -135,7 +135,7 @@ class TrainTrial:
             return self._run(cfg, watch, overrides)
 
     def _run(self, cfg: DictConfig, watch: Watch, overrides: tuple[str, ...]) -> Outcome:
-        trainer, module, data = train.build(cfg)
+        trainer, module, data = build(cfg)
         trainer.callbacks.append(watch)  # type: ignore[attr-defined]
         trainer.fit(module, data)
         metrics: dict[str, float] = {"num_steps": trainer.global_step}

@@ -7,7 +7,6 @@ python recipes/simulate.py profile=profile/profile.json num_nodes=256
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from dataclasses import asdict
@@ -22,9 +21,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lightning_hybrid.planning.workload import StepWorkload
-from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
 from recipes.cli.config_check import Count, CountOrZero
+from recipes.cli.results import environment, write_json
 
 launch.register_resolvers()
 
@@ -105,9 +104,8 @@ def main(cfg: DictConfig) -> None:
         dtype = getattr(torch, cfg.dtype)
     work = measure(model, images, labels, dtype=dtype, num_steps=cfg.num_steps, num_warmup=cfg.num_warmup)
     folder = Path(cfg.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    told = {"work": asdict(work), "batch_size_per_rank": cfg.batch_size_per_rank} | bench_report.environment()
-    (folder / "profile.json").write_text(json.dumps(told, indent=1) + "\n")
+    told = {"work": asdict(work), "batch_size_per_rank": cfg.batch_size_per_rank} | environment()
+    write_json(folder / "profile.json", told)
     print(f"step {work.alone_s:.4g} s, backward {work.backward_s:.4g} s; written to {folder / 'profile.json'}")
 
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
@@ -12,7 +18,7 @@ from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_bu
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, Outcome, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.config_check import CountOrZero
-from recipes.planning.layers import Layer, work_of
+from recipes.planning.layers import Layer, layers_of, measured_work, work_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,48 @@ class Scenario:
         per_node = min(self.cluster.ranks_per_node, num_ranks)
         cluster = replace(self.cluster, ranks_per_node=per_node, num_nodes=-(-num_ranks // per_node))
         return replace(self, cluster=cluster)
+
+
+def rate_of(cfg: DictConfig, model_name: str) -> float:
+    """Images per second of one device alone.
+
+    Raises:
+        ValueError: It is nowhere given.
+    """
+    rate = cfg.images_per_s if cfg.images_per_s is not None else cfg.cluster.images_per_s.get(model_name)
+    if rate is None:
+        raise ValueError(
+            f"`images_per_s` (=null) must be given: {cfg.cluster.about} has no rate for model={model_name}. It is what "
+            "one device alone trains per second: measure it, or look it up, and give images_per_s=<rate>."
+        )
+    return float(rate)
+
+
+def scenario_of(cfg: DictConfig) -> Scenario:
+    """What the configuration describes."""
+    measured = None
+    if cfg.profile is not None:
+        measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
+    rate = 0.0 if measured else rate_of(cfg, HydraConfig.get().runtime.choices["model"])
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    return Scenario(
+        layers=tuple(layers_of(model, list(cfg.image_shape))),
+        images_per_s=rate,
+        measured=measured,
+        batch_size_per_rank=cfg.batch_size_per_rank,
+        input_images_per_s=cfg.cluster.input_images_per_s,
+        update_s=cfg.update_s,
+        cluster=instantiate(cfg.cluster.links),
+        plan=instantiate(cfg.plan),
+        itemsize=cfg.itemsize,
+        on_cuda=cfg.cluster.on_cuda,
+        algorithm=cfg.algorithm,
+        cuts=None if cfg.cuts is None else tuple(cfg.cuts),
+        num_columns=cfg.num_columns,
+        jitter=instantiate(cfg.jitter),
+        num_steps=cfg.num_steps,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

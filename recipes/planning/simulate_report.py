@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from omegaconf import DictConfig
 
 from lightning_hybrid.planning.plan_search import Candidate
 from lightning_hybrid.planning.simulate import Outcome, to_trace
-from recipes.benchmarks.report import environment
+from recipes.cli.results import environment, write_json
 from recipes.planning.layers import flops_per_image
 from recipes.planning.scenario import Scenario
 
@@ -131,7 +130,7 @@ class Report:
             "scaling": [asdict(point) for point in self.curve],
             "plans": [asdict(candidate) for candidate in self.candidates],
         }
-        (folder / "simulate.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_json(folder / "simulate.json", told)
         (folder / "table.md").write_text(self.markdown() + "\n")
         to_trace(self.outcome).write(folder / "trace" / "rank-0.json", rank=0)
         self.picture().savefig(folder / "simulate.png", dpi=90)

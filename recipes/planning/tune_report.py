@@ -20,7 +20,7 @@ from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.plan_search import Candidate, candidates
 from lightning_hybrid.planning.workload import StepWorkload
-from recipes.benchmarks.report import environment, size
+from recipes.cli.results import environment, size, write_json
 
 LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
@@ -154,7 +154,7 @@ class Report:
             "plans": [asdict(candidate) for candidate in self.plans],
             "samples": [asdict(case) | {"times_s": times_s} for case, times_s in sorted(self.samples.times_s.items())],
         }
-        (folder / "summary.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_json(folder / "summary.json", told)
         (folder / "cluster" / f"{self.name}.yaml").write_text(self.description())
         (folder / "plan.json").write_text(self.plans[0].plan.to_json() + "\n")
         (folder / "table.md").write_text(self.markdown() + "\n")

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
+from recipes.cli.results import write_json
 
 FILES = ("summary.json", "curves.json")
 PANELS = (
@@ -219,5 +220,5 @@ def write(folder: Path, runs: Sequence[Run], *, title: str) -> None:
         "differing_keys": differing_keys(runs),
     }
     (folder / "report.png").write_bytes(png)
-    (folder / "report.json").write_text(json.dumps(told, indent=1) + "\n")
+    write_json(folder / "report.json", told)
     (folder / "report.html").write_text(html(runs, png, title=title))

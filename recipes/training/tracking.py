@@ -148,20 +148,6 @@ def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> 
             callback.code_dir = Path(__file__).parent
 
 
-def finish(exit_code: int) -> None:
-    """End W&B's run, where there is one; that its disk is full is said, and hides no other error."""
-    wandb: Any = sys.modules.get("wandb")
-    if wandb is None:
-        return
-    try:
-        wandb.finish(exit_code=exit_code)
-    except OSError as error:
-        rank_zero_warn(
-            f"W&B's files of this run are not whole ({error.strerror}): `wandb sync` will send what is there. "
-            "curves.json of the run directory, or the report of a resumed run, has what was logged."
-        )
-
-
 @rank_zero_only
 def _begin_wandb(trainer: pl.Trainer, logger: Any) -> None:
     run = logger.experiment

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health.consensus import max_over_ranks
 from lightning_hybrid.comm.tuning.plan_trials import distinct, other_algorithms
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet
-from recipes.benchmarks.report import environment
+from recipes.cli.results import environment, write_json
 from tests.netlab.cluster import Cluster, ClusterError, why_not
 
 CPU = torch.device("cpu")
@@ -262,7 +261,7 @@ def main():
         (asked.folder / "table.md").write_text(text + "\n")
         (asked.folder / "command.txt").write_text(f"python -m tests.netlab.tuner {' '.join(sys.argv[1:])}\n")
         values = {"config": {k: str(v) for k, v in vars(asked).items()}, "environment": environment(), **samples}
-        (asked.folder / "bench.json").write_text(json.dumps(values, indent=1) + "\n")
+        write_json(asked.folder / "bench.json", values)
 
 
 if __name__ == "__main__":

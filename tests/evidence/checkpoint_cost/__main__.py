@@ -1,20 +1,14 @@
 """What a checkpoint costs a step, by ways of writing it: `python -m tests.evidence.checkpoint_cost`."""
 
-import json
-import os
-from pathlib import Path
-from typing import Any, cast
-
-# Before torch is imported: one thread for the step, as in a rank that shares the cores with others. Yours wins.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from typing import Any
 
 import hydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
-from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder, environment, write_json
 from tests.evidence.checkpoint_cost import cases as bench_checkpoints
 
 launch.register_resolvers()
@@ -28,12 +22,11 @@ def main(cfg: DictConfig) -> None:
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         checkpoint = bench_checkpoints.state_of(instantiate(cfg.model))
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
+    config, folder = config_and_folder(cfg)
     samples = bench_checkpoints.samples(checkpoint, folder / "checkpoints", num_repeats=cfg.num_repeats)
     table = bench_checkpoints.markdown(samples, bench_checkpoints.num_bytes_of(checkpoint))
-    told = {"config": config, "environment": bench_report.environment(), "samples": samples}
-    (folder / "checkpoint.json").write_text(json.dumps(told, indent=1) + "\n")
+    told = {"config": config, "environment": environment(), "samples": samples}
+    write_json(folder / "checkpoint.json", told)
     (folder / "table.md").write_text(table + "\n")
     print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)
 

@@ -3,13 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder, environment
 from tests.evidence.endurance import growth_report
 
 launch.register_resolvers()
@@ -42,10 +42,9 @@ def main(cfg: DictConfig) -> None:
     """Train, or take the samples of a run; write ``endurance.json``, ``table.md``, ``endurance.png``."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-        folder = Path(config.pop("run_dir"))
+        config, folder = config_and_folder(cfg)
         where = train(config["train"], folder / "train") if config["samples"] is None else Path(config["samples"])
-        told = {"config": config, "environment": bench_report.environment()}
+        told = {"config": config, "environment": environment()}
         samples = growth_report.read(where)
         table = growth_report.write(folder, samples, warmup_steps=cfg.warmup_steps, told=told)
     print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)

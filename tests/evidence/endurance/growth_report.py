@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from scipy.stats import theilslopes
 
 from recipes.cli.markdown import markdown_table
+from recipes.cli.results import write_json
 from tests.evidence.endurance.process_watch import QUANTITIES
 
 Sample = Mapping[str, float | None]
@@ -188,9 +189,8 @@ def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *,
 def write(folder: Path, samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int, told: Mapping[str, Any]) -> str:
     """Write `endurance.json`, `table.md` and `endurance.png`; return the table."""
     trends = trends_of(samples, warmup_steps=warmup_steps)
-    folder.mkdir(parents=True, exist_ok=True)
     found = {**told, "warmup_steps": warmup_steps, "trends": [asdict(trend) for trend in trends]}
-    (folder / "endurance.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_json(folder / "endurance.json", found)
     (folder / "table.md").write_text(markdown(trends) + "\n")
     picture(samples, trends, warmup_steps=warmup_steps).savefig(folder / "endurance.png", dpi=90)
     return markdown(trends)

@@ -1,18 +1,14 @@
 """Start programs in bad environments and read what they say: `python -m tests.evidence.environments`."""
 
-import os
 import shutil
 import sys
-from pathlib import Path
-from typing import Any, cast
-
-# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder
 from tests.evidence.environments import trials
 from tests.evidence.environments.cases import CASES, Case
 from tests.evidence.faults import table as fault_table
@@ -43,8 +39,7 @@ def main(cfg: DictConfig) -> None:
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         cases = chosen_of(cfg.only)
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
+    config, folder = config_and_folder(cfg)
     outcomes = list[fault_table.Outcome]()
     for outcome in trials.outcomes(folder / "runs", cases):
         outcomes.append(outcome)

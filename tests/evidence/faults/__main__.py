@@ -1,20 +1,16 @@
 """Inject faults into short runs and see that every promise holds: `python -m tests.evidence.faults`."""
 
-import os
 import signal
 import sys
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, cast
-
-# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from typing import Any
 
 import hydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder
 from tests.evidence.faults import case as fault_case
 from tests.evidence.faults import comm_cases, numerics_cases, replica_cases
 from tests.evidence.faults import table as fault_table
@@ -69,8 +65,7 @@ def main(cfg: DictConfig) -> None:
             print("  ".join(outcome.cells()), flush=True)
 
         fault_case.run_all(chosen, worlds, on_outcome=note)
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
+    config, folder = config_and_folder(cfg)
     fault_table.write(folder, outcomes, config=config, title=cfg.about or "Injected faults")
     print(f"\n{fault_table.markdown(outcomes)}\n\nwritten to {folder.resolve()}", flush=True)
     if not all(outcome.is_held for outcome in outcomes):

@@ -7,9 +7,7 @@ this process, so that other work on the machine does not count. The 16 bytes tha
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import statistics
 import sys
 import time
@@ -17,8 +15,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning.pytorch as pl
 import torch
@@ -34,6 +30,7 @@ from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
 from recipes.cli.markdown import markdown_table
+from recipes.cli.results import write_json
 
 BATCH, NUM_STEPS, EVERY = 4, 6, 3
 DEFAULT_EVERY_N_STEPS = 100  # of ReplicaCheck
@@ -143,7 +140,7 @@ def main() -> None:
         (folder / "cost.md").write_text(table + "\n")
         told = {"environment": environment(Path(__file__).parent), "steps_s": times.steps_s, "checks_s": times.checks_s}
         told |= {"watch_logged_s": watch.logged_s, "watch_others_s": watch.others_s}
-        (folder / "cost.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_json(folder / "cost.json", told)
 
 
 def _row(what: str, runs_s: float, per_step_s: float, step_s: float) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_hybrid.callbacks.run_report.environment import environment
 from recipes.cli.markdown import markdown_table
+from recipes.cli.results import write_json
 
 HEADER = ("promise", "fault", "phase", "where", "detected by", "s to the error", "lost", "held")
 
@@ -83,7 +84,7 @@ def write(folder: Path, outcomes: Sequence[Outcome], *, config: dict[str, Any], 
         "environment": environment(Path(__file__).parent),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-    (folder / "faults.json").write_text(json.dumps(told, indent=1) + "\n")
+    write_json(folder / "faults.json", told)
 
 
 def read(path: Path) -> list[Outcome]:

@@ -1,17 +1,15 @@
 """Measure bytes per parameter: `python -m tests.evidence.memory`; on GPUs with `census.device=cuda`."""
 
-import json
 import logging
 import warnings
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import hydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder, environment, write_json
 from tests.evidence.memory import census
 
 launch.register_resolvers()
@@ -36,11 +34,9 @@ def main(cfg: DictConfig) -> None:
         measured = instantiate(cfg.census)
         launch.device_of(cfg.census.device)
     rows = [measured.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
-    told = {"config": config, "environment": bench_report.environment(), "rows": rows}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.json").write_text(json.dumps(told, indent=1) + "\n")
+    config, folder = config_and_folder(cfg)
+    told = {"config": config, "environment": environment(), "rows": rows}
+    write_json(folder / "memory.json", told)
     (folder / "table.md").write_text(census.markdown(rows) + "\n")
     print(f"{census.markdown(rows)}\n\nwritten to {folder.resolve()}", flush=True)
 

@@ -22,7 +22,7 @@ from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.benchmarks.report import environment
+from recipes.cli.results import environment, write_json
 
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
 WIRE_SHARE = 0.989  # recipes/records/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
@@ -328,8 +328,7 @@ def main() -> None:
     }
     print(markdown(found), json.dumps(told, indent=1), sep="\n")
     if asked.out:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / "check.json").write_text(json.dumps(told | {"environment": environment()}, indent=1) + "\n")
+        write_json(asked.out / "check.json", told | {"environment": environment()})
         (asked.out / "table.md").write_text(markdown(found) + "\n")
 
 

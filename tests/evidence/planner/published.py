@@ -6,12 +6,11 @@ conf/cluster. Where the publication leaves something open, the last column says 
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from recipes.benchmarks.report import environment
+from recipes.cli.results import environment, write_json
 from tests.evidence.planner.known_clusters import Row
 from tests.evidence.planner.published_rows import rows
 
@@ -33,9 +32,8 @@ def main() -> None:
     print(markdown(found))
     if len(sys.argv) > 1:
         folder = Path(sys.argv[1])
-        folder.mkdir(parents=True, exist_ok=True)
         told = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found], "environment": environment()}
-        (folder / "published.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_json(folder / "published.json", told)
         (folder / "table.md").write_text(markdown(found) + "\n")
 
 

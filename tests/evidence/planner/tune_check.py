@@ -18,7 +18,7 @@ from typing import Any
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
-from recipes.benchmarks.report import environment
+from recipes.cli.results import environment, write_json
 from tests.evidence.planner.emulated import WIRE_SHARE, Checked, Machine, Setting, cases_of, markdown, ranked, summary
 
 RECORDS = Path(__file__).resolve().parents[3] / "recipes" / "records"
@@ -90,7 +90,7 @@ def main() -> None:
         "wrong_order": wrong,
         "environment": environment(),
     }
-    (asked.out / "check.json").write_text(json.dumps(values, indent=1) + "\n")
+    write_json(asked.out / "check.json", values)
     print("\n".join(text), json.dumps(values["error"], indent=1), sep="\n")
 
 

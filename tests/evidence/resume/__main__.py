@@ -1,18 +1,14 @@
 """Kill runs anywhere and see that they resume to the bit: `python -m tests.evidence.resume`; see recipes/faults."""
 
-import os
 import shutil
 import sys
-from pathlib import Path
-from typing import Any, cast
-
-# Before torch is imported: two threads in each of several processes are slower than one. Yours wins if it is set.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.results import config_and_folder
 from tests.evidence.faults import table as fault_table
 from tests.evidence.resume import trials
 
@@ -32,8 +28,7 @@ def main(cfg: DictConfig) -> None:
     """One run and one resumed run for each trial; print each as it ends, write the table. Status 1 where one broke."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    folder = Path(config.pop("run_dir"))
+    config, folder = config_and_folder(cfg)
     outcomes = list[fault_table.Outcome]()
     for outcome in trials.outcomes(folder / "runs", num_trials=cfg.num_trials, seed=cfg.seed, own=cfg.own):
         outcomes.append(outcome)

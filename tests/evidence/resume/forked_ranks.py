@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_hybrid.checkpoint.file import read_checkpoint
 from lightning_hybrid.metrics import metric_of
-from recipes import train  # noqa: F401  all that a rank imports is there before it is forked
+from recipes.training import build  # noqa: F401  all that a rank imports is there before it is forked
 from recipes.training.csv_logger import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,6 +81,7 @@ def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir
         GlobalHydra.instance().clear()
         os.chdir(ROOT)
         torch.set_num_threads(1)  # another number of them adds up in another order
+        sys.path.insert(0, "recipes")  # as Python does for a script
         sys.argv = ["recipes/train.py", *overrides, f"hydra.run.dir='{run_dir}'"]
         runpy.run_path("recipes/train.py", run_name="__main__")
         code = 0

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lightning_hybrid import HybridAllReduceStrategy
 from recipes.cli import config_check, launch
-from recipes.train import build
+from recipes.training.build import build
 from recipes.training.keys import TRAIN_KEYS
 
 CONF = Path(__file__).resolve().parents[3] / "conf"

@@ -23,8 +23,7 @@ from lightning_hybrid.models import ResNet, forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.planning.gradient_timing import measure
 from recipes.planning.layers import layers_of, measured_work, work_of
-from recipes.planning.scenario import Scenario, Search
-from recipes.simulate import rate_of
+from recipes.planning.scenario import Scenario, Search, rate_of
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import rows

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.comm import CommTrace
-from recipes.training import tracking
+from recipes.cli import launch
 from recipes.training.csv_logger import CSVRows, read_rows
 from tests import toy
 
@@ -69,7 +69,7 @@ def test_a_tracker_on_a_full_disk_hides_no_other_error(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
     with pytest.warns(UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"):
-        tracking.finish(1)
+        launch.finish(1)
 
 
 def fit_with_a_report(folder):

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_hybrid.optim.schedule import warmup_polynomial_lr
 from recipes.cli import launch
-from recipes.train import build
+from recipes.training.build import build
 from tests import toy
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid import metrics as m
 from recipes.cli import launch
-from recipes.train import build
 from recipes.training import resume, tracking
+from recipes.training.build import build
 from tests import toy
 from tests.recipes.training.wandb_file import BLOCK_BYTES, frames, runs_in
 
