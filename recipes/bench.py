@@ -1,7 +1,7 @@
 """Time all-reduces and training steps on your cluster: `python recipes/bench.py devices=4`, or under torchrun."""
 
 import logging
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import _path  # noqa: F401
@@ -31,12 +31,6 @@ KEYS: dict[str, Any] = {
 }
 
 
-def measure(benches: list[Any], fabric: Fabric, topology: Topology) -> Iterator[bench_report.Row]:
-    """Rows of every benchmark, as they come."""
-    for bench in benches:
-        yield from bench.run(fabric, topology)
-
-
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero prints each case when it is done, and writes the report."""
@@ -52,14 +46,14 @@ def main(cfg: DictConfig) -> None:
         topology = Topology.discover()
         world = CommPlan().describe(topology).partition(";")[0]
         fabric.print(world)
-        rows = list[bench_report.Row]()
-        for row in measure(benches, fabric, topology):
+        rows = list[bench_report.Timing]()
+        for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):
             rows.append(row)
             fabric.print("  ".join(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True)
         if fabric.is_global_zero:
             config, folder = config_and_folder(cfg)
             title = world if cfg.about is None else f"{world}\n{cfg.about}"
-            bench_report.write(folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title)
+            bench_report.write_bench(folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title)
             print(f"\n{bench_report.markdown(rows, cfg.link_bytes_per_s)}\n\nwritten to {folder.resolve()}", flush=True)
 
 

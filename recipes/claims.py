@@ -12,7 +12,7 @@ from recipes.cli.results import environment, write_json
 from recipes.hyperparams import study_report
 from recipes.hyperparams.study import Study
 from recipes.hyperparams.trial import TrainTrial, common_of
-from recipes.hyperparams.trial_log import Outcome, TrialLog, fingerprint_of
+from recipes.hyperparams.trial_log import TrialLog, TrialOutcome, fingerprint_of
 from recipes.hyperparams.trial_pool import TrialPool
 
 launch.register_resolvers()
@@ -31,7 +31,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def say(name: str, outcome: Outcome) -> None:
+def say(name: str, outcome: TrialOutcome) -> None:
     """A line for a trial that ended."""
     found = outcome.reason if outcome.value is None else f"{outcome.value:.4f}"
     lr = next(override for override in outcome.overrides if override.startswith("optim.lr="))
@@ -57,7 +57,7 @@ def main(cfg: DictConfig) -> None:
         pool = TrialPool(runner, num_workers=cfg.num_workers, budget_s=cfg.budget_s)
     with pool:
         is_complete = study.run(pool, log, say)
-    study_report.write(folder, study, log, environment=environment() | {"about": cfg.about})
+    study_report.write_study(folder, study, log, environment=environment() | {"about": cfg.about})
     write_json(folder / "config.json", config | {"run_dir": ""})
     state = "complete" if is_complete else "not complete: run it again with the same hydra.run.dir"
     print(f"{study_report.markdown(study, log)}\n\nwritten to {folder.resolve()}; {state}", flush=True)

@@ -53,10 +53,10 @@ def main(arguments: list[str]) -> int:
         raise SystemExit("error: torch.cuda.is_available() is False here: --device cpu tries what makes sense without.")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to be asked for a GPU makes no context of CUDA's
     out = Path(keys["out"]).resolve()
-    outcomes = runner.run_all(
+    outcomes = runner.run_checks(
         checks, device, out, limit_s=limit_s, on_outcome=lambda one: print(one.line(), flush=True)
     )
-    runner.write_json(out / "gpu_check.json", outcomes, {"device": device} | machine.environment(ROOT))
+    runner.write_outcomes(out / "gpu_check.json", outcomes, {"device": device} | machine.gpu_environment(ROOT))
     print(f"\n{runner.tables(outcomes)}\n\n{runner.summary(outcomes)} Written to {out}.", flush=True)
     return runner.num_failures(outcomes)
 

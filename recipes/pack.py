@@ -22,7 +22,7 @@ KEYS = {
 }
 
 
-def line(packed: Packed) -> str:
+def summary_of(packed: Packed) -> str:
     """What became of a split, in a sentence."""
     return (
         f"{packed.split}: {packed.num_images:,} images in {packed.num_shards:,} shards, {packed.num_bytes / 1e9:.3f} GB"
@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> None:
             print(f"every shard in {packing.out} is what was packed", flush=True)
             return
         for packed in packing.run():
-            print(line(packed), flush=True)
+            print(summary_of(packed), flush=True)
 
 
 if __name__ == "__main__":

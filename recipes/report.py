@@ -19,9 +19,9 @@ def main(cfg: DictConfig) -> None:
     """Read all runs, print the final metrics, write ``report.html``, ``report.png`` and ``report.json``."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        runs = compare_runs.read_all([Path(run) for run in cfg.runs], names=cfg.names)
+        runs = compare_runs.read_runs([Path(run) for run in cfg.runs], names=cfg.names)
     folder = Path(cfg.run_dir)
-    compare_runs.write(folder, runs, title=cfg.title)
+    compare_runs.write_comparison(folder, runs, title=cfg.title)
     print(f"{compare_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}", flush=True)
 
 

@@ -13,7 +13,7 @@ from recipes.hyperparams import report as search_report
 from recipes.hyperparams.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
 from recipes.hyperparams.optuna_backend import OptunaSearch
 from recipes.hyperparams.trial import TrainTrial, common_of
-from recipes.hyperparams.trial_log import Mode, Outcome, TrialLog, best_of, check_mode, fingerprint_of
+from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, best_of, check_mode, fingerprint_of
 from recipes.hyperparams.trial_pool import TrialPool
 
 launch.register_resolvers()
@@ -32,7 +32,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def say(outcome: Outcome) -> None:
+def say(outcome: TrialOutcome) -> None:
     """A line for a trial that ended."""
     found = outcome.reason if outcome.value is None else f"{outcome.value:.5g}"
     print(f"{' '.join(outcome.overrides)}: {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> float | None:
         run = TrialRunner(pool, log, mode=mode, stopping=stopping, tell=say)
         is_complete = backend.search(axes, run, mode)
     title = f"{type(backend).__name__}: {' '.join(config['trial'])}"
-    search_report.write(folder, run.rounds, axes, objective=objective, mode=mode, title=title)
+    search_report.write_search(folder, run.rounds, axes, objective=objective, mode=mode, title=title)
     print(
         f"\n{search_report.markdown(run.rounds, axes, objective=objective, mode=mode)}\n\nwritten to {folder.resolve()}"
     )

@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> None:
     """Simulate; print the tables; write ``simulate.json``, ``table.md``, ``simulate.png`` and ``trace/rank-0.json``."""
     with launch.short_errors():
         config_check.check(cfg, SIMULATE_KEYS)
-        found = simulate_report.Report.of(scenario_of(cfg), cfg)
+        found = simulate_report.SimulationReport.of(scenario_of(cfg), cfg)
     config, folder = config_and_folder(cfg)
     found.write(folder, config)
     print(f"{found.markdown()}\n\nwritten to {folder.resolve()}", flush=True)

@@ -12,8 +12,6 @@ from recipes.cli import launch
 from recipes.training import resume, tracking
 from recipes.training.build import build
 
-launch.register_resolvers()
-
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:

@@ -22,7 +22,7 @@ launch.register_resolvers()
 def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
     """Whether this is rank zero, the times, and what they were measured on. Starts or joins the ranks."""
     if cfg.samples is not None:
-        return True, *tune_setup.earlier(cfg.samples)
+        return True, *tune_setup.read_measurements(cfg.samples)
     asked = instantiate(cfg.measure)
     fabric = Fabric(strategy=tune_setup.strategy(asked.timeout_s), **cfg.world)
     launched.append(fabric)
@@ -38,13 +38,13 @@ def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero fits, chooses, prints and writes."""
     with launch.job() as launched, launch.short_errors():
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        tune_setup.check(cfg)
-        plan, work = instantiate(cfg.plan), tune_setup.work_of(cfg)
+        tune_setup.check_tune_keys(cfg)
+        plan, work = instantiate(cfg.plan), tune_setup.configured_work(cfg)
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config, folder = config_and_folder(cfg)
             network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])
-            found = tune_report.Report.of(samples, world, work, plan, cfg, network=network)
+            found = tune_report.TuneReport.of(samples, world, work, plan, cfg, network=network)
             found.write(folder, config)
             print(f"\n{found.markdown()}\n\n{found.usage(folder)}", flush=True)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.plan import Algorithm
-from recipes.benchmarks.report import Row
+from recipes.benchmarks.report import Timing
 from recipes.cli.config_check import Count, CountOrZero, NotNegative
 
 BACKEND = "torch"
@@ -77,7 +77,7 @@ class AllReduceBench:
             size *= self.factor
         return [*sizes, self.max_bytes]
 
-    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Row]:
+    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
         """Rows of all sizes, as they come. Collective."""
         with self._arms(fabric, topology) as arms:
             for dtype in self.dtypes:
@@ -109,7 +109,7 @@ class AllReduceBench:
         arms: dict[str, Callable[[Tensor], object]],
         num_bytes: int,
         dtype: torch.dtype,
-    ) -> Iterator[Row]:
+    ) -> Iterator[Timing]:
         num_elements = num_bytes // dtype.itemsize
         for name, arm in arms.items():  # connects, and warms up
             ones = torch.ones(num_elements, dtype=dtype, device=fabric.device)
@@ -125,7 +125,7 @@ class AllReduceBench:
             for name in names[first:] + names[:first]:
                 times_s[name].append(_seconds_per_call(fabric, arms[name], flat, num_calls))
         for name in names:
-            yield Row(
+            yield Timing(
                 section="allreduce",
                 case=str(dtype).removeprefix("torch."),
                 arm=name,

@@ -9,30 +9,30 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipes.benchmarks.report import Row
+from recipes.benchmarks.report import Timing
 
 NAMES = {"ddp": "stock ddp, fp32", "fp16_compress": "ddp, fp16_compress_hook", "auto": "hybrid_allreduce, 16-true"}
 NETWORKS = {"linear_8mib": "8 MiB of gradients", "resnet50": "ResNet-50", "alexnet": "AlexNet"}
 
 
-def steps_of(record: Path) -> tuple[str, float, list[Row]]:
+def steps_of(record: Path) -> tuple[str, float, list[Timing]]:
     """Layout, rate of a link and the rows of whole steps. ``record``: the folder of a ``rows.jsonl``."""
     head, *found = map(json.loads, (record / "rows.jsonl").read_text().splitlines())
     rows = []
     for row in found:
         if row["section"] == "step":
             del row["median_s"]
-            rows.append(Row(**{**row, "times_s": tuple(row["times_s"])}))
+            rows.append(Timing(**{**row, "times_s": tuple(row["times_s"])}))
     nodes = head["title"].partition("=")[2].split()
     return f"{nodes[0]} x {nodes[3]}", head["config"]["link_bytes_per_s"], rows
 
 
-def line_of(layout: str, rate: float, rows: Sequence[Row]) -> str:
+def line_of(layout: str, rate: float, rows: Sequence[Timing]) -> str:
     """A row of a Markdown table: medians [least, most] in ms, ratios to ours, ours over its byte bound."""
     by_arm = {row.arm: row for row in rows}
     ours = by_arm["auto"]
 
-    def cell(row: Row) -> str:
+    def cell(row: Timing) -> str:
         return f"{row.median_s * 1e3:.0f} [{min(row.times_s) * 1e3:.0f}, {max(row.times_s) * 1e3:.0f}]"
 
     ratios = [f"{by_arm[arm].median_s / ours.median_s:.2f}" for arm in ("ddp", "fp16_compress")]
@@ -41,7 +41,7 @@ def line_of(layout: str, rate: float, rows: Sequence[Row]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def picture(records: Sequence[tuple[str, float, list[Row]]]) -> Figure:
+def picture(records: Sequence[tuple[str, float, list[Timing]]]) -> Figure:
     """A panel for each gradient set, a group of bars for each layout; a tick on a bar is its byte bound."""
     cases = list(dict.fromkeys(row.case for _, _, rows in records for row in rows))
     figure = Figure(figsize=(4.2 * len(cases), 3.6), layout="constrained")

@@ -17,14 +17,14 @@ from recipes.cli.results import environment, size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Timing:
     """Times of one arm in one case.
 
     ``section``: ``allreduce``, ``step`` or ``overlap``. ``case``: dtype or gradient set. ``num_bytes``: of the buffer,
     or of all gradients of a step, as they travel. ``times_s``: every sample, of the slowest rank. ``backward_s``: how
     long backward waited on purpose.
 
-    >>> row = Row(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
+    >>> row = Timing(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
     >>> row.median_s, row.bound_s(link_bytes_per_s=100.0)
     (2.0, 1.0)
     """
@@ -53,7 +53,7 @@ class Row:
         return 2 * (self.num_nodes - 1) / self.num_nodes * self.num_bytes / link_bytes_per_s
 
 
-def hidden_share(rows: Sequence[Row]) -> float:
+def hidden_share(rows: Sequence[Timing]) -> float:
     """The share of the communication that a backward as long hides; 1 = all of it.
 
         1 - (step with backward - the same without communication) / (step - the same without communication)
@@ -61,7 +61,7 @@ def hidden_share(rows: Sequence[Row]) -> float:
     ``rows``: the step, without communication, with backward, with backward and without communication.
 
     >>> times_s = (3.0, 1.0, 3.5, 3.0)
-    >>> rows = [Row(section="overlap", case="", arm="", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
+    >>> rows = [Timing(section="overlap", case="", arm="", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
     >>> hidden_share(rows)
     0.75
     """
@@ -74,7 +74,7 @@ def hidden_share(rows: Sequence[Row]) -> float:
 HEADER = ("case", "bytes", "arm", "median ms", "min ms", "max ms", "samples", "x reference", "x byte bound")
 
 
-def cells(rows: Sequence[Row], link_bytes_per_s: float | None) -> list[list[str]]:
+def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
     """One list per row; the reference of a case is its first row: torch's own all-reduce, or the first strategy."""
     references: dict[tuple[str, str, int], float] = {}
     table = []
@@ -97,7 +97,7 @@ def cells(rows: Sequence[Row], link_bytes_per_s: float | None) -> list[list[str]
     return table
 
 
-def markdown(rows: Sequence[Row], link_bytes_per_s: float | None) -> str:
+def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     """The table as Markdown, columns aligned, and what of the communication was hidden."""
     text = [markdown_table(HEADER, cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
@@ -110,7 +110,7 @@ def markdown(rows: Sequence[Row], link_bytes_per_s: float | None) -> str:
 # ---- picture ---------------------------------------------------------------------------------------------------------
 
 
-def picture(rows: Sequence[Row], link_bytes_per_s: float | None, title: str) -> Figure:
+def picture(rows: Sequence[Timing], link_bytes_per_s: float | None, title: str) -> Figure:
     """One panel per section and case: all-reduce time against size, step time by strategy."""
     cases = list(dict.fromkeys((row.section, row.case) for row in rows))
     figure = Figure(figsize=(6 * max(1, len(cases)), 5), layout="constrained")
@@ -125,7 +125,7 @@ def picture(rows: Sequence[Row], link_bytes_per_s: float | None, title: str) -> 
     return figure
 
 
-def _draw_sizes(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) -> None:
+def _draw_sizes(axes: Any, rows: Sequence[Timing], link_bytes_per_s: float | None) -> None:
     for arm in dict.fromkeys(row.arm for row in rows):
         of_arm = [row for row in rows if row.arm == arm]
         axes.loglog([r.num_bytes for r in of_arm], [r.median_s * 1e3 for r in of_arm], marker="o", label=arm, alpha=0.8)
@@ -139,7 +139,7 @@ def _draw_sizes(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) 
     axes.legend()
 
 
-def _draw_bars(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) -> None:
+def _draw_bars(axes: Any, rows: Sequence[Timing], link_bytes_per_s: float | None) -> None:
     medians_ms = [1e3 * row.median_s for row in rows]
     below = [1e3 * (row.median_s - min(row.times_s)) for row in rows]
     above = [1e3 * (max(row.times_s) - row.median_s) for row in rows]
@@ -154,8 +154,8 @@ def _draw_bars(axes: Any, rows: Sequence[Row], link_bytes_per_s: float | None) -
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def write(
-    folder: Path, rows: Iterable[Row], *, link_bytes_per_s: float | None, config: dict[str, Any], title: str
+def write_bench(
+    folder: Path, rows: Iterable[Timing], *, link_bytes_per_s: float | None, config: dict[str, Any], title: str
 ) -> None:
     """``rows.jsonl`` (every sample), ``table.csv``, ``table.md`` and ``bench.png`` in ``folder``."""
     rows = list(rows)

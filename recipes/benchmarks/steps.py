@@ -24,22 +24,24 @@ from lightning_hybrid.comm import Topology
 from recipes.benchmarks.allreduce import slowest, synchronize
 from recipes.benchmarks.baselines import CompressedDDPStrategy, SilentStrategy
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, numel
-from recipes.benchmarks.report import Row
+from recipes.benchmarks.report import Timing
 from recipes.cli.config_check import Count, CountOrZero, NotNegative
 
 STOCK, COMPRESSED = "ddp", "fp16_compress"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class StrategyArm:
     """A strategy and a precision, by a name.
 
     ``ddp``: stock Lightning in fp32. ``fp16_compress``: the same with torch's hook. ``auto`` or the name of an
     algorithm: ours, ``precision="16-true"``. The same with ``_fp32`` behind it: ours, in fp32. ``is_silent``: ours, but
     nothing is averaged.
 
-    >>> Arm(name="two_level").precision, Arm(name="auto_fp32").precision, Arm(name="fp16_compress").wire_itemsize
-    ('16-true', '32-true', 2)
+    >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "fp16_compress")]
+    ['16-true', '32-true', '32-true']
+    >>> StrategyArm(name="fp16_compress").wire_itemsize
+    2
     """
 
     name: str
@@ -91,7 +93,7 @@ class StepBench:
     Arguments:
         trainer: makes a ``Trainer`` for this world out of the other arguments.
         gradients: names of ``recipes.benchmarks.gradient_sets``.
-        arms: see ``Arm``.
+        arms: see ``StrategyArm``.
         num_rounds, num_steps: fits of each arm, and steps counted in each fit.
         num_warmup_steps: steps not counted in each fit; 2 or more.
         bucket_bytes: of our own arms; null means the library's.
@@ -125,7 +127,7 @@ class StepBench:
                 "step, and a time is taken from the end of one step to the end of the next."
             )
 
-    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Row]:
+    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
         """Rows of all gradient sets, as they come. Collective."""
         fit = partial(self._fit, fabric)
         for gradients in self.gradients:
@@ -138,7 +140,9 @@ class StepBench:
             if self.overlap is not None:
                 yield from self._overlap(fit, gradients, self.overlap, topology)
 
-    def _overlap(self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology) -> Iterator[Row]:
+    def _overlap(
+        self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
+    ) -> Iterator[Timing]:
         """Steps with and without communication; these without arithmetic, and with a backward that waits as long."""
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
@@ -153,10 +157,10 @@ class StepBench:
             words = f"{name}{', silent' * each.is_silent}{f', backward of {wait_s:.3f} s' * bool(wait_s)}"
             yield self._row("overlap", gradients, words, topology, samples, wait_s)
 
-    def _arm(self, name: str) -> Arm:
-        return Arm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
+    def _arm(self, name: str) -> StrategyArm:
+        return StrategyArm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
 
-    def _fit(self, fabric: Fabric, gradients: str, arm: Arm, *, backward_s: float) -> list[float]:
+    def _fit(self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float) -> list[float]:
         """Seconds of each counted step; the same numbers on every rank."""
         clock = StepClock()
         module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s)
@@ -186,13 +190,13 @@ class StepBench:
         topology: Topology,
         times_s: Sequence[float],
         backward_s: float = 0.0,
-    ) -> Row:
+    ) -> Timing:
         name = arm.partition(",")[0]
-        return Row(
+        return Timing(
             section=section,
             case=gradients,
             arm=arm,
-            num_bytes=numel(GRADIENT_SETS[gradients]()) * Arm(name=name).wire_itemsize,
+            num_bytes=numel(GRADIENT_SETS[gradients]()) * StrategyArm(name=name).wire_itemsize,
             num_nodes=topology.num_nodes,
             times_s=tuple(times_s),
             backward_s=backward_s,

@@ -26,19 +26,19 @@ class BeforeRun(Callback):
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Leave the streams as they were."""
-        stdio.restore()
+        stdio.restore_streams()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Leave the streams as they were."""
-        stdio.restore()
+        stdio.restore_streams()
 
     def _look(self, config: DictConfig, mode: str) -> None:
-        stdio.last()
+        stdio.outlive_streams()
         with launch.short_errors():  # Hydra would only warn of another error than SystemExit
             own = {name: value for name, value in _plain(config).items() if name != "hydra"}
             preflight.check_secrets(own)
             folder = config.hydra[mode].dir
-            preflight.check(folder if launch.is_rank_zero() else None)
+            preflight.check_environment(folder if launch.is_rank_zero() else None)
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

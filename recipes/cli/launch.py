@@ -99,10 +99,10 @@ def short_errors() -> Iterator[None]:
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        raise SystemExit(f"error: {told_of(error)}") from None
+        raise SystemExit(f"error: {message_of(error)}") from None
 
 
-def told_of(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """What an error says, and where: the key of the part that could not be built, and what of it was given."""
     where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
     cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
@@ -147,7 +147,7 @@ def device_of(name: str | None) -> torch.device:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def quieten() -> None:
+def ignore_lightning_warnings() -> None:
     """Ignore what Lightning 2.6 does wrong in the eyes of torch 2.13 at every loader: no user can change it."""
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
@@ -159,7 +159,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
     we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
     """
-    quieten()
+    ignore_lightning_warnings()
     hydra = HydraConfig.get()
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     sys.argv = [argv[0], *command_of_this_job()]
@@ -182,7 +182,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         is_told = not isinstance(error, ValueError) or str(error).startswith("`")
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters
             raise
-        raise SystemExit(f"error: {told_of(error)}") from None
+        raise SystemExit(f"error: {message_of(error)}") from None
     finally:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline

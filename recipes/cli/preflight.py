@@ -47,7 +47,7 @@ _OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
 
 
-def check(run_dir: str | Path | None, variables: Mapping[str, str] = os.environ) -> None:
+def check_environment(run_dir: str | Path | None, variables: Mapping[str, str] = os.environ) -> None:
     """Refuse surroundings in which the job cannot run.
 
     Args:

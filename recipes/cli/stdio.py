@@ -50,7 +50,7 @@ class BrokenPipeSafeStream:
             print(told, file=self._other, flush=True)
 
 
-def last() -> None:
+def outlive_streams() -> None:
     """Let this process outlive its standard output and error. Once is enough.
 
     Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
@@ -63,7 +63,7 @@ def last() -> None:
             setattr(sys, name, BrokenPipeSafeStream(cast(TextIO, stream), name=words, other=beside))
 
 
-def restore() -> None:
+def restore_streams() -> None:
     """Undo `last`."""
     logging.raiseExceptions = True
     for name in ("stdout", "stderr"):

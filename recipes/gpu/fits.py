@@ -92,7 +92,7 @@ def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
     return pl.Trainer(**{**quiet, **dict.fromkeys(off, False), "precision": precision, **settings})
 
 
-def fit(given: Given, module: Small, precision: Any, **settings: Any) -> dict[str, Tensor]:
+def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> dict[str, Tensor]:
     """Weights and buffers after a whole fit, on the CPU. Whatever `Trainer.fit` raises comes through."""
     data, ckpt_path = settings.pop("data", None), settings.pop("ckpt_path", None)
     trainer_for(given, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
@@ -117,7 +117,7 @@ class _Ends:
             module = Small(self.optimizer, fused=fused)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                weights.append(fit(given, module, self.precision))
+                weights.append(short_fit(given, module, self.precision))
             told += [str(each.message) for each in caught]
             _is_as_before(module)
             first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
@@ -165,8 +165,8 @@ def resumes(given: Given) -> Details:
     """A run that was stopped after its first epoch ends with the bits of one that was not."""
     path = given.folder / "first.ckpt"
     for optimizer in ("lars", "lamb"):
-        whole = fit(given, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
-        resumed = fit(given, Small(optimizer), "16-true", ckpt_path=path)
+        whole = short_fit(given, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
+        resumed = short_fit(given, Small(optimizer), "16-true", ckpt_path=path)
         same_bits(resumed, whole, f"{optimizer}, resumed")
     return {"told": "lars and lamb in 16-true: the same bits"}
 

@@ -13,10 +13,10 @@ import torch
 PACKAGES = ("torch", "lightning", "triton", "numpy", "torchmetrics", "pytest", "simplejpeg", "nvidia-nccl-cu12")
 
 
-def environment(root: Path) -> dict[str, Any]:
+def gpu_environment(root: Path) -> dict[str, Any]:
     """Of this machine, and of the checkout around `root`; None for what cannot be learned.
 
-    >>> environment(Path("/"))["torch"] == torch.__version__, environment(Path("/"))["commit"]
+    >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)
     """
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}

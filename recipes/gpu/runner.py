@@ -52,7 +52,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CheckOutcome:
     """PASS, FAIL, or SKIP with the reason; `told` is a line, `details` all that was found."""
 
     name: str
@@ -64,26 +64,28 @@ class Outcome:
     def line(self) -> str:
         """For the terminal.
 
-        >>> print(Outcome(name="sums", verdict="FAIL", seconds=1.234, told="not equal").line())
+        >>> print(CheckOutcome(name="sums", verdict="FAIL", seconds=1.234, told="not equal").line())
         FAIL  sums                          1.2 s  not equal
         """
         return f"{self.verdict}  {self.name:<26}{self.seconds:>7.1f} s  {self.told}"
 
 
-def run_all(
+def run_checks(
     checks: Sequence[Check],
     device: Literal["cuda", "cpu"],
     out: Path,
     *,
     limit_s: float,
-    on_outcome: Callable[[Outcome], None],
-) -> list[Outcome]:
+    on_outcome: Callable[[CheckOutcome], None],
+) -> list[CheckOutcome]:
     """One check after the other. Where `limit_s` is over, the rest is skipped and says so."""
-    end_s, outcomes = time.monotonic() + limit_s, list[Outcome]()
+    end_s, outcomes = time.monotonic() + limit_s, list[CheckOutcome]()
     for check in checks:
         left_s = min(check.limit_s, end_s - time.monotonic())
         if left_s <= 0:
-            outcome = Outcome(name=check.name, verdict="SKIP", seconds=0.0, told="no time left: give more `minutes`")
+            outcome = CheckOutcome(
+                name=check.name, verdict="SKIP", seconds=0.0, told="no time left: give more `minutes`"
+            )
         else:
             outcome = run_one(check, device, out / check.name, limit_s=left_s)
         on_outcome(outcome)
@@ -91,7 +93,7 @@ def run_all(
     return outcomes
 
 
-def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit_s: float) -> Outcome:
+def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit_s: float) -> CheckOutcome:
     """In a fresh process, which has ended, with all that it started, when this returns. `folder/log` has its output."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").touch()
@@ -119,7 +121,7 @@ def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit
         told = json.loads(answer.read_text())
     if told["verdict"] == "FAIL":
         told["details"] = told.get("details", {}) | {"log": (folder / "log").read_text(errors="replace")[-4000:]}
-    return Outcome(name=check.name, seconds=seconds, **told)
+    return CheckOutcome(name=check.name, seconds=seconds, **told)
 
 
 def _be(run: Callable[[Given], Details], given: Given) -> None:
@@ -183,18 +185,18 @@ def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
 # ---- what comes of it ------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, outcomes: Sequence[Outcome], environment: Details) -> None:
+def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: Details) -> None:
     """Everything that was found, with the versions with which it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
     path.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n")
 
 
-def tables(outcomes: Sequence[Outcome]) -> str:
+def tables(outcomes: Sequence[CheckOutcome]) -> str:
     """All `table`s that checks returned, lists of rows of one kind, in Markdown.
 
     >>> found = {"table": [{"arm": "lars", "ms": 0.25}, {"arm": "lamb", "ms": 0.5}]}
-    >>> print(tables([Outcome(name="updates", verdict="PASS", seconds=1.0, told="", details=found)]))
+    >>> print(tables([CheckOutcome(name="updates", verdict="PASS", seconds=1.0, told="", details=found)]))
     updates
     <BLANKLINE>
     | arm | ms |
@@ -212,17 +214,17 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(parts)
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[CheckOutcome]) -> str:
     """How many of each.
 
-    >>> summary([Outcome(name="x", verdict="PASS", seconds=0.0, told="")])
+    >>> summary([CheckOutcome(name="x", verdict="PASS", seconds=0.0, told="")])
     '1 passed, 0 failed, 0 skipped.'
     """
     counts = [sum(outcome.verdict == verdict for outcome in outcomes) for verdict in ("PASS", "FAIL", "SKIP")]
     return "{} passed, {} failed, {} skipped.".format(*counts)
 
 
-def num_failures(outcomes: Sequence[Outcome]) -> int:
+def num_failures(outcomes: Sequence[CheckOutcome]) -> int:
     """The exit code."""
     return sum(outcome.verdict == "FAIL" for outcome in outcomes)
 

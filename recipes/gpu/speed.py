@@ -38,7 +38,7 @@ def updates(given: Given) -> Details:
     more than 1.3 times their bytes.
     """
     device = torch.device(given.device)
-    rate = copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
+    rate = device_copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
     case = "resnet50" if given.on_cuda else "linear_8mib"
     shapes, table = GRADIENT_SETS[case](), list[Details]()
     for arm, num_bytes in FLOOR_BYTES.items():
@@ -57,7 +57,7 @@ def updates(given: Given) -> Details:
     return {"told": f"copy {rate / 1e9:.0f} GB/s; times its bytes: {told}", "table": table, "copy_bytes_per_s": rate}
 
 
-def copy_rate(device: torch.device, *, num_bytes: int) -> float:
+def device_copy_rate(device: torch.device, *, num_bytes: int) -> float:
     """Bytes per second, read and written, of copying a tensor."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -93,7 +93,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 # ---- ResNet-50 -------------------------------------------------------------------------------------------------------
 
 
-class Images(pl.LightningModule):
+class SpeedModule(pl.LightningModule):
     """A ResNet that learns nothing from random images which are on the device already."""
 
     def __init__(self, *, is_ours: bool, size: Details) -> None:
@@ -160,7 +160,7 @@ def _images_per_s(given: Given, size: Details, *, is_ours: bool) -> float:
     num_steps = size["num_warmup"] + size["num_steps"]
     settings = {"strategy": strategy, "max_steps": num_steps, "max_epochs": -1, "deterministic": False}
     trainer = trainer_for(given, precision, benchmark=True, callbacks=[clock], **settings)
-    trainer.fit(Images(is_ours=is_ours, size=size), _Same(batch, num_steps))
+    trainer.fit(SpeedModule(is_ours=is_ours, size=size), _Same(batch, num_steps))
     return clock.images_per_s
 
 

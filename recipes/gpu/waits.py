@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.comm import CommEngine
-from recipes.gpu.fits import NUM_BATCHES, Small, fit, loader, same_bits
+from recipes.gpu.fits import NUM_BATCHES, Small, loader, same_bits, short_fit
 from recipes.gpu.runner import ROOT, Details, Given
 
 TEN_MS_OF_CYCLES = 20_000_000  # at 2 GHz
@@ -46,9 +46,9 @@ def waits(given: Given) -> Details:
 
         batches = _Doubled(loader(), doubled)
         with _finishing_with(summed):
-            sums = fit(given, Small(), "16-true", max_epochs=1)
-        backward = fit(given, Small(on_hidden=doubled), "16-true", max_epochs=1)
-        prefetched = fit(given, Small(), "16-true", max_epochs=1, data=batches)
+            sums = short_fit(given, Small(), "16-true", max_epochs=1)
+        backward = short_fit(given, Small(on_hidden=doubled), "16-true", max_epochs=1)
+        prefetched = short_fit(given, Small(), "16-true", max_epochs=1, data=batches)
         return {"the sum": sums, "backward": backward, "the prefetcher": prefetched}
 
     quick, safe = late(is_safe=False), late(is_safe=True)
@@ -171,7 +171,7 @@ def who_waits(given: Given) -> Details:
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
         watch = _Watches(given)
-        fit(given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False)
+        short_fit(given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False)
         table += [{"optimizer": optimizer, "where": place, "times": times} for place, times in watch.places.items()]
     ours = [f"{row['where']} ({row['optimizer']})" for row in table if row["where"].startswith("lightning_hybrid/")]
     if given.on_cuda:  # a CPU is asked at will

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from recipes.hyperparams.trial_log import Mode, Outcome, TrialLog, best_of
+from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, best_of
 from recipes.hyperparams.trial_pool import Limits, TrialPool
 
 MAX_VALUES = 1000
@@ -124,10 +124,10 @@ def overrides_of(point: Point) -> tuple[str, ...]:
     return tuple(f"{key}={value:.6g}" for key, value in point.items())
 
 
-def point_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, float]:
+def axis_values_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, float]:
     """The reverse of `overrides_of`, for the keys that are searched; the last of several wins.
 
-    >>> point_of(["seed=3", "optim.lr=0.5"], ["optim.lr"])
+    >>> axis_values_of(["seed=3", "optim.lr=0.5"], ["optim.lr"])
     {'optim.lr': 0.5}
     """
     given = dict(override.split("=", 1) for override in overrides)
@@ -152,7 +152,9 @@ def _product(axes: Sequence[Axis], values: Iterable[Iterable[float]]) -> list[Po
     return [dict(zip(keys, point, strict=True)) for point in itertools.product(*values)]
 
 
-def median_limits(outcomes: Iterable[Outcome], *, fractions: Sequence[float], mode: Mode, min_trials: int) -> Limits:
+def median_limits(
+    outcomes: Iterable[TrialOutcome], *, fractions: Sequence[float], mode: Mode, min_trials: int
+) -> Limits:
     """The median rule: where a trial must be, after each fraction of its run, not to be stopped as a loser.
 
     The limit is the median of the objectives, at their first validation at or after the fraction, of all trials that
@@ -160,7 +162,7 @@ def median_limits(outcomes: Iterable[Outcome], *, fractions: Sequence[float], mo
     them got that far there is no limit. The rule compares runs in the middle of their schedules, where a high learning
     rate may look worse than it ends: late fractions are safe ones.
 
-    >>> runs = [Outcome(overrides=(), status="done", curve=((0.5, loss), (1.0, 0.1))) for loss in (1.0, 2.0, 9.0)]
+    >>> runs = [TrialOutcome(overrides=(), status="done", curve=((0.5, loss), (1.0, 0.1))) for loss in (1.0, 2.0, 9.0)]
     >>> median_limits(runs, fractions=[0.5], mode="min", min_trials=3)
     ((0.5, 2.0),)
     >>> median_limits(runs, fractions=[0.5], mode="min", min_trials=4)
@@ -217,7 +219,7 @@ class CoarseToFine:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`backend.{name}` (={value}) must be a whole number, at least {least}.")
 
-    def search(self, axes: Sequence[Axis], run: Callable[[list[Point]], list[Outcome] | None], mode: Mode) -> bool:
+    def search(self, axes: Sequence[Axis], run: Callable[[list[Point]], list[TrialOutcome] | None], mode: Mode) -> bool:
         """Run it all; false if the time ended before.
 
         Args:
@@ -225,14 +227,16 @@ class CoarseToFine:
             run: Outcomes of these points, from memory where they were run before; None = there is no time for more.
             mode: Which way is better.
         """
-        seen: list[Outcome] = []
+        seen: list[TrialOutcome] = []
         for level in range(self.num_rounds):
             best = best_of(seen, mode=mode)
             if level and best is None:
                 return True  # nothing to zoom in on: all of the grid failed
             keys = [axis.key for axis in axes]
             points = (
-                finer_grid(axes, point_of(best.overrides, keys), level=level, zoom=self.zoom) if best else grid(axes)
+                finer_grid(axes, axis_values_of(best.overrides, keys), level=level, zoom=self.zoom)
+                if best
+                else grid(axes)
             )
             found = run(points)
             if found is None:
@@ -261,14 +265,14 @@ class TrialRunner:
         fixed: Sequence[str] = (),
         mode: Mode = "min",
         stopping: Stopping | None = None,
-        tell: Callable[[Outcome], None] = lambda outcome: None,
+        tell: Callable[[TrialOutcome], None] = lambda outcome: None,
     ) -> None:
         self.pool, self.log, self.fixed, self.mode = pool, log, tuple(fixed), mode
         self.stopping = stopping or Stopping()
         self.tell = tell
-        self.rounds: list[list[Outcome]] = []
+        self.rounds: list[list[TrialOutcome]] = []
 
-    def seen(self) -> list[Outcome]:
+    def seen(self) -> list[TrialOutcome]:
         """Every outcome of this search so far, once each."""
         return list({outcome.key: outcome for outcomes in self.rounds for outcome in outcomes}.values())
 
@@ -278,7 +282,7 @@ class TrialRunner:
             return ()
         return median_limits(self.seen(), fractions=stop.fractions, mode=self.mode, min_trials=stop.min_trials)
 
-    def __call__(self, points: Sequence[Point]) -> list[Outcome] | None:
+    def __call__(self, points: Sequence[Point]) -> list[TrialOutcome] | None:
         """A round: outcomes of all points, in their order; None if the time ended before."""
         trials = [(*self.fixed, *overrides_of(point)) for point in points]
         known = [outcome for trial in trials if (outcome := self.log.of(trial)) is not None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.cli.config_check import CountOrZero, Seed
 from recipes.hyperparams.coarse_to_fine import Axis, Point
-from recipes.hyperparams.trial_log import Mode, Outcome, rank_of
+from recipes.hyperparams.trial_log import Mode, TrialOutcome, rank_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class OptunaSearch:
     def search(
         self,
         axes: Sequence[Axis],
-        run: Callable[[list[Point]], list[Outcome] | None],
+        run: Callable[[list[Point]], list[TrialOutcome] | None],
         mode: Mode,
     ) -> bool:
         """Run it all; false if the time ended before. Arguments as in `CoarseToFine.search`."""

@@ -9,22 +9,22 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from recipes.cli.markdown import markdown_table
-from recipes.hyperparams.coarse_to_fine import Axis, point_of
-from recipes.hyperparams.trial_log import Mode, Outcome, best_of, rank_of
+from recipes.hyperparams.coarse_to_fine import Axis, axis_values_of
+from recipes.hyperparams.trial_log import Mode, TrialOutcome, best_of, rank_of
 
 
-def markdown(rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objective: str, mode: Mode) -> str:
+def markdown(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode) -> str:
     """A row for each trial, best first; a trial that came up in several rounds stands under its first."""
     keys = [axis.key for axis in axes]
     first_round: dict[str, int] = {}
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, TrialOutcome] = {}
     for number, found in enumerate(rounds, start=1):
         for outcome in found:
             first_round.setdefault(outcome.key, number)
             outcomes[outcome.key] = outcome
     rows = []
     for place, outcome in enumerate(sorted(outcomes.values(), key=lambda o: rank_of(o, mode=mode)), start=1):
-        point = point_of(outcome.overrides, keys)
+        point = axis_values_of(outcome.overrides, keys)
         value = "" if outcome.value is None else f"{outcome.value:.5g}"
         rows.append(
             [
@@ -40,17 +40,17 @@ def markdown(rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objec
     return markdown_table(["rank", *keys, objective, "status", "round", "s", "reason"], rows)
 
 
-def edges(rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, mode: Mode) -> list[str]:
+def edges(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, mode: Mode) -> list[str]:
     """Keys whose best value lies at an end of the range, or beyond it: the range should be wider."""
     best = best_of([outcome for found in rounds for outcome in found], mode=mode)
     if best is None:
         return []
-    point = point_of(best.overrides, [axis.key for axis in axes])
+    point = axis_values_of(best.overrides, [axis.key for axis in axes])
     return [axis.key for axis in axes if axis.is_edge(point[axis.key])]
 
 
 def picture(
-    rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
+    rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
 ) -> Figure:
     """A row for each round, a panel for each axis: objective against value; what was lost is a cross at the top."""
     shown = [found for found in rounds if found] or [[]]
@@ -61,8 +61,8 @@ def picture(
         best = best_of(found, mode=mode)
         for panel, axis in zip(row, axes, strict=True):
 
-            def x_of(outcome: Outcome, axis: Axis = axis) -> float:
-                return point_of(outcome.overrides, [axis.key])[axis.key]
+            def x_of(outcome: TrialOutcome, axis: Axis = axis) -> float:
+                return axis_values_of(outcome.overrides, [axis.key])[axis.key]
 
             for status, style in (("done", "C0o"), ("stopped", "C1v")):
                 some = [o for o in found if o.status == status and o.value is not None and math.isfinite(o.value)]
@@ -85,8 +85,14 @@ def picture(
     return figure
 
 
-def write(
-    folder: Path, rounds: Sequence[Sequence[Outcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
+def write_search(
+    folder: Path,
+    rounds: Sequence[Sequence[TrialOutcome]],
+    axes: Sequence[Axis],
+    *,
+    objective: str,
+    mode: Mode,
+    title: str,
 ) -> None:
     """`table.md` and `search.png` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)

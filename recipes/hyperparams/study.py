@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ConfigDict
 
 from recipes.cli.config_check import made
-from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine, TrialRunner, overrides_of, point_of
-from recipes.hyperparams.trial_log import Mode, Outcome, TrialLog, best_of
+from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine, TrialRunner, axis_values_of, overrides_of
+from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, best_of
 from recipes.hyperparams.trial_pool import TrialPool
 
 LR = "optim.lr"
@@ -18,7 +18,7 @@ STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class StudyArm:
     """One way to train.
 
     Attributes:
@@ -93,7 +93,7 @@ class Study:
     num_train: int
     batch_sizes: tuple[int, ...]
     precisions: Mapping[str, Precision]
-    arms: Mapping[str, Arm]
+    arms: Mapping[str, StudyArm]
     tuning: Tuning
     seeds: tuple[int, ...] = field(default=(1, 2, 3, 4, 5))
 
@@ -166,23 +166,23 @@ class Study:
         arm = self.arms[cell.arm]
         return Axis(key=LR, low=arm.low, high=arm.high, num=self.tuning.num)
 
-    def run_tuning(self, cell: Cell, pool: TrialPool, log: TrialLog, tell: Callable[[Outcome], None]) -> bool:
+    def run_tuning(self, cell: Cell, pool: TrialPool, log: TrialLog, tell: Callable[[TrialOutcome], None]) -> bool:
         """Search the learning rate of a cell; false if the time ended before."""
         fixed = (*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0")
         run = TrialRunner(pool, log, fixed=fixed, mode=self.tuning.mode, tell=tell)
         backend = CoarseToFine(num_rounds=self.tuning.num_rounds, zoom=self.tuning.zoom)
         return backend.search([self.axis(cell)], run, self.tuning.mode)
 
-    def tuned(self, cell: Cell, log: TrialLog) -> Outcome | None:
+    def tuned(self, cell: Cell, log: TrialLog) -> TrialOutcome | None:
         """The best tuning trial of a cell that the log knows."""
         return best_of(self._tried(cell, log), mode=self.tuning.mode)
 
     def is_end(self, cell: Cell, lr: float, log: TrialLog) -> bool:
         """Whether no rate beyond ``lr``, on one side, was tried for a cell: the best may lie there."""
-        rates = [point_of(outcome.overrides, [LR])[LR] for outcome in self._tried(cell, log)]
+        rates = [axis_values_of(outcome.overrides, [LR])[LR] for outcome in self._tried(cell, log)]
         return lr <= min(rates) or lr >= max(rates)
 
-    def _tried(self, cell: Cell, log: TrialLog) -> list[Outcome]:
+    def _tried(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
         """The tuning trials of a cell that the log knows."""
         fixed = {*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0"}
         return [o for o in log.outcomes.values() if len(o.overrides) == len(fixed) + 1 and fixed <= set(o.overrides)]
@@ -195,24 +195,24 @@ class Study:
             base = self.lr(Cell(arm=arm.lr_of, precision=cell.precision, batch_size=smallest), log)
             return None if base is None else base * cell.batch_size / smallest
         best = self.tuned(cell, log)
-        return None if best is None else point_of(best.overrides, [LR])[LR]
+        return None if best is None else axis_values_of(best.overrides, [LR])[LR]
 
     def tests(self, cell: Cell, lr: float) -> list[tuple[str, ...]]:
         """The trials behind a mean of the table."""
         return [(*self.overrides(cell), *overrides_of({LR: lr}), f"seed={seed}") for seed in self.seeds]
 
-    def results(self, cell: Cell, log: TrialLog) -> list[Outcome]:
+    def results(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
         """Those of them that have ended."""
         lr = self.lr(cell, log)
         trials = [] if lr is None else self.tests(cell, lr)
         return [outcome for trial in trials if (outcome := log.of(trial)) is not None]
 
-    def run(self, pool: TrialPool, log: TrialLog, tell: Callable[[str, Outcome], None]) -> bool:
+    def run(self, pool: TrialPool, log: TrialLog, tell: Callable[[str, TrialOutcome], None]) -> bool:
         """Everything that the log does not know yet; false if the time ended before."""
         for cell in self.cells():
             name = f"{cell.arm}, {cell.precision}, batch {cell.batch_size}"
 
-            def told(outcome: Outcome, name: str = name) -> None:
+            def told(outcome: TrialOutcome, name: str = name) -> None:
                 tell(name, outcome)
 
             if self.arms[cell.arm].lr_of is None and not self.run_tuning(cell, pool, log, told):

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
 from recipes.hyperparams.study import Cell, Study
-from recipes.hyperparams.trial_log import Outcome, TrialLog
+from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 
 TEST_ACC = "test/acc"
 
@@ -36,11 +36,11 @@ class Accuracy:
     num_lost: int
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], *, chance: float) -> Accuracy | None:
+    def of(cls, outcomes: Sequence[TrialOutcome], *, chance: float) -> Accuracy | None:
         """None if there is no run.
 
-        >>> runs = [Outcome(overrides=(), status="done", metrics={"test/acc": acc}) for acc in (0.9, 0.8, 0.7)]
-        >>> accuracy = Accuracy.of([*runs, Outcome(overrides=(), status="diverged")], chance=0.1)
+        >>> runs = [TrialOutcome(overrides=(), status="done", metrics={"test/acc": acc}) for acc in (0.9, 0.8, 0.7)]
+        >>> accuracy = Accuracy.of([*runs, TrialOutcome(overrides=(), status="diverged")], chance=0.1)
         >>> round(accuracy.mean, 3), round(accuracy.deviation, 4), accuracy.num_runs, accuracy.num_lost
         (0.625, 0.3594, 4, 1)
         """
@@ -201,7 +201,7 @@ def picture(study: Study, log: TrialLog) -> Figure:
     return figure
 
 
-def write(folder: Path, study: Study, log: TrialLog, *, environment: dict[str, Any]) -> None:
+def write_study(folder: Path, study: Study, log: TrialLog, *, environment: dict[str, Any]) -> None:
     """`table.md`, `accuracy.png` and `environment.json` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{study.title}\n\n{markdown(study, log)}\n")

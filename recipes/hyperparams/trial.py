@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
-from recipes.hyperparams.trial_log import Mode, Outcome, Status
+from recipes.hyperparams.trial_log import Mode, Status, TrialOutcome
 from recipes.hyperparams.trial_pool import Limits
 from recipes.training import keys
 from recipes.training.build import build
@@ -124,17 +124,17 @@ class TrainTrial:
     mode: Mode
     run_dir: str
 
-    def __call__(self, overrides: tuple[str, ...], limits: Limits) -> Outcome:
+    def __call__(self, overrides: tuple[str, ...], limits: Limits) -> TrialOutcome:
         """Run the trial with these overrides."""
         _quieten()
         launch.register_resolvers()
-        folder = Path(self.run_dir) / Outcome(overrides=overrides, status="done").key
+        folder = Path(self.run_dir) / TrialOutcome(overrides=overrides, status="done").key
         cfg = configured((*self.base, *overrides), run_dir=str(folder))
         watch = Watch(objective=self.objective, mode=self.mode, limits=limits)
         with _process_as_it_was():
             return self._run(cfg, watch, overrides)
 
-    def _run(self, cfg: DictConfig, watch: Watch, overrides: tuple[str, ...]) -> Outcome:
+    def _run(self, cfg: DictConfig, watch: Watch, overrides: tuple[str, ...]) -> TrialOutcome:
         trainer, module, data = build(cfg)
         trainer.callbacks.append(watch)  # type: ignore[attr-defined]
         trainer.fit(module, data)
@@ -153,7 +153,7 @@ class TrainTrial:
             metrics |= {name: float(v) for name, v in trainer.test(module, data, verbose=False)[0].items()}
         if watch.status == "stopped":
             value = watch.curve[-1][1]
-        return Outcome(
+        return TrialOutcome(
             overrides=overrides,
             status=watch.status,
             reason=watch.reason,
@@ -178,7 +178,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 def _quieten() -> None:
     """A line about devices and loaders for every trial would bury what the search says."""
-    launch.quieten()
+    launch.ignore_lightning_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

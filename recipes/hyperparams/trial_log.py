@@ -15,7 +15,7 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """How one trial ended.
 
     Attributes:
@@ -51,12 +51,12 @@ def key_of(overrides: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:12]
 
 
-def rank_of(outcome: Outcome, *, mode: Mode = "min") -> tuple[int, float]:
+def rank_of(outcome: TrialOutcome, *, mode: Mode = "min") -> tuple[int, float]:
     """Sort key, best first: finished trials by value, then stopped ones by value, then the diverged and the failed.
 
-    >>> lost = Outcome(overrides=("a",), status="diverged", reason="loss is nan")
-    >>> slow = Outcome(overrides=("b",), status="stopped", value=0.1)
-    >>> good = Outcome(overrides=("c",), status="done", value=0.2)
+    >>> lost = TrialOutcome(overrides=("a",), status="diverged", reason="loss is nan")
+    >>> slow = TrialOutcome(overrides=("b",), status="stopped", value=0.1)
+    >>> good = TrialOutcome(overrides=("c",), status="done", value=0.2)
     >>> [outcome.overrides[0] for outcome in sorted([lost, slow, good], key=rank_of)]
     ['c', 'b', 'a']
     """
@@ -67,7 +67,7 @@ def rank_of(outcome: Outcome, *, mode: Mode = "min") -> tuple[int, float]:
     return int(outcome.status == "stopped"), outcome.value if mode == "min" else -outcome.value
 
 
-def best_of(outcomes: Iterable[Outcome], *, mode: Mode = "min") -> Outcome | None:
+def best_of(outcomes: Iterable[TrialOutcome], *, mode: Mode = "min") -> TrialOutcome | None:
     """The best trial that was done; None if none was. Of equals the first."""
     done = [outcome for outcome in outcomes if rank_of(outcome, mode=mode)[0] == 0]
     return min(done, key=lambda outcome: rank_of(outcome, mode=mode), default=None)
@@ -90,7 +90,7 @@ class TrialLog:
     def __init__(self, path: Path, *, fingerprint: str | None) -> None:
         self.path = path
         self.fingerprint = fingerprint
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, TrialOutcome] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self._read()
@@ -106,7 +106,7 @@ class TrialLog:
                 found = told.pop("fingerprint")
                 told["overrides"] = tuple(told["overrides"])
                 told["curve"] = tuple(tuple(point) for point in told["curve"])
-                outcome = Outcome(**told)
+                outcome = TrialOutcome(**told)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"`{self.path}` line {number} (={line[:60]!r}) must be a trial: {error}. Take the line out: its "
@@ -120,14 +120,14 @@ class TrialLog:
                 )
             self.outcomes[outcome.key] = outcome
 
-    def append(self, outcome: Outcome) -> None:
+    def append(self, outcome: TrialOutcome) -> None:
         """Keep a trial that ended."""
         self.outcomes[outcome.key] = outcome
         line = json.dumps(asdict(outcome) | {"fingerprint": self.fingerprint})
         with open(self.path, "a") as file:
             file.write(line + "\n")
 
-    def of(self, overrides: Iterable[str]) -> Outcome | None:
+    def of(self, overrides: Iterable[str]) -> TrialOutcome | None:
         """The trial with these overrides, if it has ended."""
         return self.outcomes.get(key_of(overrides))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from recipes.hyperparams.trial_log import Outcome
+from recipes.hyperparams.trial_log import TrialOutcome
 
 Limits = tuple[tuple[float, float], ...]
 """`(fraction of the run, worst objective there)`: a trial that is worse is stopped."""
@@ -20,18 +20,18 @@ Limits = tuple[tuple[float, float], ...]
 class Runner(Protocol):
     """Runs one trial; it travels to other processes, so it must be picklable."""
 
-    def __call__(self, overrides: tuple[str, ...], limits: Limits) -> Outcome:
+    def __call__(self, overrides: tuple[str, ...], limits: Limits) -> TrialOutcome:
         """Run the trial with these overrides."""
 
 
-def run_safely(runner: Runner, overrides: tuple[str, ...], limits: Limits) -> Outcome:
+def run_safely(runner: Runner, overrides: tuple[str, ...], limits: Limits) -> TrialOutcome:
     """The runner's outcome; an error of the trial is an outcome too, and ends nothing else."""
     began_s = time.perf_counter()
     try:
         outcome = runner(overrides, limits)
     except Exception as error:  # not SystemExit: Lightning turns SIGTERM and Ctrl-C into one
         text = " ".join(str(error).split()) or "no message"
-        outcome = Outcome(overrides=overrides, status="failed", reason=f"{type(error).__name__}: {text[:300]}")
+        outcome = TrialOutcome(overrides=overrides, status="failed", reason=f"{type(error).__name__}: {text[:300]}")
     return replace(outcome, wall_s=round(time.perf_counter() - began_s, 3))
 
 
@@ -58,15 +58,15 @@ class _Worker:
         self.overrides = overrides
         self.connection.send((overrides, limits))
 
-    def result(self) -> Outcome:
+    def result(self) -> TrialOutcome:
         """What came; a process that died is a failed trial."""
         assert self.overrides is not None
         try:
-            outcome: Outcome = self.connection.recv()
+            outcome: TrialOutcome = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
             reason = f"its process ended with exit code {self.process.exitcode}"
-            return Outcome(overrides=self.overrides, status="failed", reason=reason)
+            return TrialOutcome(overrides=self.overrides, status="failed", reason=reason)
         self.overrides = None
         return outcome
 
@@ -110,7 +110,7 @@ class TrialPool:
         """Whether no further trial may be started."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
-    def run(self, trials: Iterable[Sequence[str]], limits_now: Callable[[], Limits] = tuple) -> Iterator[Outcome]:
+    def run(self, trials: Iterable[Sequence[str]], limits_now: Callable[[], Limits] = tuple) -> Iterator[TrialOutcome]:
         """Outcomes as they come.
 
         Args:

@@ -40,7 +40,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def measure(
+def time_gradients(
     model: nn.Module, images: Tensor, labels: Tensor, *, dtype: torch.dtype, num_steps: int, num_warmup: int
 ) -> StepWorkload:
     """Medians of forward and of the times between gradients, on the device of ``images``; no optimizer.
@@ -102,7 +102,7 @@ def main(cfg: DictConfig) -> None:
         images = torch.randn(cfg.batch_size_per_rank, *cfg.image_shape, device=device)
         labels = torch.randint(cfg.num_classes, (cfg.batch_size_per_rank,), device=device)
         dtype = getattr(torch, cfg.dtype)
-    work = measure(model, images, labels, dtype=dtype, num_steps=cfg.num_steps, num_warmup=cfg.num_warmup)
+    work = time_gradients(model, images, labels, dtype=dtype, num_steps=cfg.num_steps, num_warmup=cfg.num_warmup)
     folder = Path(cfg.run_dir)
     told = {"work": asdict(work), "batch_size_per_rank": cfg.batch_size_per_rank} | environment()
     write_json(folder / "profile.json", told)

@@ -18,11 +18,10 @@ from recipes.planning.layers import flops_per_image
 from recipes.planning.scenario import Scenario
 
 QUANTILES = (0.5, 0.9, 0.99)
-ROW_COLOURS = {"inside": "tab:blue", "across": "tab:orange"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ScalingPoint:
     """One scale of the curve. ``least_s``: what no all-reduce of all gradients can beat between these nodes."""
 
     num_ranks: int
@@ -34,12 +33,12 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class SimulationReport:
     """A simulated run."""
 
     scenario: Scenario
     outcome: Outcome
-    curve: tuple[Point, ...]
+    curve: tuple[ScalingPoint, ...]
     candidates: tuple[Candidate, ...]
     num_shown: int
     about: str
@@ -49,13 +48,13 @@ class Report:
     price_per_node_hour: float | None
 
     @classmethod
-    def of(cls, scenario: Scenario, cfg: DictConfig) -> Report:
+    def of(cls, scenario: Scenario, cfg: DictConfig) -> SimulationReport:
         """Simulate all that is asked for."""
         search = None if cfg.search is None else instantiate(cfg.search)
         return cls(
             scenario=scenario,
             outcome=scenario.run(),
-            curve=tuple(point_of(scenario.at(num_ranks)) for num_ranks in cfg.scaling_ranks),
+            curve=tuple(scaling_point(scenario.at(num_ranks)) for num_ranks in cfg.scaling_ranks),
             candidates=() if search is None else tuple(search.run(scenario)),
             num_shown=0 if search is None else search.num_shown,
             about=cfg.cluster.about,
@@ -116,7 +115,7 @@ class Report:
                 for p in self.curve
             ]
         if self.candidates:
-            lines += ["", why(self.candidates, self.num_shown)]
+            lines += ["", plan_table(self.candidates, self.num_shown)]
         return "\n".join(lines)
 
     def write(self, folder: Path, config: dict[str, Any]) -> None:
@@ -169,11 +168,11 @@ class Report:
         return figure
 
 
-def point_of(scenario: Scenario) -> Point:
+def scaling_point(scenario: Scenario) -> ScalingPoint:
     """One scale."""
     outcome = scenario.run()
     num_bytes = sum(bucket.num_bytes for bucket in outcome.buckets)
-    return Point(
+    return ScalingPoint(
         num_ranks=scenario.cluster.world_size,
         step_s=outcome.step_s,
         exposed_s=float(outcome.exposed_s.mean()),
@@ -183,7 +182,7 @@ def point_of(scenario: Scenario) -> Point:
     )
 
 
-def why(candidates: Sequence[Candidate], num_shown: int) -> str:
+def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
     """The best plan, and what the runners-up and the worst cost more."""
     best = candidates[0]
     lines = [f"best plan: {best} ({best.num_buckets} of them); the others, by what a step takes more:", ""]

@@ -26,7 +26,7 @@ LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class TuneReport:
     """A calibration, and the plans for one step on it."""
 
     samples: Measurements
@@ -50,7 +50,7 @@ class Report:
         cfg: DictConfig,
         *,
         network: str,
-    ) -> Report:
+    ) -> TuneReport:
         """Fit and choose. ``network``: whose gradients."""
         found = calibrate(samples, world)
         transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"

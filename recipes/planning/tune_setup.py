@@ -24,8 +24,7 @@ from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import config_check
 from recipes.cli.world import num_ranks
-from recipes.planning.layers import layers_of, measured_work
-from recipes.planning.layers import work_of as work_of_layers
+from recipes.planning.layers import layers_of, measured_work, work_of
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -49,7 +48,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def check(cfg: DictConfig) -> None:
+def check_tune_keys(cfg: DictConfig) -> None:
     """Refuse what no measuring can mend, before any rank is started.
 
     Raises:
@@ -76,7 +75,7 @@ def check(cfg: DictConfig) -> None:
         ) from error
 
 
-def work_of(cfg: DictConfig) -> StepWorkload:
+def configured_work(cfg: DictConfig) -> StepWorkload:
     """The step to plan for: as measured by a profile, by a rate, or gradients that nothing hides."""
     if cfg.profile is not None:
         return measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
@@ -84,7 +83,7 @@ def work_of(cfg: DictConfig) -> StepWorkload:
         model = instantiate(cfg.model)
     layers = layers_of(model, list(cfg.image_shape))
     if cfg.images_per_s is not None:
-        return work_of_layers(layers, batch_size=cfg.batch_size_per_rank, images_per_s=cfg.images_per_s)
+        return work_of(layers, batch_size=cfg.batch_size_per_rank, images_per_s=cfg.images_per_s)
     numels = (numel for layer in reversed(layers) for numel in reversed(layer.numels))
     return StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
 
@@ -111,15 +110,15 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
             f"ranks started, within {asked.timeout_s:g} s of each other? Do they reach each other on the interface "
             "that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the host's name?"
         ) from error
-    require_alike(told)
+    check_same_on_all_ranks(told)
     validate(topology)
     return topology
 
 
-def require_alike(told: list[dict[str, Any]]) -> None:
+def check_same_on_all_ranks(told: list[dict[str, Any]]) -> None:
     """Refuse ranks that would measure different things, and so wait for each other in different places.
 
-    >>> require_alike([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
+    >>> check_same_on_all_ranks([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
     Traceback (most recent call last):
     ValueError: `measure.dtype` (='float32' on rank 1) must be the same on all ranks: it is 'float16' on rank 0. Start \
 every rank with the same command.
@@ -133,7 +132,7 @@ every rank with the same command.
                 )
 
 
-def earlier(path: str) -> tuple[Measurements, MeasuredSetup]:
+def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
     """What an earlier run measured, and on what.
 
     Raises:

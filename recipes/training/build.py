@@ -10,10 +10,12 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_hybrid.models import correct_momentum_
-from recipes.cli import config_check
+from recipes.cli import config_check, launch
 from recipes.cli.world import batch_line, check_world
 from recipes.training import keys, mfu, resume, tracking
 from recipes.training.classifier import Classifier
+
+launch.register_resolvers()  # here, since programs and tests that compose `train` import this module
 
 OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded channels_last compile".split()
 

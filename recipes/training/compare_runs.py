@@ -56,7 +56,7 @@ class Run:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_all(folders: Sequence[Path], *, names: Sequence[str] | None = None) -> list[Run]:
+def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) -> list[Run]:
     """The runs of these folders, in their order.
 
     Raises:
@@ -77,10 +77,10 @@ def read_all(folders: Sequence[Path], *, names: Sequence[str] | None = None) -> 
             "`runs`. Leave it out to have the folders' names."
         )
     told = names if names is not None else short_names(places)
-    return [read(place, name=name) for place, name in zip(places, told, strict=True)]
+    return [read_run(place, name=name) for place, name in zip(places, told, strict=True)]
 
 
-def read(folder: Path, *, name: str) -> Run:
+def read_run(folder: Path, *, name: str) -> Run:
     """One run.
 
     Raises:
@@ -210,7 +210,7 @@ def html(runs: Sequence[Run], png: bytes, *, title: str) -> str:
     return html_page.page(title, sections)
 
 
-def write(folder: Path, runs: Sequence[Run], *, title: str) -> None:
+def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:
     """``report.html``, which needs no other file, ``report.png`` and ``report.json`` in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     png = html_page.png_of(picture(runs))

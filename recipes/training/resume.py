@@ -29,7 +29,7 @@ NO_INFLUENCE = {"model.checkpoint_activations"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class CheckpointCandidate:
     """A file that looks like a checkpoint of a whole training state."""
 
     path: Path
@@ -96,7 +96,7 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def _look_at(path: Path, refused: list[str]) -> Candidate | None:
+def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
     """How far the checkpoint is, of which little is read; None for weights alone, and for what cannot be read."""
     try:
         content = load_unchecked(path, map_location="cpu", mmap=True)
@@ -105,7 +105,7 @@ def _look_at(path: Path, refused: list[str]) -> Candidate | None:
         return None
     if not isinstance(content, dict) or "optimizer_states" not in content:
         return None
-    return Candidate(path=path, global_step=int(content["global_step"]))
+    return CheckpointCandidate(path=path, global_step=int(content["global_step"]))
 
 
 # ---- of the same configuration ---------------------------------------------------------------------------------------

@@ -47,20 +47,20 @@ def test_one_jump_of_a_count_is_not_a_slope_and_one_each_hundred_steps_is():
 def test_a_run_is_judged_without_its_warm_up(tmp_path):
     rows = [{"step": step, "num_fds": min(step, 1000)} for step in range(25, 5001, 25)]
     (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = growth_report.read(tmp_path)
+    samples = growth_report.read_samples(tmp_path)
     assert [trend.verdict for trend in growth_report.trends_of(samples, warmup_steps=0)] == ["steady"]
     assert [t.slope for t in growth_report.trends_of(samples, warmup_steps=1000)] == [0.0]
-    table = growth_report.write(tmp_path / "out", samples, warmup_steps=1000, told={})
+    table = growth_report.write_report(tmp_path / "out", samples, warmup_steps=1000, told={})
     assert "num_fds" in table
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"endurance.json", "endurance.png", "table.md"}
 
 
 def test_torn_or_missing_samples_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"must hold the samples of a run"):
-        growth_report.read(tmp_path)
+        growth_report.read_samples(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"step": 25}\n{"st')
     with pytest.raises(ValueError, match=r"rank-0.jsonl \(samples of a run\) must be a JSON object a line"):
-        growth_report.read(tmp_path)
+        growth_report.read_samples(tmp_path)
     with pytest.raises(ValueError, match=r"`warmup_steps` must leave two samples of num_fds"):
         growth_report.trend_of([{"step": 1, "num_fds": 2}], rank=0, quantity="num_fds")
 

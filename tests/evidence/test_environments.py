@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.evidence.environments import trials
-from tests.evidence.environments.__main__ import chosen_of
-from tests.evidence.environments.cases import CASES, Case
-from tests.evidence.environments.trials import Ended, judge
+from tests.evidence.environments.cases import CASES, Environment
+from tests.evidence.environments.trials import ProgramExit, environment_outcome
+from tests.evidence.faults.table import chosen_of
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDS = Case(fault="f", names=("`PORT` (=1)", "set it"), limit_s=9.0)
-GOES_ON = Case(fault="f", names=("accuracy",), goes_on=True)
+ENDS = Environment(fault="f", names=("`PORT` (=1)", "set it"), limit_s=9.0)
+GOES_ON = Environment(fault="f", names=("accuracy",), goes_on=True)
 SAID = "some line\nerror: `PORT` (=1) is taken: set it\n"
 
 
 def test_an_error_in_words_holds_and_is_quoted():
-    outcome = judge(ENDS, Ended([0, 1], SAID, 2.5))
+    outcome = environment_outcome(ENDS, ProgramExit([0, 1], SAID, 2.5))
     assert (outcome.is_held, outcome.seconds, outcome.promise) == (True, 2.5, "ends in words")
     assert outcome.detected_by == "`PORT` (=1) is taken: set it"
 
@@ -30,23 +30,23 @@ def test_an_error_in_words_holds_and_is_quoted():
 @pytest.mark.parametrize(
     ("case", "ended", "problem"),
     [
-        (ENDS, Ended([0, 0], SAID, 1.0), "no process ended in an error"),
-        (ENDS, Ended([1], SAID.replace("set it", ""), 1.0), "does not say 'set it'"),
-        (ENDS, Ended([1], SAID + "Traceback (most recent call last):", 1.0), "a traceback"),
-        (ENDS, Ended([1, None], SAID, 9.0), "process 1 still ran after 9 s"),
-        (GOES_ON, Ended([0, 1], "accuracy", 1.0), "exit code 1"),
-        (GOES_ON, Ended([0], "", 1.0), "does not say 'accuracy'"),
-        (GOES_ON, Ended([None], "accuracy", 1.0), "process 0 still ran"),
+        (ENDS, ProgramExit([0, 0], SAID, 1.0), "no process ended in an error"),
+        (ENDS, ProgramExit([1], SAID.replace("set it", ""), 1.0), "does not say 'set it'"),
+        (ENDS, ProgramExit([1], SAID + "Traceback (most recent call last):", 1.0), "a traceback"),
+        (ENDS, ProgramExit([1, None], SAID, 9.0), "process 1 still ran after 9 s"),
+        (GOES_ON, ProgramExit([0, 1], "accuracy", 1.0), "exit code 1"),
+        (GOES_ON, ProgramExit([0], "", 1.0), "does not say 'accuracy'"),
+        (GOES_ON, ProgramExit([None], "accuracy", 1.0), "process 0 still ran"),
     ],
 )
 def test_what_breaks_a_promise_is_told(case, ended, problem):
-    outcome = judge(case, ended)
+    outcome = environment_outcome(case, ended)
     assert not outcome.is_held
     assert problem in outcome.detected_by
 
 
 def test_a_program_that_goes_on_holds():
-    outcome = judge(GOES_ON, Ended([0, 0], "test accuracy 97 %\n", 3.0))
+    outcome = environment_outcome(GOES_ON, ProgramExit([0, 0], "test accuracy 97 %\n", 3.0))
     assert (outcome.is_held, outcome.seconds, outcome.promise) == (True, None, "goes on")
 
 
@@ -58,10 +58,10 @@ def test_every_case_says_what_it_expects():
 
 
 def test_a_fault_that_is_not_known_is_refused_by_name():
-    assert [case.fault for case in chosen_of(["TMPDIR missing"])] == ["TMPDIR missing"]
-    assert chosen_of(None) == CASES
+    assert [case.fault for case in chosen_of(CASES, ["TMPDIR missing"])] == ["TMPDIR missing"]
+    assert chosen_of(CASES, None) == CASES
     with pytest.raises(ValueError, match=r"`only` \(=TMPDIR\) must be faults of WORLD_SIZE=abc, "):
-        chosen_of(["TMPDIR"])
+        chosen_of(CASES, ["TMPDIR"])
 
 
 def test_ports_directories_and_unset_variables_reach_the_program(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_ports_directories_and_unset_variables_reach_the_program(tmp_path, monke
         ranks=({"RANK": "0"},),
         overrides=("a=<RUN>",),
     )
-    ended = trials.run(case, tmp_path / "case")
+    ended = trials.run_programs(case, tmp_path / "case")
     environment, arguments = json.loads(ended.told)
     assert ended.codes == [0]
     assert 0 < int(environment["PORT"]) < 65536
@@ -92,7 +92,7 @@ def test_a_program_that_does_not_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "ROOT", tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "sleep.py").write_text("import time; time.sleep(60)")
-    ended = trials.run(replace(GOES_ON, program="sleep", limit_s=0.5), tmp_path / "case")
+    ended = trials.run_programs(replace(GOES_ON, program="sleep", limit_s=0.5), tmp_path / "case")
     assert ended.codes == [None]
     assert ended.seconds < 10
 

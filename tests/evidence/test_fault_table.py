@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tests.evidence.faults.table import Outcome, markdown, read, write
+from tests.evidence.faults.table import FaultOutcome, markdown, read_outcomes, write_table
 
-HELD = Outcome(
+HELD = FaultOutcome(
     promise="named",
     fault="a rank dies",
     phase="backward",
@@ -35,8 +35,8 @@ def test_words_of_an_error_cannot_break_the_table():
 
 
 def test_what_is_written_is_read_again(tmp_path):
-    write(tmp_path, [HELD, BROKEN], config={"seed": 0}, title="a title")
-    assert read(tmp_path / "faults.json") == [HELD, BROKEN]
+    write_table(tmp_path, [HELD, BROKEN], config={"seed": 0}, title="a title")
+    assert read_outcomes(tmp_path / "faults.json") == [HELD, BROKEN]
     assert (tmp_path / "table.md").read_text().startswith("a title\n\n| promise")
     with open(tmp_path / "table.csv") as file:
         rows = list(csv.DictReader(file))

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.evidence.faults import numerics_cases, replica_cases
-from tests.evidence.faults.case import ALLOWED_S, Case, judge, run_all, run_case, shorten
+from tests.evidence.faults.case import ALLOWED_S, FaultCase, fault_outcome, run_case, run_cases, shorten
 from tests.evidence.faults.comm_cases import cases, cases_of_links
 from tests.evidence.faults.inject import AT_CONSTRUCTION, PHASES, Inject
 from tests.evidence.faults.world import OneHost, RunOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = Case(fault="f", kind="dies", rank=1, names=("rank RANK does", "on host HOST"), no_answer=True)
-SURVIVED = Case(fault="f", kind="lags", rank=1, is_survived=True)
+NAMED = FaultCase(fault="f", kind="dies", rank=1, names=("rank RANK does", "on host HOST"), no_answer=True)
+SURVIVED = FaultCase(fault="f", kind="lags", rank=1, is_survived=True)
 ERROR = "RuntimeError: comm: rank 1 does not answer. Rank 1 is on host b."
 
 
@@ -30,7 +30,7 @@ def rank(error=None, weights=7, time_s=103.0, num_steps=12, warnings=()):
 
 def judged(case, ranks, *, injected_s=100.0, still_ran=(), weights=7):
     told = RunOutcome(injected_s=injected_s, ranks=ranks, still_ran=list(still_ran))
-    return judge(case, told, host="b", no_answer=(case.rank,) if case.no_answer else (), weights=weights)
+    return fault_outcome(case, told, host="b", no_answer=(case.rank,) if case.no_answer else (), weights=weights)
 
 
 def test_an_error_that_says_all_it_should_in_time_holds():
@@ -168,11 +168,11 @@ class Played:
 
 
 def test_all_cases_run_once_in_their_order_against_the_weights_of_the_undisturbed_run():
-    chosen = [Case(fault="none", kind="nothing", rank=1, is_survived=True)]
+    chosen = [FaultCase(fault="none", kind="nothing", rank=1, is_survived=True)]
     chosen += [replace(SURVIVED, fault=f"fault {index}") for index in range(7)]
     for weights in (7, 8):
-        worlds, outcomes = [Played(weights), Played(weights), Played(weights)], []
-        run_all(chosen, worlds, on_outcome=outcomes.append)
+        worlds = [Played(weights), Played(weights), Played(weights)]
+        outcomes = list(run_cases(chosen, worlds))
         assert [outcome.fault for outcome in outcomes] == [case.fault for case in chosen]
         assert [outcome.is_held for outcome in outcomes] == [True] + [weights == 7] * 7
         assert sum(len(world.specs) for world in worlds) == 8
@@ -180,8 +180,8 @@ def test_all_cases_run_once_in_their_order_against_the_weights_of_the_undisturbe
 
 def test_what_is_everywhere_is_asked_of_every_rank_and_else_of_one():
     world = Played(7)
-    undisturbed = Case(fault="none", kind="nothing", rank=1, is_survived=True)
-    run_all([undisturbed, SURVIVED, replace(SURVIVED, everywhere=True)], [world], on_outcome=lambda outcome: None)
+    undisturbed = FaultCase(fault="none", kind="nothing", rank=1, is_survived=True)
+    assert len(list(run_cases([undisturbed, SURVIVED, replace(SURVIVED, everywhere=True)], [world]))) == 3
     assert [spec["rank"] for spec in world.specs] == [1, 1, None]
 
 

@@ -49,7 +49,7 @@ def test_sums_of_1_to_128_mib_between_nodes_take_what_was_measured(name, num_nod
 
 @pytest.fixture(scope="module")
 def rows():
-    return {(row.cluster, row.num_nodes): row for row in defaults.rows()}
+    return {(row.cluster, row.num_nodes): row for row in defaults.defaults_rows()}
 
 
 @pytest.mark.parametrize("num_nodes", defaults.NUM_NODES)

@@ -21,7 +21,7 @@ def main(cfg: DictConfig) -> None:
     """Save the state of the network and its optimizer in turns; print the table, write it and every sample."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        checkpoint = bench_checkpoints.state_of(instantiate(cfg.model))
+        checkpoint = bench_checkpoints.training_state(instantiate(cfg.model))
     config, folder = config_and_folder(cfg)
     samples = bench_checkpoints.samples(checkpoint, folder / "checkpoints", num_repeats=cfg.num_repeats)
     table = bench_checkpoints.markdown(samples, bench_checkpoints.num_bytes_of(checkpoint))

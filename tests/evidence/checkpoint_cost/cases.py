@@ -38,7 +38,7 @@ AFTER_S = 0.3
 """Ours: what follows the rename is a second sync of the directory."""
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def training_state(model: nn.Module) -> dict[str, Any]:
     """Weights, and SGD's momentum for each: what a checkpoint of a training run is made of."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
@@ -50,7 +50,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 def num_bytes_of(checkpoint: dict[str, Any]) -> int:
     """Of its tensors.
 
-    >>> num_bytes_of(state_of(nn.Linear(2, 1)))
+    >>> num_bytes_of(training_state(nn.Linear(2, 1)))
     24
     """
     tensors = [*checkpoint["state_dict"].values()]

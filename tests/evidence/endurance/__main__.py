@@ -45,8 +45,8 @@ def main(cfg: DictConfig) -> None:
         config, folder = config_and_folder(cfg)
         where = train(config["train"], folder / "train") if config["samples"] is None else Path(config["samples"])
         told = {"config": config, "environment": environment()}
-        samples = growth_report.read(where)
-        table = growth_report.write(folder, samples, warmup_steps=cfg.warmup_steps, told=told)
+        samples = growth_report.read_samples(where)
+        table = growth_report.write_report(folder, samples, warmup_steps=cfg.warmup_steps, told=told)
     print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)
 
 

@@ -121,7 +121,7 @@ def _blocks(points: Sequence[tuple[Any, float]]) -> list[tuple[float, float]]:
     return [tuple(statistics.median(column) for column in zip(*each, strict=True)) for each in stretches]
 
 
-def read(folder: Path) -> dict[int, list[Sample]]:
+def read_samples(folder: Path) -> dict[int, list[Sample]]:
     """Samples of every rank, by rank.
 
     Raises:
@@ -186,7 +186,9 @@ def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *,
     return figure
 
 
-def write(folder: Path, samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int, told: Mapping[str, Any]) -> str:
+def write_report(
+    folder: Path, samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int, told: Mapping[str, Any]
+) -> str:
     """Write `endurance.json`, `table.md` and `endurance.png`; return the table."""
     trends = trends_of(samples, warmup_steps=warmup_steps)
     found = {**told, "warmup_steps": warmup_steps, "trends": [asdict(trend) for trend in trends]}

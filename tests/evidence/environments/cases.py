@@ -1,4 +1,4 @@
-"""Environments, and what is promised of each; see `environment_trials`."""
+"""Environments, and what is promised of each; see `trials`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Environment:
     """An environment, and what becomes of a program in it.
 
     ``names``: all of these must be said. ``goes_on``: exit code 0; otherwise the program must end in an error, in
@@ -59,21 +59,31 @@ def _disk(size: str, script: str = 'exec "$@"') -> dict[str, Any]:
 
 
 LAUNCHERS = [
-    Case(
+    Environment(
         fault="WORLD_SIZE=abc", names=("`WORLD_SIZE` (='abc') must be a whole number",), variables={"WORLD_SIZE": "abc"}
     ),
-    Case(fault="RANK=2 of WORLD_SIZE=2", names=("`RANK` (=2) must be below `WORLD_SIZE` (=2)",), ranks=(_rank(2, 2),)),
-    Case(fault="LOCAL_RANK left over", names=("`LOCAL_RANK` (=1) must come with",), variables={"LOCAL_RANK": "1"}),
-    Case(fault="NODE_RANK beyond the nodes", names=("`NODE_RANK` (=1) must be below",), variables={"NODE_RANK": "1"}),
-    Case(
+    Environment(
+        fault="RANK=2 of WORLD_SIZE=2", names=("`RANK` (=2) must be below `WORLD_SIZE` (=2)",), ranks=(_rank(2, 2),)
+    ),
+    Environment(
+        fault="LOCAL_RANK left over", names=("`LOCAL_RANK` (=1) must come with",), variables={"LOCAL_RANK": "1"}
+    ),
+    Environment(
+        fault="NODE_RANK beyond the nodes", names=("`NODE_RANK` (=1) must be below",), variables={"NODE_RANK": "1"}
+    ),
+    Environment(
         fault="SLURM has other tasks than the trainer",
         names=("`devices=2`", "trainer.devices=2"),
         overrides=(*CSV, "trainer.devices=2"),
         variables=SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},
     ),
-    Case(fault="SLURM_PROCID missing", names=("`SLURM_PROCID` must be set",), variables=SLURM | {"SLURM_PROCID": None}),
-    Case(fault="OMP_NUM_THREADS=abc", names=("`OMP_NUM_THREADS` (='abc')",), variables={"OMP_NUM_THREADS": "abc"}),
-    Case(
+    Environment(
+        fault="SLURM_PROCID missing", names=("`SLURM_PROCID` must be set",), variables=SLURM | {"SLURM_PROCID": None}
+    ),
+    Environment(
+        fault="OMP_NUM_THREADS=abc", names=("`OMP_NUM_THREADS` (='abc')",), variables={"OMP_NUM_THREADS": "abc"}
+    ),
+    Environment(
         fault="ulimit -n 64",
         names=("`ulimit -n` (=64) must be at least",),
         wrapper=_sh('ulimit -n 64; exec "$@"'),
@@ -81,53 +91,55 @@ LAUNCHERS = [
 ]
 
 NETWORK = [
-    Case(fault="MASTER_PORT taken", names=("`MASTER_PORT` (=", "in use"), variables={"MASTER_PORT": "<TAKEN>"}),
-    Case(
+    Environment(fault="MASTER_PORT taken", names=("`MASTER_PORT` (=", "in use"), variables={"MASTER_PORT": "<TAKEN>"}),
+    Environment(
         fault="MASTER_PORT taken",
         program="bench",
         names=("`MASTER_PORT` (=", "in use"),
         variables={"MASTER_PORT": "<TAKEN>"},
     ),
-    Case(fault="MASTER_PORT=70000", names=("`MASTER_PORT` (=70000)",), variables={"MASTER_PORT": "70000"}),
-    Case(
+    Environment(fault="MASTER_PORT=70000", names=("`MASTER_PORT` (=70000)",), variables={"MASTER_PORT": "70000"}),
+    Environment(
         fault="MASTER_ADDR cannot be resolved",
         names=("`MASTER_ADDR` (=no.such.host.invalid) must be",),
         variables={"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "<FREE>"},
     ),
-    Case(
+    Environment(
         fault="GLOO_SOCKET_IFNAME names no interface",
         names=("`GLOO_SOCKET_IFNAME` (=eth99)",),
         variables={"GLOO_SOCKET_IFNAME": "eth99"},
     ),
-    Case(
+    Environment(
         fault="GLOO_SOCKET_IFNAME names no interface",
         program="tune",
         names=("`GLOO_SOCKET_IFNAME` (=eth99)",),
         variables={"GLOO_SOCKET_IFNAME": "eth99"},
     ),
-    Case(fault="no interface is up", names=("ip link set lo up",), wrapper=("unshare", "--net"), needs=("--net",)),
-    Case(
+    Environment(
+        fault="no interface is up", names=("ip link set lo up",), wrapper=("unshare", "--net"), needs=("--net",)
+    ),
+    Environment(
         fault="rank 2 of 3 never starts",
         phase="rendezvous",
         names=("`WORLD_SIZE` (=3) ranks must meet", "rank 2 did not come"),
         overrides=(*CSV, SOON, "global_batch_size=126"),
         ranks=(_rank(0, 3), _rank(1, 3)),
     ),
-    Case(
+    Environment(
         fault="rank 0 never starts",
         phase="rendezvous",
         names=("rank 1 on host", "no answer there within 9 s"),
         overrides=(*CSV, SOON),
         ranks=(_rank(1, 2),),
     ),
-    Case(
+    Environment(
         fault="rank 1 is started twice",
         phase="rendezvous",
         names=("`RANK` (=1) must be another one on each process",),
         overrides=CSV,
         ranks=(_rank(0, 2), _rank(1, 2), _rank(1, 2)),
     ),
-    Case(
+    Environment(
         fault="rank 0 is started twice",
         phase="rendezvous",
         names=("`MASTER_PORT` (=", "rank 1 did not come"),
@@ -137,31 +149,31 @@ NETWORK = [
 ]
 
 TRACKER = [
-    Case(fault="WANDB_MODE=ofline", names=("`WANDB_MODE` (='ofline')",), variables={"WANDB_MODE": "ofline"}),
-    Case(
+    Environment(fault="WANDB_MODE=ofline", names=("`WANDB_MODE` (='ofline')",), variables={"WANDB_MODE": "ofline"}),
+    Environment(
         fault="W&B: key in the configuration",
         names=("`logger.settings.api_key` must not be in the configuration",),
         overrides=("+logger.settings.api_key=" + "0123456789" * 4,),
     ),
-    Case(
+    Environment(
         fault="W&B: key too short",
         names=("`logger.offline` (=False) needs a W&B server", "WANDB_API_KEY invalid"),
         overrides=("trainer.devices=1",),
         variables=ONLINE | {"WANDB_API_KEY": "short"},
     ),
-    Case(
+    Environment(
         fault="W&B: online without a network",
         names=("`logger.offline` (=False) needs a W&B server",),
         overrides=("trainer.devices=1",),
         variables=ONLINE,
         **NO_NETWORK,
     ),
-    Case(fault="W&B: offline without a network", goes_on=True, names=("test accuracy",), **NO_NETWORK),
+    Environment(fault="W&B: offline without a network", goes_on=True, names=("test accuracy",), **NO_NETWORK),
 ]
 
 PLACES = [
-    Case(fault="HOME unset", goes_on=True, overrides=ALONE, variables={"HOME": None}),
-    Case(
+    Environment(fault="HOME unset", goes_on=True, overrides=ALONE, variables={"HOME": None}),
+    Environment(
         fault="no HOME, no place for caches, no compiler",
         goes_on=True,
         overrides=("trainer.devices=1",),
@@ -170,33 +182,33 @@ PLACES = [
             **{"PATH": "/none", "CXX": "none"},
         },
     ),
-    Case(fault="TMPDIR missing", goes_on=True, overrides=ALONE, variables={"TMPDIR": "/proc/none"}),
-    Case(
+    Environment(fault="TMPDIR missing", goes_on=True, overrides=ALONE, variables={"TMPDIR": "/proc/none"}),
+    Environment(
         fault="LC_ALL=C, run directory `ä ☃ b`",
         goes_on=True,
         overrides=("trainer.devices=1",),
         variables={"LC_ALL": "C"},
         run_dir="ä ☃ b",
     ),
-    Case(
+    Environment(
         fault="run directory read-only",
         names=("`hydra.run.dir`", "Read-only file system"),
         **_disk("8m", 'mount -o remount,ro "$RUN_DIR" && exec "$@"'),
     ),
-    Case(fault="run directory on a full disk", names=("`hydra.run.dir`", "No space left"), **_disk("8k")),
-    Case(
+    Environment(fault="run directory on a full disk", names=("`hydra.run.dir`", "No space left"), **_disk("8k")),
+    Environment(
         fault="run directory read-only",
         program="simulate",
         names=("`hydra.run.dir`", "Read-only file system"),
         **_disk("8m", 'mount -o remount,ro "$RUN_DIR" && exec "$@"'),
     ),
-    Case(
+    Environment(
         fault="run directory on a full disk",
         program="search",
         names=("`hydra.run.dir`", "No space left"),
         **_disk("8k"),
     ),
-    Case(
+    Environment(
         fault="disk fills up, on_error=raise",
         phase="training",
         names=("was not written (No space left on device)",),
@@ -205,7 +217,7 @@ PLACES = [
         **_disk("40m"),
     ),
     *(
-        Case(
+        Environment(
             fault=f"disk fills up, on_error=warn, logger={logger}",
             phase="training",
             goes_on=True,
@@ -222,10 +234,10 @@ PLACES = [
 ]
 
 STREAMS = [
-    Case(fault="standard input closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" <&-')),
-    Case(fault="standard output closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" >&-')),
-    Case(fault="standard error closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" 2>&-')),
-    Case(
+    Environment(fault="standard input closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" <&-')),
+    Environment(fault="standard output closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" >&-')),
+    Environment(fault="standard error closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" 2>&-')),
+    Environment(
         fault="standard output full",
         goes_on=True,
         phase="end",
@@ -233,7 +245,7 @@ STREAMS = [
         overrides=ALONE,
         wrapper=_sh('exec "$@" >/dev/full'),
     ),
-    Case(
+    Environment(
         fault="| head -1",
         goes_on=True,
         phase="end",
@@ -241,7 +253,7 @@ STREAMS = [
         overrides=ALONE,
         wrapper=_sh('set -o pipefail; "$@" | head -n 1'),
     ),
-    Case(
+    Environment(
         fault="| true",
         program="simulate",
         goes_on=True,
@@ -253,7 +265,7 @@ STREAMS = [
 ]
 
 CLOCKS = [
-    Case(
+    Environment(
         fault="clock of rank 1 a year ahead",
         phase="training",
         goes_on=True,
@@ -262,7 +274,7 @@ CLOCKS = [
         ranks=(_rank(0, 2), _rank(1, 2, LD_PRELOAD="<SHIM>")),
         needs=("cc",),
     ),
-    Case(
+    Environment(
         fault="ranks with other PYTHONHASHSEED",
         phase="training",
         goes_on=True,

@@ -23,8 +23,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from tests.evidence.environments.cases import Case
-from tests.evidence.faults.table import Outcome
+from tests.evidence.environments.cases import Environment
+from tests.evidence.faults.table import FaultOutcome
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = (
@@ -81,23 +81,23 @@ class FillDisk(Callback):
                     return
 
 
-class Ended:
+class ProgramExit:
     """How the processes of a case ended: exit codes, None for one that had to be ended, and all that they said."""
 
     def __init__(self, codes: list[int | None], told: str, seconds: float) -> None:
         self.codes, self.told, self.seconds = codes, told, seconds
 
 
-def outcomes(folder: Path, cases: Sequence[Case]) -> Iterator[Outcome]:
+def environment_outcomes(folder: Path, cases: Sequence[Environment]) -> Iterator[FaultOutcome]:
     """All cases that this machine can do, each as it ends; the others are named in a line."""
     for index, case in enumerate(cases):
         if missing := [tool for tool in case.needs if not _has(tool)]:
             print(f"left out: {case.fault}: this machine has no {', '.join(missing)}", flush=True)
             continue
-        yield judge(case, run(case, folder / f"{index}"))
+        yield environment_outcome(case, run_programs(case, folder / f"{index}"))
 
 
-def judge(case: Case, ended: Ended) -> Outcome:
+def environment_outcome(case: Environment, ended: ProgramExit) -> FaultOutcome:
     """Whether the promise was kept, by exit codes and words."""
     problems = [
         f"process {place} still ran after {case.limit_s:g} s" for place, c in enumerate(ended.codes) if c is None
@@ -111,7 +111,7 @@ def judge(case: Case, ended: Ended) -> Outcome:
     lines = [line.strip() for line in ended.told.splitlines() if line.strip()]
     told = [line for line in lines if any(name in line for name in case.names)] or ["nothing to say"]
     last = lines[-1] if lines else ""
-    return Outcome(
+    return FaultOutcome(
         promise="goes on" if case.goes_on else "ends in words",
         fault=case.fault,
         phase=case.phase,
@@ -123,7 +123,7 @@ def judge(case: Case, ended: Ended) -> Outcome:
     )
 
 
-def run(case: Case, folder: Path) -> Ended:
+def run_programs(case: Environment, folder: Path) -> ProgramExit:
     """Start its processes, wait for all, end those that are left."""
     folder.mkdir(parents=True)
     run_dir = folder / case.run_dir
@@ -153,7 +153,7 @@ def run(case: Case, folder: Path) -> Ended:
         codes = [_wait(process, begun_s + case.limit_s) for process in processes]
         told = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
     text = "\n".join(map(str, told)).replace(str(run_dir), "<run directory>").replace(f"{ROOT}/", "")
-    return Ended(codes, text, time.monotonic() - begun_s)
+    return ProgramExit(codes, text, time.monotonic() - begun_s)
 
 
 def _wait(process: subprocess.Popen[bytes], end_s: float) -> int | None:

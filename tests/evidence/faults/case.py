@@ -6,15 +6,15 @@ roll call and a silent store cost (``ALLOWED_S``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Timer
 from typing import Any
 
-from tests.evidence.faults.rank import train
-from tests.evidence.faults.table import Outcome
+from tests.evidence.faults.rank import train_rank
+from tests.evidence.faults.table import FaultOutcome
 from tests.evidence.faults.world import OneHost, RunOutcome
 
 ALLOWED_S = 25.0
@@ -30,7 +30,7 @@ LINE = 150
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FaultCase:
     """A fault, where it is injected, and what is promised.
 
     ``kind``: a method of ``faults_inject.Inject``. ``host_link``: what ``spoil_link`` is told for the host of ``rank``.
@@ -71,19 +71,19 @@ class Case:
         return f"{'the others end' if self.no_answer else 'survived'}, {told}"
 
 
-def run_all(cases: Sequence[Case], worlds: Sequence[OneHost], *, on_outcome: Callable[[Outcome], None]) -> None:
-    """Every case once, as many at the same time as there are worlds; outcomes come in the order of ``cases``.
+def run_cases(cases: Sequence[FaultCase], worlds: Sequence[OneHost]) -> Generator[FaultOutcome]:
+    """Run every case once, as many at the same time as there are worlds; yield outcomes in the order of `cases`.
 
-    The first must be the run that nothing happens to: the weights of the others are compared with its.
+    The first must be the run without a fault: the weights of the others are compared with its.
     """
     free: SimpleQueue[OneHost] = SimpleQueue()
     for world in worlds:
         free.put(world)
     undisturbed, *others = cases
     outcome, weights = run_case(undisturbed, worlds[0])
-    on_outcome(outcome)
+    yield outcome
 
-    def run(case: Case) -> Outcome:
+    def run(case: FaultCase) -> FaultOutcome:
         world = free.get()
         try:
             return run_case(case, world, weights)[0]
@@ -92,14 +92,13 @@ def run_all(cases: Sequence[Case], worlds: Sequence[OneHost], *, on_outcome: Cal
 
     pool = ThreadPoolExecutor(len(worlds))
     try:
-        found: list[Future[Outcome]] = [pool.submit(run, case) for case in others]
-        for one in found:
-            on_outcome(one.result())
+        for future in [pool.submit(run, case) for case in others]:
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)  # interrupted, it waits for the cases under way: no rank is left behind
 
 
-def run_case(case: Case, world: OneHost, weights: int | None = None) -> tuple[Outcome, int | None]:
+def run_case(case: FaultCase, world: OneHost, weights: int | None = None) -> tuple[FaultOutcome, int | None]:
     """Inject it; the outcome, and a fingerprint of the weights where they are the same on all ranks.
 
     ``weights``: of an undisturbed run, to be compared with.
@@ -110,17 +109,19 @@ def run_case(case: Case, world: OneHost, weights: int | None = None) -> tuple[Ou
     spec["rank"] = None if case.everywhere else case.rank
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
-        told = world.run(train, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
+        told = world.run(train_rank, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
         if told.injected_s is not None:
             break
     alike = {None if one is None else one["weights"] for one in told.ranks}
-    outcome = judge(case, told, host=world.host_name(world.host_of(case.rank)), no_answer=no_answer, weights=weights)
+    outcome = fault_outcome(
+        case, told, host=world.host_name(world.host_of(case.rank)), no_answer=no_answer, weights=weights
+    )
     return outcome, alike.pop() if len(alike) == 1 else None
 
 
-def judge(
-    case: Case, told: RunOutcome, *, host: str, no_answer: Sequence[int] = (), weights: int | None = None
-) -> Outcome:
+def fault_outcome(
+    case: FaultCase, told: RunOutcome, *, host: str, no_answer: Sequence[int] = (), weights: int | None = None
+) -> FaultOutcome:
     """Whether the promise was held, by what the ranks wrote."""
     living = {rank: one for rank, one in enumerate(told.ranks) if rank not in no_answer}
     problems = [f"rank {rank} still ran" for rank in told.still_ran]
@@ -140,7 +141,7 @@ def judge(
     problems += [f"no rank warns {_filled(name, case, host)!r}" for name, texts in heard.items() if not texts]
     seen = [*errors.values(), *(texts[0] for texts in heard.values() if texts), "all ranks end with the same weights"]
     where = f"host {host}" if case.host_link else f"rank {case.rank} of {len(told.ranks)}"
-    return Outcome(
+    return FaultOutcome(
         promise=case.promise,
         fault=case.fault,
         phase=case.phase,
@@ -152,7 +153,7 @@ def judge(
     )
 
 
-def _not_survived(case: Case, words: dict[int, dict[str, Any]], weights: int | None) -> list[str]:
+def _not_survived(case: FaultCase, words: dict[int, dict[str, Any]], weights: int | None) -> list[str]:
     """What is wrong where every rank that can should have ended as if nothing had happened."""
     problems = [f"rank {rank}: {one['error']}" for rank, one in words.items() if one["error"]]
     problems += [
@@ -168,7 +169,7 @@ def _not_survived(case: Case, words: dict[int, dict[str, Any]], weights: int | N
     return problems
 
 
-def _not_named(case: Case, words: dict[int, dict[str, Any]], host: str) -> list[str]:
+def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> list[str]:
     """What is wrong where every rank that can should have ended in an error that says who is the cause."""
     problems = []
     for rank, one in words.items():
@@ -184,7 +185,7 @@ def _not_named(case: Case, words: dict[int, dict[str, Any]], host: str) -> list[
     return problems
 
 
-def _filled(name: str, case: Case, host: str) -> str:
+def _filled(name: str, case: FaultCase, host: str) -> str:
     return name.replace("RANK", str(case.rank)).replace("HOST", host)
 
 
@@ -198,7 +199,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= LINE else text[: LINE - 3] + "..."
 
 
-def _spoiler(case: Case, world: OneHost) -> Callable[[], None] | None:
+def _spoiler(case: FaultCase, world: OneHost) -> Callable[[], None] | None:
     if case.host_link is None:
         return None
     host, link = world.host_of(case.rank), dict(case.host_link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.evidence.faults.case import Case
+from tests.evidence.faults.case import FaultCase
 from tests.evidence.faults.inject import OF_A_SUM, PHASES
 
 DEAD = ("rank RANK does not answer", "on host HOST")
@@ -27,10 +27,10 @@ def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
     return sorted(rank for rank in found if rank < num_ranks)
 
 
-def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
+def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
     """All of them, for a world of so many ranks; the first is the run that nothing happens to."""
     last = num_ranks - 1
-    found = [Case(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
+    found = [FaultCase(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
     for phase in PHASES:
         for rank in kinds_of_rank(num_ranks, ranks_per_host):
             found.append(_gone("rank dies", "dies", rank, phase))
@@ -41,15 +41,15 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
     common: dict[str, Any] = {"rank": last}
     for phase in ("forward", "backward", OF_A_SUM[1], "validation", "between epochs"):
         found.append(
-            Case(fault="rank lags by 3 s", kind="lags", phase=phase, is_survived=True, lost="nothing", **common)
+            FaultCase(fault="rank lags by 3 s", kind="lags", phase=phase, is_survived=True, lost="nothing", **common)
         )
     for phase in ("setup", "forward", "backward", OF_A_SUM[0], "update", "validation", "between epochs"):
         own: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
         if phase in OF_A_SUM:
             own = {"names": ("rank RANK failed on bucket 0 in stage `", "OutOfMemoryError", "on host HOST")}
-        found.append(Case(fault="out of memory", kind="raises", phase=phase, **own, **common))
+        found.append(FaultCase(fault="out of memory", kind="raises", phase=phase, **own, **common))
     found += [
-        Case(
+        FaultCase(
             fault="another plan from the start",
             kind="has_another_plan",
             phase="setup",
@@ -57,7 +57,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
             lost="nothing",
             **common,
         ),
-        Case(
+        FaultCase(
             fault="bucket plan changes in memory",
             kind="other_plan",
             names=("rank RANK", "on host HOST"),
@@ -68,17 +68,17 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[Case]:
     return found
 
 
-def _gone(fault: str, kind: str, rank: int, phase: str) -> Case:
+def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
     """A rank that says nothing any more."""
     common: dict[str, Any] = {"fault": fault, "kind": kind, "rank": rank, "phase": phase, "no_answer": True}
     if phase in OVER:
-        return Case(is_survived=True, lost="nothing", **common)
+        return FaultCase(is_survived=True, lost="nothing", **common)
     if kind == "hangs":
-        return Case(names=HUNG_ELSEWHERE if phase in ("setup", *OF_A_SUM) else HUNG, **common)
-    return Case(names=DEAD if rank else STORE, **common)
+        return FaultCase(names=HUNG_ELSEWHERE if phase in ("setup", *OF_A_SUM) else HUNG, **common)
+    return FaultCase(names=DEAD if rank else STORE, **common)
 
 
-def cases_of_links(num_ranks: int) -> list[Case]:
+def cases_of_links(num_ranks: int) -> list[FaultCase]:
     """Those that need links between hosts."""
     last = num_ranks - 1
     cut, lossy = (("loss", 1.0),), (("loss", 0.02),)
@@ -86,16 +86,16 @@ def cases_of_links(num_ranks: int) -> list[Case]:
     where = ("on bucket", "in stage `", "on host")
     survived: dict[str, Any] = {**common, "is_survived": True, "lost": "nothing", "timeout_s": 25.0}
     return [
-        Case(fault="link cut for 5 s", host_link=cut, mended_after_s=5.0, **survived),
-        Case(fault="2 % of frames lost", host_link=lossy, **survived),
-        Case(fault="link 20 times slower", host_link=(("mbit_per_s", 5.0),), **survived),
-        Case(
+        FaultCase(fault="link cut for 5 s", host_link=cut, mended_after_s=5.0, **survived),
+        FaultCase(fault="2 % of frames lost", host_link=lossy, **survived),
+        FaultCase(fault="link 20 times slower", host_link=(("mbit_per_s", 5.0),), **survived),
+        FaultCase(
             fault="link cut for good",
             host_link=cut,
             names=("nothing has come from host", "its link is cut", *where),
             **common,
         ),
-        Case(
+        FaultCase(
             fault="link 10,000 times slower",
             host_link=(("mbit_per_s", 0.01),),
             names=("link", *where),

@@ -126,7 +126,7 @@ class Inject(Callback):
         if phase != self.spec["phase"] or self.spec["kind"] in AT_CONSTRUCTION or not self._is_now(trainer, step):
             return
         self._is_done = True
-        write(self.folder / "injected.json", {"time_s": time.monotonic()})
+        write_answer(self.folder / "injected.json", {"time_s": time.monotonic()})
         getattr(self, self.spec["kind"])(trainer)
 
     # ---- of a rank ---------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def middle_of(trainer: pl.Trainer) -> Tensor:
     return layer.weight
 
 
-def write(path: Path, told: dict[str, Any]) -> None:
+def write_answer(path: Path, told: dict[str, Any]) -> None:
     """Whole or not at all: it is looked for all the time."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(told))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.evidence.faults.case import Case
+from tests.evidence.faults.case import FaultCase
 
 SKIPPED, LOST = "40 steps, skipped", "all since the last checkpoint"
 FIRST_BAD = ("NonFiniteLossError: ", "on rank RANK first", "rank RANK (host HOST)")
 NOTHING_NEW = "nothing"
 
 
-def cases(num_ranks: int) -> list[Case]:
+def cases(num_ranks: int) -> list[FaultCase]:
     """All of them, for a world of so many ranks."""
     last: dict[str, Any] = {"rank": num_ranks - 1}
     skipped: dict[str, Any] = {**last, "num_steps": 100, "lost": SKIPPED}
@@ -24,14 +24,14 @@ def cases(num_ranks: int) -> list[Case]:
         ("nan in a label", "nan_in_labels", ("1 of 32 values not finite, in samples 3",)),
     ):
         found += [
-            Case(
+            FaultCase(
                 fault=f"{fault}, every batch of a rank",
                 kind=kind,
                 names=bad_loss,
                 own_names=(*bad_loss, *own),
                 **skipped,
             ),
-            Case(
+            FaultCase(
                 fault=f"{fault}, every batch of a rank",
                 kind=kind,
                 precision="32-true",
@@ -43,7 +43,7 @@ def cases(num_ranks: int) -> list[Case]:
         ]
     for fault, kind in (("nan in one batch's loss", "nan_once"), ("inf in an image of one batch", "inf_in_one_batch")):
         found.append(
-            Case(
+            FaultCase(
                 fault=fault,
                 kind=kind,
                 warns=("on rank RANK (host HOST) was inf or nan, the last: batch",),
@@ -52,21 +52,21 @@ def cases(num_ranks: int) -> list[Case]:
             )
         )
     found += [
-        Case(
+        FaultCase(
             fault="a label that no class has",
             kind="label_out_of_range",
             names=("comm: rank RANK gave up: IndexError: Target 99 is out of bounds", "on host HOST"),
             own_names=("IndexError: Target 99", "On rank RANK (host HOST), in batch", " to 99."),
             **last,
         ),
-        Case(
+        FaultCase(
             fault="a layer overflows",
             kind="layer_overflows",
             everywhere=True,
             names=("EndlessOverflowError: ", "The first layer to put out inf or nan was net.4 (Linear)"),
             **skipped,
         ),
-        Case(
+        FaultCase(
             fault="every second step overflows: the scale at its floor",
             kind="overflows_now_and_then",
             num_steps=260,
@@ -74,7 +74,7 @@ def cases(num_ranks: int) -> list[Case]:
             lost="every second step, skipped",
             **told,
         ),
-        Case(
+        FaultCase(
             fault="all gradients are zero",
             kind="zero_gradients",
             everywhere=True,
@@ -83,7 +83,7 @@ def cases(num_ranks: int) -> list[Case]:
             lost=NOTHING_NEW,
             **told,
         ),
-        Case(
+        FaultCase(
             fault="a layer dies: its weights move no more",
             kind="layer_dies",
             everywhere=True,

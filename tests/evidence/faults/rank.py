@@ -22,7 +22,7 @@ from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health import consensus
-from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write
+from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write_answer
 
 NUM_FEATURES, NUM_CLASSES, WIDTH, DEPTH = 16, 4, 128, 6
 BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validations, in them
@@ -32,7 +32,7 @@ BUCKET_BYTES = (
 NUM_SAMPLES, NUM_WARNINGS = 256, 20
 
 
-class Images(Dataset):
+class SyntheticImages(Dataset):
     """Sample ``i`` is a pure function of ``i``."""
 
     def __init__(self, num_samples: int) -> None:
@@ -73,7 +73,7 @@ class Network(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def train(spec: dict[str, Any]) -> None:
+def train_rank(spec: dict[str, Any]) -> None:
     """Run it, and write what became of it to ``rank<r>.json``."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -105,7 +105,7 @@ def train(spec: dict[str, Any]) -> None:
         callbacks=[NumericsMonitor(), ReplicaCheck(every_n_steps=5), Inject(spec)],
     )
     width = 2 * WIDTH if other == "has_another_network" else WIDTH
-    images = Images(NUM_SAMPLES)
+    images = SyntheticImages(NUM_SAMPLES)
     sampler: DistributedSampler = DistributedSampler(
         images,
         num_replicas=int(os.environ["WORLD_SIZE"]),
@@ -117,16 +117,16 @@ def train(spec: dict[str, Any]) -> None:
         consensus.software = lambda: {"torch": "2.5.0", "lightning_hybrid": "sources 0"}
     module = Network(seed=int(other == "has_another_seed"), width=width)
     if spec["kind"] in AT_CONSTRUCTION:
-        write(folder / "injected.json", {"time_s": time.monotonic()})
+        write_answer(folder / "injected.json", {"time_s": time.monotonic()})
     told: dict[str, Any] = {"error": None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, loader, DataLoader(Images(32), batch_size=8))
+            trainer.fit(module, loader, DataLoader(SyntheticImages(32), batch_size=8))
         except BaseException as error:
             told["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     told |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
     told["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))[:NUM_WARNINGS]
     fingerprint = Fingerprint(torch.device("cpu"))
     told["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
-    write(folder / f"rank{rank}.json", told)
+    write_answer(folder / f"rank{rank}.json", told)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ HEADER = ("promise", "fault", "phase", "where", "detected by", "s to the error",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FaultOutcome:
     """One fault, injected once.
 
     ``promise``: what is to be true whatever happens, in a word or two. ``fault``: what was done to the run. ``phase``:
@@ -27,7 +28,7 @@ class Outcome:
 
     Raises ``ValueError`` where a word is missing, or where ``seconds`` is negative: such a row tells nothing.
 
-    >>> outcome = Outcome(promise="named", fault="a rank dies", phase="backward", where="rank 1",
+    >>> outcome = FaultOutcome(promise="named", fault="a rank dies", phase="backward", where="rank 1",
     ...                   detected_by="rank 0", seconds=1.26, lost="1 step", is_held=True)
     >>> outcome.cells()[-3:]
     ['1.3', '1 step', 'yes']
@@ -57,10 +58,10 @@ class Outcome:
         return [*told, seconds, self.lost, "yes" if self.is_held else "NO"]
 
 
-def markdown(outcomes: Sequence[Outcome]) -> str:
+def markdown(outcomes: Sequence[FaultOutcome]) -> str:
     """The table, and a line on how many promises were held.
 
-    >>> outcome = Outcome(promise="p", fault="f", phase="b", where="w", detected_by="d", seconds=None, lost="nothing",
+    >>> outcome = FaultOutcome(promise="p", fault="f", phase="b", where="w", detected_by="d", seconds=None, lost="-",
     ...                   is_held=False)
     >>> print(markdown([outcome]).splitlines()[-1])
     0 of 1 held.
@@ -70,12 +71,12 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     return f"{table}\n\n{num_held} of {len(outcomes)} held."
 
 
-def write(folder: Path, outcomes: Sequence[Outcome], *, config: dict[str, Any], title: str) -> None:
+def write_table(folder: Path, outcomes: Sequence[FaultOutcome], *, config: dict[str, Any], title: str) -> None:
     """``table.md``, ``table.csv`` and ``faults.json`` with configuration and versions, in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{title}\n\n{markdown(outcomes)}\n")
     with open(folder / "table.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Outcome)], lineterminator="\n")
+        writer = csv.DictWriter(file, [field.name for field in fields(FaultOutcome)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(outcome) for outcome in outcomes)
     told = {
@@ -87,6 +88,33 @@ def write(folder: Path, outcomes: Sequence[Outcome], *, config: dict[str, Any], 
     write_json(folder / "faults.json", told)
 
 
-def read(path: Path) -> list[Outcome]:
+def record(found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str) -> None:
+    """Print each outcome and write the table as they come; exit with status 1 where a promise was broken."""
+    outcomes = list[FaultOutcome]()
+    for outcome in found:
+        outcomes.append(outcome)
+        print("  ".join(outcome.cells()), flush=True)
+        write_table(folder, outcomes, config=config, title=title)
+    print(f"\n{markdown(outcomes)}\n\nwritten to {folder.resolve()}", flush=True)
+    if not all(outcome.is_held for outcome in outcomes):
+        sys.exit(1)
+
+
+def chosen_of(cases: Sequence[Any], only: Sequence[str] | None) -> list[Any]:
+    """Return the cases whose fault is in `only`, and the run without a fault; all of them where it is None.
+
+    Raises:
+        ValueError: There is no such fault.
+    """
+    known = dict.fromkeys(case.fault for case in cases)
+    for fault in only or ():
+        if fault not in known:
+            raise ValueError(
+                f"`only` (={fault}) must be faults of {', '.join(known)}. Leave `only` out for all of them."
+            )
+    return [case for case in cases if only is None or case.fault in ("none", *only)]
+
+
+def read_outcomes(path: Path) -> list[FaultOutcome]:
     """The outcomes in a ``faults.json``."""
-    return [Outcome(**each) for each in json.loads(path.read_text())["outcomes"]]
+    return [FaultOutcome(**each) for each in json.loads(path.read_text())["outcomes"]]

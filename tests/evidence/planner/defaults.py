@@ -25,7 +25,7 @@ ITEMSIZE = 2  # fp16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DefaultsRow:
     """Seconds of communication of one step, which nothing hides; `flat_s`: of the best plan without a hierarchy."""
 
     cluster: str
@@ -46,36 +46,38 @@ def ddp_s(numels: Sequence[int], cluster: Cluster) -> float:
     tensors = [torch.empty(numel, dtype=torch.float16, device="meta") for numel in numels]
     buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
     cuts = [max(bucket) + 1 for bucket in buckets]
-    return simulate(work_of(numels), cluster, CommPlan(), itemsize=ITEMSIZE, algorithm="nccl", cuts=cuts).step_s
+    return simulate(
+        work_without_overlap(numels), cluster, CommPlan(), itemsize=ITEMSIZE, algorithm="nccl", cuts=cuts
+    ).step_s
 
 
-def work_of(numels: Sequence[int]) -> StepWorkload:
+def work_without_overlap(numels: Sequence[int]) -> StepWorkload:
     """All gradients are there at once."""
     return StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
 
 
-def row(name: str, num_nodes: int) -> Row:
+def defaults_row(name: str, num_nodes: int) -> DefaultsRow:
     """Of one cluster."""
     numels, cluster = gradients(), cluster_of(name, num_nodes)
-    found = candidates(work_of(numels), cluster, itemsize=ITEMSIZE)
-    return Row(
+    found = candidates(work_without_overlap(numels), cluster, itemsize=ITEMSIZE)
+    return DefaultsRow(
         cluster=name,
         num_nodes=num_nodes,
         ddp_s=ddp_s(numels, cluster),
-        auto_s=simulate(work_of(numels), cluster, CommPlan(), itemsize=ITEMSIZE).step_s,
+        auto_s=simulate(work_without_overlap(numels), cluster, CommPlan(), itemsize=ITEMSIZE).step_s,
         best=found[0],
         flat_s=min(one.step_s for one in found if one.plan.algorithm in FLAT_ON_CUDA),
     )
 
 
-def rows() -> Iterator[Row]:
+def defaults_rows() -> Iterator[DefaultsRow]:
     """Of all of them."""
     for name in CLUSTERS:
         for num_nodes in NUM_NODES:
-            yield row(name, num_nodes)
+            yield defaults_row(name, num_nodes)
 
 
-def markdown(found: Sequence[Row]) -> str:
+def markdown(found: Sequence[DefaultsRow]) -> str:
     """A table."""
     titles = ("cluster", "nodes", "DDP, ms", "`auto`, ms", "`auto` / DDP", "best plan", "ms", "saves", "over best flat")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
@@ -100,4 +102,4 @@ def _ms(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(list(rows())))
+    print(markdown(list(defaults_rows())))

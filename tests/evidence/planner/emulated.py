@@ -30,6 +30,7 @@ BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network
 BYTES_PER_ELEMENT = 40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
 BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
 DDP_FIRST_BYTES, DDP_BYTES = MIB, 25 * MIB  # torch's defaults
+MARGIN = 0.1  # times that are nearer to one another have no order
 GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
 
 
@@ -103,7 +104,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class MeasuredCase:
     """One row of a record: what was measured, and how."""
 
     record: str
@@ -181,7 +182,7 @@ def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
     return [cut for cut in cuts if cut < len(sizes_bytes)]
 
 
-def cases_of(folder: Path) -> list[Case]:
+def cases_of(folder: Path) -> list[MeasuredCase]:
     """Every row of a record that was measured between hosts.
 
     The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
@@ -191,7 +192,7 @@ def cases_of(folder: Path) -> list[Case]:
     is_network = "step_resnet50" in folder.name or "step_alexnet" in folder.name
     plan = CommPlan(num_buckets=1) if is_network else CommPlan()
     return [
-        Case(
+        MeasuredCase(
             record=folder.name,
             setting=setting,
             section=row["section"],
@@ -206,12 +207,12 @@ def cases_of(folder: Path) -> list[Case]:
     ]
 
 
-def error_of(machine: Machine, cases: Sequence[Case]) -> float:
+def error_of(machine: Machine, cases: Sequence[MeasuredCase]) -> float:
     """Mean of the squares of log(predicted / measured)."""
     return statistics.fmean(math.log(case.predicted_s(machine) / case.measured_s) ** 2 for case in cases)
 
 
-def fit(cases: Sequence[Case], machine: Machine, *, num_rounds: int = 60) -> Machine:
+def fit_machine(cases: Sequence[MeasuredCase], machine: Machine, *, num_rounds: int = 60) -> Machine:
     """The machine with the least error: one parameter after another, by steps that shrink."""
     best, least, stride = machine, error_of(machine, cases), 0.5
     for _ in range(num_rounds):
@@ -237,7 +238,7 @@ def fit(cases: Sequence[Case], machine: Machine, *, num_rounds: int = 60) -> Mac
 class Checked:
     """A case and what was predicted for it."""
 
-    case: Case
+    case: MeasuredCase
     predicted_s: float
 
     @property
@@ -253,14 +254,14 @@ class Checked:
         return case.record, case.section, case.case, size, case.backward_s
 
 
-def ranked(found: Sequence[Checked], *, margin: float = 0.1) -> list[tuple[Checked, Checked]]:
-    """Pairs of arms of one case that differ by more than ``margin``, the faster first."""
+def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
+    """Pairs of arms of one case that differ by more than `MARGIN`, the faster first."""
     groups: dict[object, list[Checked]] = {}
     for one in found:
         if "silent" not in one.case.arm:
             groups.setdefault(one.group, []).append(one)
     pairs = [(a, b) for group in groups.values() for a in group for b in group]
-    return [(a, b) for a, b in pairs if a.case.measured_s * (1 + margin) < b.case.measured_s]
+    return [(a, b) for a, b in pairs if a.case.measured_s * (1 + MARGIN) < b.case.measured_s]
 
 
 def markdown(found: Sequence[Checked]) -> str:
@@ -275,7 +276,7 @@ def markdown(found: Sequence[Checked]) -> str:
     return "\n".join(lines)
 
 
-def summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
+def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
     """Median and worst relative error by section."""
     told = {}
     for section in ("step", "overlap", "allreduce"):
@@ -291,7 +292,7 @@ def summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
     return told
 
 
-def check(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dict[str, Any]]:
+def check_ranking(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dict[str, Any]]:
     """Predictions for every row of these records, and what they amount to."""
     cases = [case for record in records for case in cases_of(record)]
     found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
@@ -300,9 +301,9 @@ def check(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dic
     settings = sorted({str(case.setting) for case in cases})
     told = {
         "settings": settings,
-        "error": summary(found),
+        "error": error_summary(found),
         "error_by_setting": {
-            setting: summary([one for one in found if str(one.case.setting) == setting]) for setting in settings
+            setting: error_summary([one for one in found if str(one.case.setting) == setting]) for setting in settings
         },
         "pairs_that_differ_by_10_percent": len(pairs),
         "of_these_in_the_wrong_order": [f"{a.group}: {a.case.arm} is faster than {b.case.arm}" for a, b in wrong],
@@ -316,9 +317,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for table.md and check.json")
     parser.add_argument("records", nargs="*", type=Path, help="records to predict")
     asked = parser.parse_args()
-    machine = fit(cases_of(asked.fit), Machine())
-    _, known = check([asked.fit], machine)
-    found, told = check(asked.records, machine)
+    machine = fit_machine(cases_of(asked.fit), Machine())
+    _, known = check_ranking([asked.fit], machine)
+    found, told = check_ranking(asked.records, machine)
     told = {
         "fitted_to": asked.fit.name,
         "records": [str(Path(*record.resolve().parts[-3:])) for record in asked.records],

@@ -20,7 +20,7 @@ IMAGE = (3, 224, 224)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One published number and the model's."""
 
     what: str

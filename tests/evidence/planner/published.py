@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from recipes.cli.results import environment, write_json
-from tests.evidence.planner.known_clusters import Row
-from tests.evidence.planner.published_rows import rows
+from tests.evidence.planner.known_clusters import PublishedRow
+from tests.evidence.planner.published_rows import published_rows
 
 
-def markdown(found: list[Row]) -> str:
+def markdown(found: list[PublishedRow]) -> str:
     """A table."""
     lines = [
         "| result | published | predicted | predicted / published | source | assumed |",
@@ -28,7 +28,7 @@ def markdown(found: list[Row]) -> str:
 
 
 def main() -> None:
-    found = rows()
+    found = published_rows()
     print(markdown(found))
     if len(sys.argv) > 1:
         folder = Path(sys.argv[1])

@@ -10,7 +10,7 @@ from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.simulate import Outcome, simulate
 from recipes.planning.layers import flops_per_image, work_of
-from tests.evidence.planner.known_clusters import Row, bus_gb_per_s, cluster_of, network, num_tensors
+from tests.evidence.planner.known_clusters import PublishedRow, bus_gb_per_s, cluster_of, network, num_tensors
 
 TRAIN_IMAGES = 1_281_167  # of ImageNet
 P40_IMAGES_PER_S = 218  # at 64 images; see conf/cluster/p40_roce.yaml
@@ -40,7 +40,7 @@ def jia(
     return simulate(work, of_2018, CommPlan(), itemsize=2, algorithm="nccl_ring", cuts=cuts)
 
 
-def jia_rows() -> Iterator[Row]:
+def jia_rows() -> Iterator[PublishedRow]:
     """Their cluster at 1,024 and 2,048 ranks."""
     at_64, at_32 = P40_IMAGES_PER_S, P40_IMAGES_PER_S * P100_32_OVER_64
     steps = 90 * TRAIN_IMAGES / 65536
@@ -49,7 +49,7 @@ def jia_rows() -> Iterator[Row]:
     twice = jia("resnet50", num_nodes=256, batch=32, images_per_s=at_32, cut=RESNET_CUT)
     reviews = "reviews of the paper"
     note = "segments cut between tensors 76 and 77; a message's latency is NCCL's, theirs was their own over RDMA"
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 1,024 P40, all on: efficiency",
         source=reviews,
         unit="%",
@@ -58,7 +58,7 @@ def jia_rows() -> Iterator[Row]:
         note=note,
     )
     note = "each of 161 tensors by NCCL's ring, LL up to 16 KiB; no time of the framework's own per tensor"
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 1,024 P40, baseline: efficiency",
         source=reviews,
         unit="%",
@@ -67,7 +67,7 @@ def jia_rows() -> Iterator[Row]:
         note=note,
     )
     simple = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=None, ll_up_to_bytes=0)
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 1,024 P40, baseline without LL: efficiency",
         source=reviews,
         unit="%",
@@ -75,7 +75,7 @@ def jia_rows() -> Iterator[Row]:
         predicted=100 * simple.efficiency,
         note="as above, but protocol Simple for all sizes",
     )
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 1,024 P40: speed-up over NCCL",
         source=JIA,
         unit="x",
@@ -84,7 +84,7 @@ def jia_rows() -> Iterator[Row]:
         note='"up to"',
     )
     minutes = steps * ours.step_s / 60
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 1,024 P40: 90 epochs",
         source="recalled from the paper",
         unit="min",
@@ -93,7 +93,7 @@ def jia_rows() -> Iterator[Row]:
         note="not independent: 218 images/s is recalled from the same paper; steps only, no start, no evaluation",
     )
     note = "communication alone: ranks of equal pace"
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 2,048 P40: efficiency, one account",
         source="recalled from the paper",
         unit="%",
@@ -101,7 +101,7 @@ def jia_rows() -> Iterator[Row]:
         predicted=100 * twice.efficiency,
         note=note,
     )
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 2,048 P40: efficiency, the other",
         source="the authors' article, 30 Jul 2018",
         unit="%",
@@ -111,14 +111,14 @@ def jia_rows() -> Iterator[Row]:
     )
     minutes = steps * twice.step_s / 60
     note = "the P40's rate at 32 images is not published: that at 64 times a P100's ratio (195 / 219); steps only"
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 2,048 P40: 90 epochs", source=JIA, unit="min", published=6.6, predicted=minutes, note=note
     )
     rate = P40_IMAGES_PER_S * flops_per_image(network("resnet50")) / flops_per_image(network("alexnet_bn"))
     fast = jia("alexnet_bn", num_nodes=128, batch=64, images_per_s=rate, cut=ALEXNET_CUT)
     slow = jia("alexnet_bn", num_nodes=128, batch=64, images_per_s=rate, cut=None)
     note = "the P40's rate on AlexNet is not published: the FLOP/s that it makes of ResNet-50"
-    yield Row(
+    yield PublishedRow(
         what="AlexNet, 1,024 P40: speed-up over NCCL",
         source=JIA,
         unit="x",
@@ -128,13 +128,15 @@ def jia_rows() -> Iterator[Row]:
     )
     minutes = 95 * TRAIN_IMAGES / 65536 * fast.step_s / 60
     note += "; steps only"
-    yield Row(what="AlexNet, 1,024 P40: 95 epochs", source=JIA, unit="min", published=4, predicted=minutes, note=note)
+    yield PublishedRow(
+        what="AlexNet, 1,024 P40: 95 epochs", source=JIA, unit="min", published=4, predicted=minutes, note=note
+    )
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
-def training_rows() -> Iterator[Row]:
+def training_rows() -> Iterator[PublishedRow]:
     """Scaling of whole training."""
     horovod = "Horovod, docs/benchmarks.rst: 128 servers with 4 Pascal, 25 GbE RoCE"
     cluster, plan = (
@@ -150,7 +152,7 @@ def training_rows() -> Iterator[Row]:
         work = work_of(network(net), batch_size=64, images_per_s=rate)
         found = simulate(work, cluster, plan, itemsize=4, algorithm="nccl_ring")
         note += "; fp32, fused to 64 MiB, 64 images; no cycle time, no negotiation"
-        yield Row(
+        yield PublishedRow(
             what=f"{net}, 512 Pascal: efficiency",
             source=horovod,
             unit="%",
@@ -162,7 +164,7 @@ def training_rows() -> Iterator[Row]:
     work = work_of(network("resnet50"), batch_size=32, images_per_s=195.0)
     found = simulate(work, goyal, CommPlan(num_buckets=1), itemsize=4, algorithm="halving_doubling")
     note = "8 GPUs on PCIe, 50 GbE at 20 us, halving-doubling, 195 images/s alone (a P100 at 32 images, TensorFlow 1)"
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 256 P100: efficiency",
         source="Goyal et al. 2017, arXiv:1706.02677",
         unit="%",
@@ -179,7 +181,7 @@ def training_rows() -> Iterator[Row]:
     work = work_of(network("resnet50"), batch_size=32, images_per_s=1200.0)
     found = simulate(work, sony, CommPlan(num_buckets=1), itemsize=2, algorithm="two_level")
     note = "4 V100 with NVLink and 2 x EDR per node; 1,200 images/s alone is PyTorch's AMP, not theirs; our two_level"
-    yield Row(
+    yield PublishedRow(
         what="ResNet-50, 1,088 V100, 2D torus: efficiency",
         source="Mikami et al. 2018, arXiv:1811.05233",
         unit="%",
@@ -189,19 +191,19 @@ def training_rows() -> Iterator[Row]:
     )
 
 
-def bus_rows() -> Iterator[Row]:
+def bus_rows() -> Iterator[PublishedRow]:
     """NCCL's own tests between nodes."""
     h100 = replace(cluster_of("dgx_h100", 5), nics_per_node=4)
     gib = 2**30
     for algorithm, published in (("nccl_ring", 190), ("nccl_tree", 150)):
-        yield Row(
+        yield PublishedRow(
             what=f"5 x 8 H100, 4 x 400G, {algorithm[5:]}, 1 GiB",
             source="NVIDIA/nccl issue 1368",
             unit="GB/s",
             published=published,
             predicted=bus_gb_per_s(h100, algorithm, gib),
         )
-    yield Row(
+    yield PublishedRow(
         what="5 x 8 H100, 4 x 400G, ring, 1 MiB",
         source="NVIDIA/nccl issue 1368",
         unit="us",
@@ -209,14 +211,14 @@ def bus_rows() -> Iterator[Row]:
         predicted=1e6 * h100.alone_s("nccl_ring", MIB),
     )
     a100 = cluster_of("dgx_a100", 2)
-    yield Row(
+    yield PublishedRow(
         what="2 x DGX A100, ring, 8 B",
         source="NVIDIA/nccl issue 812",
         unit="us",
         published=93.12,
         predicted=1e6 * a100.alone_s("nccl_ring", 8),
     )
-    yield Row(
+    yield PublishedRow(
         what="DGX A100, 8 x 200G, all-reduce, large",
         source="NVIDIA/nccl issue 812, NVIDIA's comment",
         unit="GB/s",
@@ -224,7 +226,7 @@ def bus_rows() -> Iterator[Row]:
         predicted=bus_gb_per_s(a100, "nccl_ring", 8 * gib),
     )
     hdr = replace(cluster_of("dgx_a100", 3), nics_per_node=4)
-    yield Row(
+    yield PublishedRow(
         what="3 x 8 A100, 4 x HDR, peak",
         source="NVIDIA/nccl-tests issue 119",
         unit="GB/s",
@@ -233,7 +235,7 @@ def bus_rows() -> Iterator[Row]:
     )
     tcp = cluster_of("cloud_100gbe", 4)
     note = "the middle of 4 to 6; the model has the line rate, kernel TCP over few sockets does not reach it"
-    yield Row(
+    yield PublishedRow(
         what="4 x 8 V100, 100 Gbit/s TCP, large",
         source="NVIDIA/nccl issue 450",
         unit="GB/s",
@@ -252,11 +254,11 @@ BETWEEN_NODES_US = (
 )
 
 
-def between_rows() -> Iterator[Row]:
+def between_rows() -> Iterator[PublishedRow]:
     """NCCL's tests between nodes, at the size of a bucket."""
     for name, num_nodes, cards, source, published in BETWEEN_NODES_US:
         is_fitted = name == "dgx_h100"
-        yield Row(
+        yield PublishedRow(
             what=f"{num_nodes} x 8 {name[4:].upper()}, {cards}, 16 MiB",
             source=source,
             unit="us",
@@ -274,12 +276,12 @@ ONE_NODE_US = {
 }
 
 
-def one_node_rows() -> Iterator[Row]:
+def one_node_rows() -> Iterator[PublishedRow]:
     """NCCL's tests inside a node."""
     for name, (what, times_us) in ONE_NODE_US.items():
         found = cluster_of(name, 1)
         for kib, published in times_us.items():
-            yield Row(
+            yield PublishedRow(
                 what=f"{what}, one node, {kib} KiB",
                 source="stas00/ml-engineering, network",
                 unit="us",
@@ -289,6 +291,6 @@ def one_node_rows() -> Iterator[Row]:
             )
 
 
-def rows() -> list[Row]:
+def published_rows() -> list[PublishedRow]:
     """All of them."""
     return [*jia_rows(), *training_rows(), *bus_rows(), *between_rows(), *one_node_rows()]

@@ -19,7 +19,16 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.cli.results import environment, write_json
-from tests.evidence.planner.emulated import WIRE_SHARE, Checked, Machine, Setting, cases_of, markdown, ranked, summary
+from tests.evidence.planner.emulated import (
+    WIRE_SHARE,
+    Checked,
+    Machine,
+    Setting,
+    cases_of,
+    error_summary,
+    markdown,
+    ranked,
+)
 
 RECORDS = Path(__file__).resolve().parents[3] / "recipes" / "records"
 LOOP = RECORDS / "simulate" / "2026-11-21_check_emulated" / "rows.jsonl"
@@ -42,9 +51,9 @@ def cluster_from(told: dict[str, Any]) -> Cluster:
     return Cluster(**{**told, **links, "transport": Gloo(**told["transport"])})
 
 
-def truth_rows(setting: Setting, summary: dict[str, Any]) -> list[dict[str, Any]]:
+def truth_rows(setting: Setting, error_summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Rate and latency between nodes: built, measured, interval, measured over built."""
-    cluster, fit = summary["cluster"], summary["calibration"]["links"]["across"]
+    cluster, fit = error_summary["cluster"], error_summary["calibration"]["links"]["across"]
     rate = setting.bytes_per_s * WIRE_SHARE
     found = [("payload of a link, MB/s", rate / 1e6, cluster["across"]["bytes_per_s"] / 1e6)]
     found.append(("one way, us", setting.delay_s * 1e6, cluster["across"]["latency_s"] * 1e6))
@@ -85,7 +94,7 @@ def main() -> None:
     values = {
         "setting": str(setting),
         "truth": rows,
-        "error": summary(found),
+        "error": error_summary(found),
         "pairs": len(pairs),
         "wrong_order": wrong,
         "environment": environment(),

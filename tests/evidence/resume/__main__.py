@@ -1,7 +1,6 @@
 """Kill runs anywhere and see that they resume to the bit: `python -m tests.evidence.resume`; see recipes/faults."""
 
 import shutil
-import sys
 from typing import Any
 
 import hydra
@@ -29,14 +28,8 @@ def main(cfg: DictConfig) -> None:
     with launch.short_errors():
         config_check.check(cfg, KEYS)
     config, folder = config_and_folder(cfg)
-    outcomes = list[fault_table.Outcome]()
-    for outcome in trials.outcomes(folder / "runs", num_trials=cfg.num_trials, seed=cfg.seed, own=cfg.own):
-        outcomes.append(outcome)
-        print("  ".join(outcome.cells()), flush=True)
-        fault_table.write(folder, outcomes, config=config, title=cfg.about or "Killed runs, damaged checkpoints")
-    print(f"\n{fault_table.markdown(outcomes)}\n\nwritten to {folder.resolve()}", flush=True)
-    if not all(outcome.is_held for outcome in outcomes):
-        sys.exit(1)
+    found = trials.resume_outcomes(folder / "runs", num_trials=cfg.num_trials, seed=cfg.seed, own=cfg.own)
+    fault_table.record(found, folder, config=config, title=cfg.about or "Killed runs, damaged checkpoints")
     shutil.rmtree(folder / "runs")
 
 

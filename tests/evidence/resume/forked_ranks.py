@@ -30,7 +30,7 @@ SAME = ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecisio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class RanksExit:
     """How two ranks ended: exit codes (negative: by a signal), when the first was gone, and when the last."""
 
     codes: tuple[int, ...]
@@ -39,7 +39,7 @@ class Ended:
     told: str
 
 
-def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_s: float = 60.0) -> Ended:
+def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_s: float = 60.0) -> RanksExit:
     """Run `recipes/train.py` on forked ranks. Those that are left after another has died get `limit_s` to notice."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -66,7 +66,7 @@ def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_
         else:
             time.sleep(0.02)
     told = "\n".join((run_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks))
-    return Ended(codes=tuple(codes.values()), last_s=time.monotonic(), was_helped=was_helped, told=told)
+    return RanksExit(codes=tuple(codes.values()), last_s=time.monotonic(), was_helped=was_helped, told=told)
 
 
 def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir: Path) -> None:

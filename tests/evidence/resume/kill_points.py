@@ -19,6 +19,7 @@ from lightning_hybrid.checkpoint import host_copy
 OF_A_STEP = ("loading", "forward", "backward", "communication", "optimizer", "after the step", "validation")
 OF_A_CHECKPOINT = ("checkpoint: copy", "checkpoint: write", "checkpoint: fsync", "checkpoint: rename")
 OF_A_CHECKPOINT_RENAMED = "checkpoint: renamed"
+LIMIT_BYTES = 65536
 PHASES = (*OF_A_STEP, *OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED, "test")
 
 
@@ -30,17 +31,13 @@ class DieAt(Callback):
         phase: One of `PHASES`.
         rank: That dies; None: all of them at once, as when the power fails.
         step: In which, counted from 1. Of a checkpoint: the first that is written in this step or later.
-        number: Of the signal. 0: none, but from then on no file may grow beyond `limit_bytes`.
-        limit_bytes: See there.
+        number: Number of the signal. 0: none, but from then on no file may grow beyond `LIMIT_BYTES`.
     """
 
-    def __init__(
-        self, mark: str, phase: str, rank: int | None, step: int, number: int, limit_bytes: int = 1 << 20
-    ) -> None:
+    def __init__(self, mark: str, phase: str, rank: int | None, step: int, number: int) -> None:
         if phase not in PHASES:
             raise ValueError(f"`phase` (={phase}) must be one of {', '.join(PHASES)}.")
         self.mark, self.phase, self.rank, self.step, self.number = Path(mark), phase, rank, step, number
-        self.limit_bytes = limit_bytes
 
     def die(self, *_: Any) -> None:
         """Now."""
@@ -48,7 +45,7 @@ class DieAt(Callback):
             return
         self.mark.write_text(str(time.monotonic()))
         if self.number == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit_bytes, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
         elif self.rank is None:
             os.killpg(0, self.number)
         else:

@@ -22,8 +22,8 @@ import torch
 
 from lightning_hybrid.checkpoint.file import read_checkpoint
 from recipes.training.resume import newest_whole
-from tests.evidence.faults.table import Outcome
-from tests.evidence.resume.forked_ranks import Ended, difference, run_ranks
+from tests.evidence.faults.table import FaultOutcome
+from tests.evidence.resume.forked_ranks import RanksExit, difference, run_ranks
 from tests.evidence.resume.kill_points import OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED, PHASES
 
 NUM_STEPS, SAVED_EVERY = 12, 2
@@ -39,8 +39,8 @@ BASE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Where a run is killed: see `fault_points.DieAt`."""
+class KillPoint:
+    """Where a run is killed: see `kill_points.DieAt`."""
 
     phase: str
     rank: int | None
@@ -57,7 +57,7 @@ class Point:
         )
 
 
-def points(num_trials: int, seed: int) -> list[Point]:
+def points(num_trials: int, seed: int) -> list[KillPoint]:
     """Every phase in turn; rank, step and signal drawn by chance.
 
     >>> {point.phase for point in points(len(PHASES), seed=0)} == set(PHASES)
@@ -71,11 +71,11 @@ def points(num_trials: int, seed: int) -> list[Point]:
         number = signal.SIGKILL if is_written or phase == "test" else draw.choice((signal.SIGKILL, signal.SIGTERM))
         rank = draw.choice((0, None) if is_written else (0, 1, None))
         last = NUM_STEPS - SAVED_EVERY if is_written else NUM_STEPS
-        found.append(Point(phase=phase, rank=rank, step=draw.randint(1, last), number=int(number)))
+        found.append(KillPoint(phase=phase, rank=rank, step=draw.randint(1, last), number=int(number)))
     return found
 
 
-def killed(point: Point, undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
+def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
     """Run until the signal, run again, compare."""
     command = [*base, point.override]
     first = run_ranks(command, run_dir)
@@ -94,7 +94,7 @@ def killed(point: Point, undisturbed: Path, run_dir: Path, base: list[str]) -> O
     reached = NUM_STEPS if point.phase == "test" else point.step
     lost = max(0, reached - at)
     noticed = "killed by hand" if first.was_helped else noticed_by(first)
-    return Outcome(
+    return FaultOutcome(
         promise="exact resume",
         fault=signal.Signals(point.number).name,
         phase=point.phase,
@@ -106,7 +106,7 @@ def killed(point: Point, undisturbed: Path, run_dir: Path, base: list[str]) -> O
     )
 
 
-def noticed_by(ended: Ended) -> str:
+def noticed_by(ended: RanksExit) -> str:
     """Who noticed, in a few of the survivors' own words."""
     if 143 in ended.codes:
         return "the run: exit code 143"
@@ -159,7 +159,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
+def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
     """A copy of a run that was killed, with the newest checkpoint damaged, run again."""
     shutil.copytree(interrupted, run_dir)
     path = run_dir / "checkpoints" / "last.ckpt"
@@ -170,7 +170,7 @@ def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base
     wrong = wrong or (None if is_named else "the file was not named")
     wrong = wrong or ("the pickle ran" if (path.parent / "was_here").exists() else None)
     wrong = wrong or difference(run_dir, undisturbed)
-    return Outcome(
+    return FaultOutcome(
         promise="damaged files are passed over",
         fault=name,
         phase="before resuming",
@@ -182,10 +182,10 @@ def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base
     )
 
 
-def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
+def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
     """From step 7 on no file may grow beyond 64 KiB: an error in words, the old checkpoint whole, and a resume."""
-    point = Point(phase="loading", rank=0, step=7, number=0)
-    command = [*base, point.override.replace("number: 0", "number: 0, limit_bytes: 65536")]
+    point = KillPoint(phase="loading", rank=0, step=7, number=0)
+    command = [*base, point.override]
     first = run_ranks(command, run_dir)
     said = "was not written (File too large)" in first.told and 0 not in first.codes
     found = newest_whole(run_dir / "checkpoints")
@@ -195,7 +195,7 @@ def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
     wrong = wrong or (None if second.codes == (0, 0) else f"second run ended with {second.codes}")
     wrong = wrong or difference(run_dir, undisturbed)
     mark = float((run_dir / "died").read_text())
-    return Outcome(
+    return FaultOutcome(
         promise="a full disk loses no checkpoint",
         fault="files may not grow (RLIMIT_FSIZE)",
         phase="checkpoint: write",
@@ -207,7 +207,9 @@ def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> Outcome:
     )
 
 
-def outcomes(folder: Path, *, num_trials: int = 24, seed: int = 0, own: tuple[str, ...] = ()) -> Iterator[Outcome]:
+def resume_outcomes(
+    folder: Path, *, num_trials: int = 24, seed: int = 0, own: tuple[str, ...] = ()
+) -> Iterator[FaultOutcome]:
     """All trials, each as it ends.
 
     Args:
@@ -223,14 +225,14 @@ def outcomes(folder: Path, *, num_trials: int = 24, seed: int = 0, own: tuple[st
     for index, point in enumerate(points(num_trials, seed)):
         yield _kept_if_broken(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
     interrupted = folder / "interrupted"
-    run_ranks([*base, Point(phase="loading", rank=None, step=10, number=int(signal.SIGKILL)).override], interrupted)
+    run_ranks([*base, KillPoint(phase="loading", rank=None, step=10, number=int(signal.SIGKILL)).override], interrupted)
     for index, name in enumerate(DAMAGES):
         run_dir = folder / f"damaged{index}"
         yield _kept_if_broken(damaged(name, interrupted, undisturbed, run_dir, base), run_dir)
     yield _kept_if_broken(disk_full(undisturbed, folder / "full", base), folder / "full")
 
 
-def _kept_if_broken(outcome: Outcome, run_dir: Path) -> Outcome:
+def _kept_if_broken(outcome: FaultOutcome, run_dir: Path) -> FaultOutcome:
     if outcome.is_held:
         shutil.rmtree(run_dir)
     return outcome

@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 from lightning_hybrid.comm.plan import Algorithm
 from recipes.benchmarks import compare
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, linear_8mib_shapes
-from recipes.benchmarks.report import Row, cells, markdown, write
+from recipes.benchmarks.report import Timing, cells, markdown, write_bench
 from recipes.cli import launch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def configured(*overrides):
 
 
 def row(arm, *times_s, num_bytes=1000, num_nodes=2, **more):
-    return Row(section="step", case="x", arm=arm, num_bytes=num_bytes, num_nodes=num_nodes, times_s=times_s, **more)
+    return Timing(section="step", case="x", arm=arm, num_bytes=num_bytes, num_nodes=num_nodes, times_s=times_s, **more)
 
 
 @pytest.mark.long
@@ -126,9 +126,9 @@ def test_one_node_has_no_byte_bound():
 
 def test_the_report_says_what_was_hidden(tmp_path):
     times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain beside a backward of 2 s
-    rows = [Row(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
+    rows = [Timing(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
-    write(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
+    write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.png"}
 
 

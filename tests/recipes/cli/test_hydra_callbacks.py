@@ -28,7 +28,7 @@ def composed(name, *overrides):
 @pytest.fixture(autouse=True)
 def streams_as_they_were(monkeypatch):
     yield
-    stdio.restore()
+    stdio.restore_streams()
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -68,14 +68,14 @@ def test_a_reader_that_leaves_ends_no_program(monkeypatch):
     with os.fdopen(writer, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", io.StringIO())
-        stdio.last()
+        stdio.outlive_streams()
         print("heard", flush=True)
         assert os.read(reader, 100) == b"heard\n"
         os.close(reader)
         for _ in range(3):
             print("not heard", flush=True)
         told = sys.stderr.getvalue()
-        stdio.restore()
+        stdio.restore_streams()
         assert sys.stdout is out
     assert told == (
         "standard output takes no more (Broken pipe): nothing is printed there from here on; the run goes on\n"
@@ -85,15 +85,15 @@ def test_a_reader_that_leaves_ends_no_program(monkeypatch):
 def test_a_full_disk_behind_standard_error_ends_no_program(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        stdio.last()
+        stdio.outlive_streams()
         print("x" * 10_000, file=sys.stderr)
         print("y", file=sys.stderr, flush=True)
-        stdio.restore()
+        stdio.restore_streams()
 
 
 def test_a_closed_stream_stays_closed(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    stdio.last()
+    stdio.outlive_streams()
     print("nothing")
     assert sys.stdout is None
 
@@ -107,9 +107,9 @@ def test_a_log_file_that_takes_nothing_prints_no_traceback(monkeypatch):
     handler, said = logging.StreamHandler(Full()), io.StringIO()
     record = logging.LogRecord("a", logging.INFO, "b", 1, "words", None, None)
     monkeypatch.setattr(sys, "stderr", said)
-    stdio.last()
+    stdio.outlive_streams()
     handler.emit(record)
     assert said.getvalue() == ""
-    stdio.restore()
+    stdio.restore_streams()
     handler.emit(record)  # a control: it would
     assert "No space left on device" in said.getvalue()

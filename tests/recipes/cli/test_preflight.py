@@ -41,7 +41,7 @@ MOUNT = "mount -t tmpfs -o size=8k none /mnt &&"
 
 
 def test_a_job_as_torchrun_starts_it_is_let_through(tmp_path):
-    preflight.check(tmp_path / "new" / "folder ä", TORCHRUN)
+    preflight.check_environment(tmp_path / "new" / "folder ä", TORCHRUN)
     assert list((tmp_path / "new" / "folder ä").iterdir()) == []  # nothing is left behind
 
 
@@ -70,17 +70,19 @@ def test_a_job_as_torchrun_starts_it_is_let_through(tmp_path):
 def test_what_a_launcher_got_wrong_is_refused(change, message):
     variables = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        preflight.check(None, variables)
+        preflight.check_environment(None, variables)
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
 
 
 def test_a_job_as_srun_starts_it_is_let_through():
-    preflight.check(None, SLURM | {"OMP_NUM_THREADS": "4,2", "WANDB_MODE": "offline"})
+    preflight.check_environment(None, SLURM | {"OMP_NUM_THREADS": "4,2", "WANDB_MODE": "offline"})
     shell = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}
-    preflight.check(None, shell)  # an interactive shell: Lightning starts the ranks
-    preflight.check(None, TORCHRUN | {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"})  # torchrun in a job of SLURM
+    preflight.check_environment(None, shell)  # an interactive shell: Lightning starts the ranks
+    preflight.check_environment(
+        None, TORCHRUN | {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}
+    )  # torchrun in a job of SLURM
 
 
 @pytest.mark.parametrize(
@@ -96,15 +98,15 @@ def test_a_job_as_srun_starts_it_is_let_through():
 def test_what_slurm_got_wrong_is_refused(change, message):
     variables = {name: value for name, value in (SLURM | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        preflight.check(None, variables)
+        preflight.check_environment(None, variables)
 
 
 def test_a_local_rank_that_somebody_left_behind_is_refused():
     """Lightning would take it for a launcher's, start no other rank, and wait for them."""
     left = {"LOCAL_RANK": "1"}
     with pytest.raises(ValueError, match=r"`LOCAL_RANK` \(=1\) must come with MASTER_ADDR and MASTER_PORT"):
-        preflight.check(None, left | {"MASTER_PORT": "29500"})
-    preflight.check(None, left | {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"})
+        preflight.check_environment(None, left | {"MASTER_PORT": "29500"})
+    preflight.check_environment(None, left | {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"})
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
 def test_too_few_files_are_refused_before_ranks_fail_to_connect(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))
     with pytest.raises(ValueError, match=r"`ulimit -n` \(=255\) must be at least 256"):
-        preflight.check(None, {})
+        preflight.check_environment(None, {})
 
 
 def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
@@ -150,17 +152,17 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         taken.listen()
         mine = {"MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(ValueError, match=r"`MASTER_PORT` \(=\d+\) must be a port that this process may open"):
-            preflight.check(None, mine)
-        preflight.check(None, mine | {"NODE_RANK": "1"})  # the first node opens it
-        preflight.check(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})  # torchrun's agent has
+            preflight.check_environment(None, mine)
+        preflight.check_environment(None, mine | {"NODE_RANK": "1"})  # the first node opens it
+        preflight.check_environment(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})  # torchrun's agent has
 
 
 @pytest.mark.parametrize("names", ["^docker,eth99", "=eth99", "l", ""])
 def test_nccls_own_way_of_naming_interfaces_is_let_through(names):
     """A list begins with ^ (all but these) or = (these very names); otherwise it holds beginnings of names."""
-    preflight.check(None, {"NCCL_SOCKET_IFNAME": names})
+    preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"):
-        preflight.check(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
+        preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
 
 
 def test_a_port_that_only_lingers_is_free():
@@ -176,15 +178,15 @@ def test_a_port_that_only_lingers_is_free():
             client.recv(1)
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):  # a control
         plain.bind(("", port))
-    preflight.check(None, {"MASTER_PORT": str(port)})
+    preflight.check_environment(None, {"MASTER_PORT": str(port)})
 
 
 def test_a_run_directory_that_takes_no_files_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a"):
-        preflight.check(tmp_path / "file" / "run", {})
+        preflight.check_environment(tmp_path / "file" / "run", {})
     with pytest.raises(ValueError, match=r"`hydra.run.dir`"):
-        preflight.check("/proc/nowhere", {})
+        preflight.check_environment("/proc/nowhere", {})
 
 
 def test_a_full_disk_is_found_before_training():

@@ -58,7 +58,7 @@ def outcomes(tmp_path_factory):
     checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, dies, leaves, is_elsewhere, is_well)]
     hanging = Check(name="hangs", run=hangs, limit_s=HANGS_AFTER_S)
     said = []
-    found = runner.run_all([*checks[:2], hanging, *checks[2:]], "cpu", out, limit_s=600, on_outcome=said.append)
+    found = runner.run_checks([*checks[:2], hanging, *checks[2:]], "cpu", out, limit_s=600, on_outcome=said.append)
     assert said == found
     return out, {outcome.name: outcome for outcome in found}
 
@@ -87,7 +87,7 @@ def test_nothing_that_a_hanging_check_started_is_left(outcomes):
 def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_path):
     _, found = outcomes
     path = tmp_path / "gpu_check.json"
-    runner.write_json(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.environment(ROOT))
+    runner.write_outcomes(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.environment(ROOT))
     told = json.loads(path.read_text())
     assert told["environment"]["torch"] == torch.__version__
     assert told["environment"]["device"] == "cpu"
@@ -101,7 +101,7 @@ def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_pat
 
 
 def test_a_check_for_which_no_time_is_left_is_skipped_and_says_so(tmp_path):
-    (outcome,) = runner.run_all(
+    (outcome,) = runner.run_checks(
         [Check(name="late", run=is_well, limit_s=60)], "cpu", tmp_path, limit_s=0.0, on_outcome=lambda _: None
     )
     assert (outcome.verdict, outcome.told) == ("SKIP", "no time left: give more `minutes`")

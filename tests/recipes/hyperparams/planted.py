@@ -6,8 +6,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.hyperparams.coarse_to_fine import point_of
-from recipes.hyperparams.trial_log import Outcome
+from recipes.hyperparams.coarse_to_fine import axis_values_of
+from recipes.hyperparams.trial_log import TrialOutcome
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Planted:
                 file.write(" ".join(overrides) + "\n")
             if self.kill_at and len(Path(self.calls).read_text().splitlines()) == self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-        lr = point_of(overrides, ["lr"])["lr"]
+        lr = axis_values_of(overrides, ["lr"])["lr"]
         if lr > self.exit_above:
             os._exit(3)
         if lr > self.fail_above:
             raise RuntimeError("no memory\nleft")
         if lr > self.diverge_above:
-            return Outcome(overrides=overrides, status="diverged", reason="loss is nan")
+            return TrialOutcome(overrides=overrides, status="diverged", reason="loss is nan")
         value = (math.log10(lr) - math.log10(self.optimum)) ** 2
-        return Outcome(overrides=overrides, status="done", value=value, curve=((0.5, value), (1.0, value)))
+        return TrialOutcome(overrides=overrides, status="done", value=value, curve=((0.5, value), (1.0, value)))
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ class PlantedStudy:
         metrics = {"val/loss": abs(math.log(lr / best))}
         if given.get("trainer.limit_test_batches") != "0":
             if given["optim"] == "lars" and given["seed"] == "2":
-                return Outcome(overrides=overrides, status="diverged", reason="loss is inf")
+                return TrialOutcome(overrides=overrides, status="diverged", reason="loss is inf")
             metrics["test/acc"] = {"1": 0.9, "2": 0.8, "3": 0.7}[given["seed"]]
-        return Outcome(overrides=overrides, status="done", value=metrics["val/loss"], metrics=metrics)
+        return TrialOutcome(overrides=overrides, status="done", value=metrics["val/loss"], metrics=metrics)

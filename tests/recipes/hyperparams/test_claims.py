@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 
 from recipes.cli import launch
 from recipes.hyperparams import study_report
-from recipes.hyperparams.coarse_to_fine import point_of
+from recipes.hyperparams.coarse_to_fine import axis_values_of
 from recipes.hyperparams.study import Cell, Study
 from recipes.hyperparams.study_report import Accuracy, Difference, accuracies, markdown
-from recipes.hyperparams.trial_log import Outcome, TrialLog
+from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 from recipes.hyperparams.trial_pool import TrialPool
 from tests.recipes.hyperparams.planted import PlantedStudy
 
@@ -134,13 +134,13 @@ def test_a_study_without_time_is_not_complete(tmp_path):
     log, told, is_complete = run(study, tmp_path, budget_s=0.0)
     assert not is_complete
     assert told == []
-    study_report.write(tmp_path, study, log, environment={})
+    study_report.write_study(tmp_path, study, log, environment={})
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
 def test_an_arm_whose_tuning_failed_has_an_empty_place(tmp_path):
     def fails(overrides, limits):
-        return Outcome(overrides=overrides, status="failed", reason="none")
+        return TrialOutcome(overrides=overrides, status="failed", reason="none")
 
     study = study_of()
     log, _, is_complete = run(study, tmp_path, fails)
@@ -149,7 +149,7 @@ def test_an_arm_whose_tuning_failed_has_an_empty_place(tmp_path):
 
 
 def test_one_run_has_no_deviation():
-    one = Accuracy.of([Outcome(overrides=(), status="done", metrics={"test/acc": 0.5})], chance=0.1)
+    one = Accuracy.of([TrialOutcome(overrides=(), status="done", metrics={"test/acc": 0.5})], chance=0.1)
     assert (one.mean, one.deviation, one.num_lost) == (0.5, 0.0, 0)
     assert Difference.of(one, one).mean == 0.0
 
@@ -217,5 +217,5 @@ def test_a_record_says_what_its_trials_said(path):
     for cell, accuracy in accuracies(study, log).items():
         assert accuracy.num_runs == len(study.seeds) >= 5
         assert study.lr(cell, log) == pytest.approx(
-            point_of(study.results(cell, log)[0].overrides, ["optim.lr"])["optim.lr"], rel=1e-5
+            axis_values_of(study.results(cell, log)[0].overrides, ["optim.lr"])["optim.lr"], rel=1e-5
         )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine, Stopping, TrialRunner, axes_from, median_limits
-from recipes.hyperparams.trial_log import Outcome, TrialLog, best_of, rank_of
+from recipes.hyperparams.trial_log import TrialLog, TrialOutcome, best_of, rank_of
 from recipes.hyperparams.trial_pool import TrialPool
 from tests.recipes.hyperparams.planted import Planted
 
@@ -58,7 +58,7 @@ def test_two_axes_are_searched_together(tmp_path):
 
     def trial(overrides, limits):
         lr, weight_decay = (float(override.partition("=")[2]) for override in overrides)
-        return Outcome(overrides=overrides, status="done", value=abs(math.log10(lr)) + abs(weight_decay - 0.75))
+        return TrialOutcome(overrides=overrides, status="done", value=abs(math.log10(lr)) + abs(weight_decay - 0.75))
 
     run, _ = searched(tmp_path, trial, axes=(LR, decay))
     assert best_of(run.seen()).overrides == ("lr=1", "decay=0.75")
@@ -66,7 +66,7 @@ def test_two_axes_are_searched_together(tmp_path):
 
 
 def test_the_largest_is_best_where_more_is_better():
-    outcomes = [Outcome(overrides=(str(value),), status="done", value=value) for value in (0.1, 0.9, 0.5)]
+    outcomes = [TrialOutcome(overrides=(str(value),), status="done", value=value) for value in (0.1, 0.9, 0.5)]
     assert best_of(outcomes, mode="max").value == 0.9
     assert best_of(outcomes).value == 0.1
 
@@ -168,21 +168,21 @@ def test_a_limit_is_the_median_of_what_ended_before(tmp_path):
     def trial(overrides, limits):
         told.append(limits)
         value = float(len(told))
-        return Outcome(overrides=overrides, status="done", value=value, curve=((0.5, value), (1.0, 0.0)))
+        return TrialOutcome(overrides=overrides, status="done", value=value, curve=((0.5, value), (1.0, 0.0)))
 
     searched(tmp_path, trial, backend=CoarseToFine(num_rounds=1), stopping=Stopping(fractions=(0.5,), min_trials=3))
     assert told == [(), (), (), ((0.5, 2.0),), ((0.5, 2.5),)]
 
 
 def test_a_run_that_was_not_validated_there_gives_no_limit():
-    late = Outcome(overrides=(), status="stopped", curve=((0.3, 1.0),))
+    late = TrialOutcome(overrides=(), status="stopped", curve=((0.3, 1.0),))
     assert median_limits([late], fractions=[0.5], mode="min", min_trials=1) == ()
     assert median_limits([late], fractions=[0.25], mode="min", min_trials=1) == ((0.25, 1.0),)
 
 
 def test_a_loser_that_was_stopped_is_never_the_best():
-    stopped = Outcome(overrides=("a",), status="stopped", value=0.0)
-    assert best_of([stopped, Outcome(overrides=("b",), status="done", value=9.0)]).overrides == ("b",)
+    stopped = TrialOutcome(overrides=("a",), status="stopped", value=0.0)
+    assert best_of([stopped, TrialOutcome(overrides=("b",), status="done", value=9.0)]).overrides == ("b",)
     assert best_of([stopped]) is None
 
 

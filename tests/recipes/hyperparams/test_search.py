@@ -9,7 +9,7 @@ import pytest
 from recipes.hyperparams import report as search_report
 from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine
 from recipes.hyperparams.optuna_backend import OptunaSearch
-from recipes.hyperparams.trial_log import Outcome, best_of
+from recipes.hyperparams.trial_log import TrialOutcome, best_of
 from tests.recipes.hyperparams.planted import Planted
 from tests.recipes.hyperparams.test_coarse_to_fine import LR, rates, searched
 
@@ -42,8 +42,8 @@ def test_the_picture_shows_every_trial_of_each_round(tmp_path):
 
 
 def test_a_search_without_any_result_can_be_written(tmp_path):
-    lost = [Outcome(overrides=("lr=1",), status="failed", reason="r")]
-    search_report.write(tmp_path, [lost], [LR], title="t", **SAYS)
+    lost = [TrialOutcome(overrides=("lr=1",), status="failed", reason="r")]
+    search_report.write_search(tmp_path, [lost], [LR], title="t", **SAYS)
     assert (tmp_path / "search.png").stat().st_size > 5_000
 
 

@@ -21,12 +21,12 @@ from torch import nn
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.models import ResNet, forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
-from recipes.planning.gradient_timing import measure
+from recipes.planning.gradient_timing import time_gradients
 from recipes.planning.layers import layers_of, measured_work, work_of
 from recipes.planning.scenario import Scenario, Search, rate_of
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
-from tests.evidence.planner.published_rows import rows
+from tests.evidence.planner.published_rows import published_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDS = ROOT / "recipes" / "records" / "simulate"
@@ -148,7 +148,7 @@ def test_a_measured_profile_is_what_is_planned_with(tmp_path):
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
     batch = torch.randn(4, 3, 2, 2), torch.zeros(4, dtype=torch.long)
     began_s = time.perf_counter()
-    work = measure(net, *batch, dtype=torch.float32, num_steps=3, num_warmup=2)
+    work = time_gradients(net, *batch, dtype=torch.float32, num_steps=3, num_warmup=2)
     assert 0 < work.alone_s < time.perf_counter() - began_s
     assert sorted(numel for numel, _ in work.gradients[:2]) == [3, 15]
     assert sorted(numel for numel, _ in work.gradients[2:]) == [5, 60]
@@ -189,7 +189,7 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
     told, machine = checked()
     records = [ROOT / "recipes" / path for path in told["records"]]
     assert told["fitted_to"] not in {record.name for record in records}
-    found, now = emulated.check(records, machine)
+    found, now = emulated.check_ranking(records, machine)
     assert len(now["settings"]) >= 6
     assert now["error"]["step"]["median"] < 0.10
     assert now["error"]["step"]["worst"] < 0.20
@@ -220,13 +220,13 @@ def test_a_fit_finds_the_machine_that_made_the_times():
     small = [case for case in known if case.section == "allreduce" and case.arm in ("torch", "hierarchical")]
     made = emulated.Machine(message_s=2e-4, segment_s=2e-5, ring_share=0.7)
     times = [replace(case, measured_s=case.predicted_s(made)) for case in small]
-    found = emulated.fit(times, emulated.Machine())
+    found = emulated.fit_machine(times, emulated.Machine())
     assert emulated.error_of(found, times) < 0.05 * emulated.error_of(emulated.Machine(), times)
     assert found.ring_share == pytest.approx(0.7, rel=0.05)  # from 0.85
 
 
 def test_the_papers_cluster_is_as_published():
-    found = {row.what: row for row in rows()}
+    found = {row.what: row for row in published_rows()}
     assert found["ResNet-50, 1,024 P40, all on: efficiency"].predicted == pytest.approx(99.2, abs=1.0)
     assert found["ResNet-50, 2,048 P40: efficiency, the other"].predicted == pytest.approx(97, abs=2.0)
     assert found["ResNet-50, 2,048 P40: efficiency, one account"].ratio > 1.1
@@ -237,6 +237,6 @@ def test_the_papers_cluster_is_as_published():
 def test_published_rows_are_as_recorded():
     """The record shows what the model says today, the bad rows included."""
     _, *told = map(json.loads, (RECORDS / "2026-11-22_check_published" / "rows.jsonl").read_text().splitlines())
-    now = rows()
+    now = published_rows()
     assert [row["what"] for row in told] == [row.what for row in now]
     assert [row["predicted"] for row in told] == pytest.approx([row.predicted for row in now], rel=1e-6)

@@ -25,7 +25,7 @@ from lightning_hybrid.planning.workload import StepWorkload
 from lightning_hybrid.strategy.arguments import plan_from
 from recipes.cli import launch
 from recipes.planning import tune_setup
-from recipes.planning.tune_report import Report
+from recipes.planning.tune_report import TuneReport
 from tests.evidence.planner import tune_check
 from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
 
@@ -43,7 +43,7 @@ def configured(*overrides):
 def report(cluster, *overrides, **more):
     world = world_of(cluster, **more)
     samples = planted(cluster, world, backend="nccl" if world.on_cuda else "gloo_ring")
-    return Report.of(samples, world, WORK, CommPlan(), configured(*overrides), network="a net")
+    return TuneReport.of(samples, world, WORK, CommPlan(), configured(*overrides), network="a net")
 
 
 def on_gpus():
@@ -103,12 +103,12 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
 def test_times_of_an_earlier_run_are_fitted_again_to_the_same(tmp_path):
     found = report(gloo_cluster(2, 2))
     found.write(tmp_path, {})
-    samples, world = tune_setup.earlier(str(tmp_path / "summary.json"))
+    samples, world = tune_setup.read_measurements(str(tmp_path / "summary.json"))
     assert samples == found.samples
     assert world == found.world
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be the summary.json"):
-        tune_setup.earlier(str(tmp_path / "other.json"))
+        tune_setup.read_measurements(str(tmp_path / "other.json"))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -117,23 +117,23 @@ def test_times_of_an_earlier_run_are_fitted_again_to_the_same(tmp_path):
 def test_one_rank_a_bad_name_and_a_folder_that_cannot_be_written_are_refused_before_anything_starts(tmp_path):
     ask = ["world.devices=1", "world.num_nodes=1"]
     with pytest.raises(ValueError, match=r"`world.devices` \(=1\) must make two ranks or more"):
-        tune_setup.check(configured(*ask))
+        tune_setup.check_tune_keys(configured(*ask))
     two = ["world.devices=2", "world.num_nodes=1"]
     with pytest.raises(ValueError, match=r"`name` \(=a/b\) must be letters, digits and _"):
-        tune_setup.check(configured(*two, "name=a/b"))
+        tune_setup.check_tune_keys(configured(*two, "name=a/b"))
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a folder that can be written"):
-        tune_setup.check(configured(*two, f"run_dir={file}/inside"))
-    tune_setup.check(configured(*two, f"run_dir={tmp_path}/new"))
+        tune_setup.check_tune_keys(configured(*two, f"run_dir={file}/inside"))
+    tune_setup.check_tune_keys(configured(*two, f"run_dir={tmp_path}/new"))
     assert not list((tmp_path / "new").iterdir())
 
 
 def test_ranks_that_were_asked_for_different_things_are_refused():
     told = [asdict(Measurement()), asdict(Measurement(limit_s=3.0))]
     with pytest.raises(ValueError, match=r"`measure.limit_s` \(=3.0 on rank 1\) must be the same on all ranks"):
-        tune_setup.require_alike(told)
-    tune_setup.require_alike(told[:1] * 2)
+        tune_setup.check_same_on_all_ranks(told)
+    tune_setup.check_same_on_all_ranks(told[:1] * 2)
 
 
 def world_on_rank():
@@ -165,8 +165,8 @@ def test_ranks_that_do_not_find_each_other_are_told_where_to_look():
 
 
 def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is_given():
-    bare = tune_setup.work_of(configured("model=alexnet_bn", "image_shape=[1,16,16]"))
-    paced = tune_setup.work_of(configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64"))
+    bare = tune_setup.configured_work(configured("model=alexnet_bn", "image_shape=[1,16,16]"))
+    paced = tune_setup.configured_work(configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64"))
     assert [numel for numel, _ in bare.gradients] == [numel for numel, _ in paced.gradients]
     assert bare.alone_s == 0.0
     assert paced.alone_s == pytest.approx(1.0)

@@ -36,8 +36,8 @@ def two_runs(tmp_path):
 
 
 def test_runs_are_laid_side_by_side(two_runs, tmp_path):
-    runs = compare_runs.read_all(two_runs)
-    compare_runs.write(tmp_path / "out", runs, title="Two <rates>")
+    runs = compare_runs.read_runs(two_runs)
+    compare_runs.write_comparison(tmp_path / "out", runs, title="Two <rates>")
     told = json.loads((tmp_path / "out/report.json").read_text())
     assert [run["name"] for run in told["runs"]] == ["a", "b"]
     assert told["differing_keys"] == {"optim.lr": [1.0, 2.0]}  # and not where they were written
@@ -56,7 +56,7 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
 
 def test_curves_are_drawn_over_steps_and_over_time(two_runs):
     """A step without a time lies on the line between its neighbours."""
-    runs = compare_runs.read_all(two_runs)
+    runs = compare_runs.read_runs(two_runs)
     assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (4.0, 0.5), (5.0, 0.25)]
     panels = compare_runs.picture(runs).axes
     lines = {place: [list(line.get_xdata()) for line in panels[place].lines] for place in (0, 5)}
@@ -64,13 +64,13 @@ def test_curves_are_drawn_over_steps_and_over_time(two_runs):
 
 
 def test_the_terminal_shows_a_row_for_each_run(two_runs):
-    head, *rows = compare_runs.text_table(compare_runs.read_all(two_runs, names=["slow", "fast"])).splitlines()
+    head, *rows = compare_runs.text_table(compare_runs.read_runs(two_runs, names=["slow", "fast"])).splitlines()
     assert head.split() == "run steps val/acc best test/acc images/s time s".split()
     assert [row.split() for row in rows] == [["slow", "20", "0.75", "100"], ["fast", "20", "0.75", "100"]]
 
 
 def test_a_run_without_configuration_can_be_compared(tmp_path):
-    runs = compare_runs.read_all([a_run(tmp_path / "a", config=False), a_run(tmp_path / "b")])
+    runs = compare_runs.read_runs([a_run(tmp_path / "a", config=False), a_run(tmp_path / "b")])
     assert compare_runs.differing_keys(runs)["optim.lr"] == [None, 1.0]
 
 
@@ -79,13 +79,13 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
     empty.mkdir()
     for folder, words in ((empty, "it holds no summary.json"), (tmp_path / "none", "there is no such folder")):
         with pytest.raises(ValueError, match=rf"`runs` \(={folder}\) must name directories.*: {words}"):
-            compare_runs.read_all([*two_runs, folder])
+            compare_runs.read_runs([*two_runs, folder])
     with pytest.raises(ValueError, match="must name each run once"):
-        compare_runs.read_all([two_runs[0], two_runs[0]])
+        compare_runs.read_runs([two_runs[0], two_runs[0]])
     with pytest.raises(ValueError, match="must name at least one run directory"):
-        compare_runs.read_all([])
+        compare_runs.read_runs([])
     with pytest.raises(ValueError, match=r"`names` \(=\['x', 'x'\]\) must hold one name of its own for each of 2 runs"):
-        compare_runs.read_all(two_runs, names=["x", "x"])
+        compare_runs.read_runs(two_runs, names=["x", "x"])
 
 
 @pytest.mark.parametrize("file", ["summary.json", "curves.json"])
@@ -93,10 +93,10 @@ def test_a_torn_file_is_named(two_runs, file):
     path = two_runs[1] / file
     path.write_text(path.read_text()[:-10])
     with pytest.raises(ValueError, match=rf"`runs` \(={path}\) must be whole: .*resume=auto"):
-        compare_runs.read_all(two_runs)
+        compare_runs.read_runs(two_runs)
 
 
 def test_a_file_of_something_else_is_named(two_runs):
     (two_runs[0] / "summary.json").write_text("{}")
     with pytest.raises(ValueError, match=r"must hold a run's summary: summary.json has no `metrics`"):
-        compare_runs.read_all(two_runs)
+        compare_runs.read_runs(two_runs)
