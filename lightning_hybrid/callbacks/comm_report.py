@@ -1,4 +1,4 @@
-"""A run's communication in numbers: for loggers, for ``summary.json``, in a line and in a picture."""
+"""A run's communication in numbers: for loggers, for `summary.json`, in a line and in a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
 def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None) -> dict[str, float]:
     """Seconds per step, and what was made of the link; empty where no time was taken.
 
-    ``elapsed_s``: that these steps took in all.
+    `elapsed_s`: that these steps took in all.
     """
     if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
         return {}
@@ -47,7 +47,7 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
 
 
 def section(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
-    """``summary.json``'s account of all steps; null where a time was not taken, or where there is one node only.
+    """`summary.json`'s account of all steps; null where a time was not taken, or where there is one node only.
 
     Bytes, seconds and bytes per second. Bytes of links are those of the busiest node, by its algorithm's formula.
     """
@@ -99,7 +99,7 @@ def line(
 ) -> str:
     """The same for people, in a line.
 
-    ``exposed_s``, ``exposed_share``: per step and as a part of it, without the first steps of a run, where they are
+    `exposed_s`, `exposed_share`: per step and as a part of it, without the first steps of a run, where they are
     known; else the mean of all steps, and no part.
 
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,

@@ -93,10 +93,10 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
 def save_state(
     folder: Path, trainer: pl.Trainer, *, batch: Any, batch_idx: int, error: str, history: list[tuple[int, float]]
 ) -> Path | None:
-    """The state at the moment of failure, for a look: ``step<s>_rank<r>.pt``; None where there is one already.
+    """The state at the moment of failure, for a look: `step<s>_rank<r>.pt`; None where there is one already.
 
     Batch, random states, scale history and place on every rank that calls it; on rank zero the weights too, in fp32,
-    which are the same on all. It loads with ``torch.load(..., weights_only=True)``.
+    which are the same on all. It loads with `torch.load(..., weights_only=True)`.
     """
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
     if path.exists():

@@ -28,7 +28,7 @@ class DataOrderError(RuntimeError):
 class ReplicaCheck(Callback):
     """Compare all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
 
-    And what decides on the order of the data: seed, epoch, number of shares (``data_order.py``).
+    And what decides on the order of the data: seed, epoch, number of shares (`data_order.py`).
 
     Data-parallel training averages gradients and trusts that every rank makes the same step with them. A bit that
     flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
@@ -40,7 +40,7 @@ class ReplicaCheck(Callback):
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. Checked are also
     the first step, or what a checkpoint left on each rank, and the end of training. Buffers are left out: the running
     statistics of BatchNorm are each rank's own until the next forward. So are parameters that
-    ``DistributedDataParallel`` was told to ignore.
+    `DistributedDataParallel` was told to ignore.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.

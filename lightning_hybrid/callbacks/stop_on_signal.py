@@ -91,7 +91,7 @@ class StopOnSignal(Callback):
         return {"steps_of_loggers": self._steps_of_loggers} if self._agreed or self._asked else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the loggers' step, see :meth:`on_train_batch_start`."""
+        """Go on with the loggers' step, see `on_train_batch_start`."""
         self._steps_of_loggers = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -38,8 +38,8 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 
         y = half( f( float(half(x)), float(half(w)) ) )
 
-    A call is taken over when one of its tensors is fp16, or where ``torch.autocast`` is on, which would round fp32
-    operands to fp16. Calls with ``out=`` and all other functions run unchanged.
+    A call is taken over when one of its tensors is fp16, or where `torch.autocast` is on, which would round fp32
+    operands to fp16. Calls with `out=` and all other functions run unchanged.
 
     Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
 
@@ -59,7 +59,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Take over ``func`` if it is a matrix product of fp16 tensors."""
+        """Take over `func` if it is a matrix product of fp16 tensors."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
             # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` computes again would differ.

@@ -29,7 +29,7 @@ class LossScale(ABC):
         return float(self.scale)
 
     def to(self, device: torch.device) -> None:
-        """Move the state to ``device``."""
+        """Move the state to `device`."""
         self.scale = self.scale.to(device)
 
     @abstractmethod
@@ -42,11 +42,11 @@ class LossScale(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers, so that a checkpoint loads with ``weights_only=True``."""
+        """Plain numbers, so that a checkpoint loads with `weights_only=True`."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class StaticLossScale(LossScale):
@@ -78,16 +78,16 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Halve the scale on overflow, double it after ``growth_interval`` clean steps in a row.
+    """Halve the scale on overflow, double it after `growth_interval` clean steps in a row.
 
         overflow:                        clean <- 0;  left <- max(left - 1, 0)
             and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
-        ``growth_interval`` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
+        `growth_interval` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
 
-    The rule of ``torch.amp.GradScaler`` (same defaults), with two bounds that it lacks: without them a long run
+    The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks: without them a long run
     can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
 
-    ``hysteresis`` is the rule of Megatron and DeepSpeed: between two growths, ``hysteresis - 1`` overflows are skipped
+    `hysteresis` is the rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows are skipped
     without a lower scale, every further one lowers it. So a single bad batch does not, and the rate of growth tells
     how many are single. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
 
@@ -158,7 +158,7 @@ class DynamicLossScale(LossScale):
         self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
 
     def to(self, device: torch.device) -> None:
-        """Move the state to ``device``."""
+        """Move the state to `device`."""
         super().to(device)
         self.num_clean_steps = self.num_clean_steps.to(device)
         self.hysteresis_left = self.hysteresis_left.to(device)
@@ -205,7 +205,7 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
     """The loss scale that a user's setting asks for.
 
     Args:
-        setting: ``"dynamic"``, a power of two for a fixed scale, or a :class:`LossScale`.
+        setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
 
     Raises:
         ValueError: for anything else.
@@ -225,7 +225,7 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
 
 
 def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
-    """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as ``GradScaler`` does.
+    """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as `GradScaler` does.
 
     Args:
         gradients: one or more, on one device, fp32 or wider.

@@ -21,9 +21,9 @@ from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFla
 
 
 class MasterStep:
-    """Makes optimizers step on ``masters``.
+    """Makes optimizers step on `masters`.
 
-    ``is_made``: whether a step is under way.
+    `is_made`: whether a step is under way.
     """
 
     def __init__(self, masters: MasterWeights, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class MasterStep:
     def from_unscaled(
         self, optimizer: Optimizer, record: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
     ) -> None:
-        """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
+        """Step with unscaled gradients. What cannot skip by itself makes the host wait here for `found_inf`."""
         by_itself = found_inf is not None and supports_device_skip(optimizer, self._device)
         if found_inf is not None and not by_itself:
             record.outcome = SkipFlag(bool(found_inf))
@@ -85,7 +85,7 @@ class MasterStep:
 
     @contextmanager
     def made_by_others(self, optimizer: Optimizer, *, is_skipped: bool) -> Iterator[None]:
-        """Around a ``step`` that another calls: on the masters, or with no gradient."""
+        """Around a `step` that another calls: on the masters, or with no gradient."""
         with self.on_masters(optimizer) as twins:
             for parameter in parameters_of(optimizer) if is_skipped else ():
                 parameter.grad = None

@@ -1,11 +1,11 @@
 """A half-precision module and the fp32 masters behind it.
 
 Every trained floating-point parameter of the module has a *twin*: the low-precision tensor that forward and backward
-use, and its fp32 ``master``, the value that is trained, saved and restored. Normalisation layers, reparametrised
+use, and its fp32 `master`, the value that is trained, saved and restored. Normalisation layers, reparametrised
 weights, buffers and, in a fit, frozen parameters keep their own dtype and have no twin.
 
-The low tensor keeps its identity and its place in the optimizer's ``param_groups``; the masters stand in only while
-``Optimizer.step`` or ``load_state_dict`` runs.
+The low tensor keeps its identity and its place in the optimizer's `param_groups`; the masters stand in only while
+`Optimizer.step` or `load_state_dict` runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BROADCAST_BYTES = 25 * 2**20
 
 @dataclass(eq=False)
 class MasterPair:
-    """One tensor in two precisions: ``master`` is fp32 and is the truth, ``low == master.to(low.dtype)``."""
+    """One tensor in two precisions: `master` is fp32 and is the truth, `low == master.to(low.dtype)`."""
 
     low: Tensor
     master: Tensor
@@ -85,13 +85,13 @@ class MasterPair:
 
     @torch.no_grad()
     def absorb_outside_writes_(self) -> None:
-        """Take over what was written from outside: to ``low``, element by element, or to the master alone.
+        """Take over what was written from outside: to `low`, element by element, or to the master alone.
 
             master = where(low == low_dtype(master), master, low)
 
         Stochastic weight averaging, EMA, weight clamps and pruning write the module's tensors. Without this the next
         copy from the masters would undo them. Elements that nobody touched keep their fp32 bits. Where nobody can have
-        written (``write_tracking``) no memory is read. The master alone is written by who writes into a state dict.
+        written (`write_tracking`) no memory is read. The master alone is written by who writes into a state dict.
         """
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
             self.low.copy_(self.master)
@@ -114,18 +114,18 @@ class MasterPair:
 
 
 class MasterWeights:
-    """Converts a module to half precision in place, keeping fp32 masters; undoes it in :meth:`restore`.
+    """Converts a module to half precision in place, keeping fp32 masters; undoes it in `restore`.
 
     Args:
         module: the module to convert. Values must be the final fp32 ones (after a checkpoint was loaded).
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        dtype: `torch.float16` or `torch.bfloat16`.
         keep_fp32: module types that stay fp32 beside the normalisation layers. Their submodules are converted.
         frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
             averages are written there, in steps that half precision would round away.
 
     BatchNorm takes half-precision activations beside fp32 parameters by itself. Other normalisation layers get hooks
-    that compute in fp32 and return the compute dtype. Weights that are computed from others (``parametrizations``,
-    ``weight_norm``, ``spectral_norm``) are computed in fp32. ``torchmetrics`` objects are left alone.
+    that compute in fp32 and return the compute dtype. Weights that are computed from others (`parametrizations`,
+    `weight_norm`, `spectral_norm`) are computed in fp32. `torchmetrics` objects are left alone.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class MasterWeights:
     def follow_device(self) -> None:
         """Move each master to where its low tensor is; watch for outside writes.
 
-        Call after the module was moved and before it is wrapped by ``DistributedDataParallel``: the wrapper's
+        Call after the module was moved and before it is wrapped by `DistributedDataParallel`: the wrapper's
         gradient accumulators are made for the parameters as they are then.
         """
         for twin in self.twins.values():
@@ -176,12 +176,12 @@ class MasterWeights:
             watch(twin.low, twin)
 
     def sum_gradients(self) -> None:
-        """See :meth:`Twin.sum_gradient`."""
+        """See `sum_gradient`."""
         for twin in self.twins.values():
             twin.sum_gradient()
 
     def hand_over_sums(self) -> None:
-        """See :meth:`Twin.hand_over_sum`."""
+        """See `hand_over_sum`."""
         for twin in self.twins.values():
             twin.hand_over_sum()
 
@@ -191,27 +191,27 @@ class MasterWeights:
             twin._sum = None
 
     def pair_of(self, parameter: Tensor) -> MasterPair | None:
-        """The twin of ``parameter``, or None where it is kept in fp32 or unknown."""
+        """The twin of `parameter`, or None where it is kept in fp32 or unknown."""
         return self.twins.get(id(parameter))
 
     def gradient_fp32(self, parameter: Tensor) -> Tensor:
-        """The gradient of a half-precision parameter in fp32: see :meth:`Twin.gradient_fp32`."""
+        """The gradient of a half-precision parameter in fp32: see `gradient_fp32`."""
         twin = self.pair_of(parameter)
         assert parameter.grad is not None
         return parameter.grad.float() if twin is None else twin.gradient_fp32()
 
     def to_fp32(self, outputs: Any) -> Any:
-        """``outputs`` with its tensors of the compute dtype in fp32."""
+        """`outputs` with its tensors of the compute dtype in fp32."""
         return self.hooks.to_fp32(outputs)
 
     def of(self, optimizer: Optimizer) -> list[MasterPair]:
-        """Twins of the parameters in ``optimizer``, in the order of its groups."""
+        """Twins of the parameters in `optimizer`, in the order of its groups."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return [twin for parameter in parameters if (twin := self.pair_of(parameter)) is not None]
 
     @contextmanager
     def swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let the masters stand in ``param_groups`` and key ``optimizer.state``, for the time of one call."""
+        """Let the masters stand in `param_groups` and key `optimizer.state`, for the time of one call."""
         twins, optimizers = self.of(optimizer), optimizers_within(optimizer)
         for each in optimizers:
             _exchange_(each, [(twin.low, twin.master) for twin in twins])
@@ -223,9 +223,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
-        """Take rank zero's values, those of names in ``ignored`` excepted.
+        """Take rank zero's values, those of names in `ignored` excepted.
 
-        Collective: every rank of WORLD must call it. ``DistributedDataParallel`` gives every rank rank zero's weights
+        Collective: every rank of WORLD must call it. `DistributedDataParallel` gives every rank rank zero's weights
         when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
         their masters would keep other lower digits, and the ranks would part.
         """
@@ -262,7 +262,7 @@ def copy_to_low_(twins: list[MasterPair]) -> None:
 
 
 def _is_rounded(low: Tensor, master: Tensor) -> bool:
-    """Whether ``low`` holds the bits of ``master`` rounded to its dtype.
+    """Whether `low` holds the bits of `master` rounded to its dtype.
 
     >>> master = torch.rand(3 * _BLOCK + 5)
     >>> low = master.half()
@@ -278,7 +278,7 @@ def _is_rounded(low: Tensor, master: Tensor) -> bool:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two 16-bit tensors hold the same bits. Four elements at a time: ``torch.equal`` takes them one by one.
+    """Whether two 16-bit tensors hold the same bits. Four elements at a time: `torch.equal` takes them one by one.
 
     >>> _same_bits(torch.ones(5).half(), torch.ones(5).half()), _same_bits(torch.ones(5).half(), torch.zeros(5).half())
     (True, False)
@@ -289,19 +289,19 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _was_written(low: Tensor) -> bool:
-    """Whether torch counted a write to ``low`` since its twin was settled."""
+    """Whether torch counted a write to `low` since its twin was settled."""
     return getattr(low, "version_settled", None) != low._version
 
 
 def _is_reparametrised(module: nn.Module) -> bool:
-    """Whether the parameters of ``module`` are what a weight is computed from."""
+    """Whether the parameters of `module` are what a weight is computed from."""
     return isinstance(module, parametrize.ParametrizationList) or any(
         isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()
     )
 
 
 def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and its descendants, without ``torchmetrics`` objects and what they hold."""
+    """`module` and its descendants, without `torchmetrics` objects and what they hold."""
     seen: set[int] = set()
     stack = [module]
     while stack:
@@ -314,7 +314,7 @@ def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _exchange_(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Put the second of each pair where the first is: in groups (``load_state_dict`` makes new ones) and in state."""
+    """Put the second of each pair where the first is: in groups (`load_state_dict` makes new ones) and in state."""
     substitute = {id(old): new for old, new in pairs}
     for group in optimizer.param_groups:
         group["params"] = [substitute.get(id(parameter), parameter) for parameter in group["params"]]

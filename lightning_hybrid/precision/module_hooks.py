@@ -64,7 +64,7 @@ class ModuleHooks:
         ]
 
     def show_masters(self, module: nn.Module) -> None:
-        """Let the state dict of ``module`` hold the masters of its own parameters, and loading reach them."""
+        """Let the state dict of `module` hold the masters of its own parameters, and loading reach them."""
         if module not in self._shown:
             self._shown.add(module)
             self._handles += [
@@ -73,7 +73,7 @@ class ModuleHooks:
             ]
 
     def compute_as_in_a_step(self, module: nn.Module) -> None:
-        """Let a call of ``module``, or of a child of its, outside of a step run in the context of one."""
+        """Let a call of `module`, or of a child of its, outside of a step run in the context of one."""
         children = [child for child in module.children() if child.forward != nn.Module.forward]
         for child in (module, *children):
             self._handles += [
@@ -82,7 +82,7 @@ class ModuleHooks:
             ]
 
     def to_fp32(self, values: Any) -> Any:
-        """``values`` with its tensors of the compute dtype in fp32."""
+        """`values` with its tensors of the compute dtype in fp32."""
         return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, values)
 
     def remove(self) -> None:

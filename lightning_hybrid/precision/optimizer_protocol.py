@@ -3,7 +3,7 @@
 It may be left to skip a step by itself, or to do all of unscale, check, update and half copy. Decided by attributes,
 never by type, so that any optimizer may join:
 
-    _step_supports_amp_scaling    torch's protocol: the step reads ``grad_scale`` and ``found_inf`` on the device
+    _step_supports_amp_scaling    torch's protocol: the step reads `grad_scale` and `found_inf` on the device
     copies, last_found_inf        the step takes half gradients and their scale, finds inf and nan by itself, and writes
                                   the half-precision copies of the parameters
 """
@@ -23,7 +23,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 
 def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether to hand ``step`` scaled half gradients, the skipping and the half-precision copies."""
+    """Whether to hand `step` scaled half gradients, the skipping and the half-precision copies."""
     return (
         hasattr(optimizer, "copies")
         and hasattr(optimizer, "last_found_inf")
@@ -32,7 +32,7 @@ def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bo
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether to let ``step`` leave everything alone where ``optimizer.found_inf`` is 1, without asking the host.
+    """Whether to let `step` leave everything alone where `optimizer.found_inf` is 1, without asking the host.
 
     Not on a CPU if the step is eager: the answer is free there, and without it every new value needs a second place
     until it is known to be wanted: 39 ms instead of 24 for LARS on 8 million parameters.
@@ -53,7 +53,7 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 def prepare_to_skip_(optimizer: Optimizer) -> None:
     """Momentum of zeros before the first step of torch's fused SGD: skipped, that step leaves it uninitialised.
 
-    A first momentum of ``momentum * 0 + gradient`` is what SGD starts with. Seen in torch 2.11 to 2.13.
+    A first momentum of `momentum * 0 + gradient` is what SGD starts with. Seen in torch 2.11 to 2.13.
     """
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
@@ -63,9 +63,9 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
 
 
 def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
-    """Whether clipping, a hook of the module or a callback, or one of the optimizer reads or writes ``p.grad``.
+    """Whether clipping, a hook of the module or a callback, or one of the optimizer reads or writes `p.grad`.
 
-    They are promised unscaled fp32 gradients. Hooks that run after the step, such as ``on_train_batch_end``, are not.
+    They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
     """
     trainer = model.trainer
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
@@ -88,7 +88,7 @@ def _has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer`` and those that it wraps, such as Lookahead's or SAM's base optimizer.
+    """`optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer.
 
     >>> inner = SGD([torch.zeros(1)], lr=1.0)
     >>> outer = SGD([torch.zeros(1)], lr=1.0); outer.base = inner
@@ -156,7 +156,7 @@ def is_between_batches_of_a_step(model: LightningModule) -> bool:
 
 @contextmanager
 def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
-    """Let the optimizer have these attributes for the time of one step, as ``torch.amp.GradScaler`` does."""
+    """Let the optimizer have these attributes for the time of one step, as `torch.amp.GradScaler` does."""
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     try:

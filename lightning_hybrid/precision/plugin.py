@@ -47,36 +47,36 @@ from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
 class MasterWeightPrecision(Precision):
     """fp16 (or bf16) model, gradients and communication; fp32 masters, optimizer state and normalisation layers.
 
-    One step, with scale ``s``, masters ``w`` and the loss ``L``:
+    One step, with scale `s`, masters `w` and the loss `L`:
 
         forward, backward   g16 = grad of s * L at half(w)              fp16; matrix products accumulate in fp32
         all-reduce          g16 <- mean over ranks of g16
-        unscale             g   = fp32(g16) / s                         what hooks and clipping see in ``p.grad``
+        unscale             g   = fp32(g16) / s                         what hooks and clipping see in `p.grad`
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
         copy                model <- half(w)
 
-    Of a step of several batches (``accumulate_grad_batches``) the gradients are added up in fp32 and rounded once:
-    after each batch but the last they are taken out of ``p.grad``, and into the last backward they go back as a sum.
+    Of a step of several batches (`accumulate_grad_batches`) the gradients are added up in fp32 and rounded once:
+    after each batch but the last they are taken out of `p.grad`, and into the last backward they go back as a sum.
 
-    LARS and LAMB (on a CPU: if ``fused=True``) take over all from *unscale* to *copy*, unless clipping or a hook is
-    promised fp32 gradients (``optimizer_protocol.grads_are_observed``); ``p.grad`` is then scaled fp16 after the
+    LARS and LAMB (on a CPU: if `fused=True`) take over all from *unscale* to *copy*, unless clipping or a hook is
+    promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` is then scaled fp16 after the
     step too. Where the host waits for the device: `README.md` beside this file.
 
-    In manual optimization ``p.grad`` is fp32 and unscaled after each ``manual_backward``, and each optimizer has a loss
+    In manual optimization `p.grad` is fp32 and unscaled after each `manual_backward`, and each optimizer has a loss
     scale of its own. A backward takes the smallest of those whose parameters require gradients at that moment, and
-    they go on from it: with ``toggle_optimizer`` just one.
+    they go on from it: with `toggle_optimizer` just one.
 
-    Parameters keep their identity and their place in ``param_groups``; checkpoints hold the fp32 masters and load
+    Parameters keep their identity and their place in `param_groups`; checkpoints hold the fp32 masters and load
     anywhere. After fit, validate, test and predict the module is fp32 again.
 
     Args:
-        precision: ``"16-true"``, or ``"bf16-true"``, which has fp32's range and therefore no loss scale.
-        loss_scale: ``"dynamic"``, a power of two for a fixed scale, or a
-            :class:`~lightning_hybrid.precision.loss_scale.LossScale`.
+        precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
+        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a
+            `LossScale`.
         keep_fp32: module types that stay fp32 beside the normalisation layers (their own tensors, not submodules').
 
     Raises:
-        ValueError: unknown ``precision``; a ``loss_scale`` that is no power of two; a ``loss_scale`` with bf16.
+        ValueError: unknown `precision`; a `loss_scale` that is no power of two; a `loss_scale` with bf16.
         RuntimeError: in training, after 40 skipped steps in a row; asked at logged steps and at the end.
 
     Source: Micikevicius et al. 2017 (arXiv:1710.03740); LARS on masters: Jia et al. 2018 (arXiv:1807.11205).
@@ -132,7 +132,7 @@ class MasterWeightPrecision(Precision):
     # ---- before training -------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert in place; fp32 values are cloned before the cast. In a fit it waits for :meth:`follow_device`."""
+        """Convert in place; fp32 values are cloned before the cast. In a fit it waits for `follow_device`."""
         if self.masters is not None:
             self.masters.restore()
         self._module = module
@@ -151,7 +151,7 @@ class MasterWeightPrecision(Precision):
         self.masters.hooks.step_context = self.forward_context
 
     def follow_device(self, device: torch.device) -> None:
-        """The module was moved to ``device``: masters and loss scale follow.
+        """The module was moved to `device`: masters and loss scale follow.
 
         In a fit the module is converted now. Its optimizers were made before, so that what their constructors make of
         parameters, such as accumulators and slow weights, is fp32.
@@ -202,7 +202,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """What runs inside computes as a step does; on a CPU fp16 matrix products are emulated: ``fp16_emulation``."""
+        """What runs inside computes as a step does; on a CPU fp16 matrix products are emulated: `fp16_emulation`."""
         with ExitStack() as stack:
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
@@ -211,7 +211,7 @@ class MasterWeightPrecision(Precision):
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """The loss times the scale (fp32), and the hooks ``on_before_backward``."""
+        """The loss times the scale (fp32), and the hooks `on_before_backward`."""
         assert self.masters is not None
         is_manual, averages = not module.automatic_optimization, not is_between_batches_of_a_step(module)
         self._scale = None if self.loss_scale is None else self.records.scale_for_backward()
@@ -224,12 +224,12 @@ class MasterWeightPrecision(Precision):
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; activations that ``torch.utils.checkpoint`` computes again are computed as in forward."""
+        """As Lightning's; activations that `torch.utils.checkpoint` computes again are computed as in forward."""
         with self._arithmetic():
             super().backward(tensor, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """The hooks ``on_after_backward``; gradients of a batch that is not its step's last go into fp32 sums.
+        """The hooks `on_after_backward`; gradients of a batch that is not its step's last go into fp32 sums.
 
         In manual optimization they are unscaled: user code may read, clip and change them from now on.
         """
@@ -296,7 +296,7 @@ class MasterWeightPrecision(Precision):
         )
 
     def _unscale_(self, optimizer: Optimizer, record: OptimizerStepState) -> Tensor | None:
-        """Put fp32 gradients, divided by the scale, into ``p.grad``; say whether any is inf or nan: 1.0 or 0.0."""
+        """Put fp32 gradients, divided by the scale, into `p.grad`; say whether any is inf or nan: 1.0 or 0.0."""
         assert self.masters is not None
         parameters, scale = list(parameters_of(optimizer)), None
         if record.loss_scale is not None:
@@ -313,7 +313,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
-        """User code steps ``optimizer``, which is ``outer`` or within it, by itself: on the masters, or on nothing."""
+        """User code steps `optimizer`, which is `outer` or within it, by itself: on the masters, or on nothing."""
         record = self.records.of(outer)
         found_inf = self._unscale_(optimizer, record)
         assert self._step is not None
@@ -323,7 +323,7 @@ class MasterWeightPrecision(Precision):
             record.count(found_inf)
 
     def _stop_if_stuck(self, record: OptimizerStepState, model: LightningModule) -> None:
-        """Look for endless overflow where the host knows of a skip, and at logged steps; see :meth:`on_train_end`."""
+        """Look for endless overflow where the host knows of a skip, and at logged steps; see `on_train_end`."""
         outcome, every = record.outcome, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
         if is_logged or (outcome is not None and outcome.is_known and outcome.was_skipped()):

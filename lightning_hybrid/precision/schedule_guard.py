@@ -12,7 +12,7 @@ The rate is needed when U2 is queued, not before, so the schedule's step 1 is pu
 of a step, for something the device did before the F2 and B2 that it has still in store: it does not run dry.
 Elsewhere the verdict is awaited at once: on a CPU, which knows it; before a logged step and after the last batch of an
 epoch, so that what is logged or stepped by epochs finds today's rate; and at a checkpoint. In between
-``optimizer.param_groups[0]["lr"]`` and ``scheduler.get_last_lr()`` on CUDA are those of the step just made.
+`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` on CUDA are those of the step just made.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ScheduleGuard:
         return len(self._guarded)
 
     def guard(self, config: LRSchedulerConfig) -> None:
-        """Make ``config.scheduler.step()`` do nothing where its optimizer's last step was skipped.
+        """Make `config.scheduler.step()` do nothing where its optimizer's last step was skipped.
 
-        Only schedulers with ``interval="step"`` are guarded: one that counts epochs has to move however its last step
-        ended. ``ReduceLROnPlateau`` follows a metric, not steps. The object stays itself and an instance of its class;
-        its class becomes a subclass whose namespace, not the instance's, holds the check, so ``state_dict()`` is
+        Only schedulers with `interval="step"` are guarded: one that counts epochs has to move however its last step
+        ended. `ReduceLROnPlateau` follows a metric, not steps. The object stays itself and an instance of its class;
+        its class becomes a subclass whose namespace, not the instance's, holds the check, so `state_dict()` is
         unchanged.
         """
         scheduler = config.scheduler
@@ -90,5 +90,5 @@ class ScheduleGuard:
 
 
 def is_guarded(scheduler: object) -> bool:
-    """Whether a :class:`ScheduleGuard` is in force."""
+    """Whether a `ScheduleGuard` is in force."""
     return hasattr(type(scheduler), "_unguarded")

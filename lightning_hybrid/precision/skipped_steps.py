@@ -46,7 +46,7 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host was told, so that :meth:`was_skipped` reads nothing."""
+        """Whether the host was told, so that `was_skipped` reads nothing."""
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
@@ -75,7 +75,7 @@ class OptimizerStepState:
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def to(self, device: torch.device) -> None:
-        """Move what is kept to ``device``."""
+        """Move what is kept to `device`."""
         self.num_skipped, self.num_in_a_row = self.num_skipped.to(device), self.num_in_a_row.to(device)
         if self.loss_scale is not None:
             self.loss_scale.to(device)
@@ -95,7 +95,7 @@ class OptimizerStepState:
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, so that a checkpoint loads with ``weights_only=True``. Waits for the device."""
+        """Plain numbers, so that a checkpoint loads with `weights_only=True`. Waits for the device."""
         return {
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
             "num_skipped_steps": int(self.num_skipped),
@@ -103,7 +103,7 @@ class OptimizerStepState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.num_skipped = torch.full_like(self.num_skipped, int(state["num_skipped_steps"]))
@@ -122,13 +122,13 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._device = torch.device("cpu")
 
     def to(self, device: torch.device) -> None:
-        """Move all to ``device``."""
+        """Move all to `device`."""
         self._device = device
         for record in self:
             record.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
-        """The record of ``optimizer``: its own, or the first that has none, or a new one."""
+        """The record of `optimizer`: its own, or the first that has none, or a new one."""
         for record in self:
             if record.optimizer is optimizer:
                 return record
@@ -170,7 +170,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """The parameters in the groups of ``optimizer``, in order; none for None."""
+    """The parameters in the groups of `optimizer`, in order; none for None."""
     return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
@@ -179,7 +179,7 @@ def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
-            see it here. The callback ``NumericsMonitor`` adds layer, batch and rank.
+            see it here. The callback `NumericsMonitor` adds layer, batch and rank.
     """
     if record.loss_scale is None or last_loss is None or int(record.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return

@@ -13,7 +13,7 @@ from lightning_hybrid.precision.loss_scale import unscale_
 
 @dataclass(eq=False)
 class Unscaled:
-    """An fp32 gradient in ``p.grad`` that was divided by a loss scale.
+    """An fp32 gradient in `p.grad` that was divided by a loss scale.
 
     found_inf   whether it or one of those divided with it is inf or nan;  None: not known, or there is no scale
     is_local    it is this rank's alone: the next backward that averages has to average it too
@@ -26,7 +26,7 @@ class Unscaled:
 
 
 class UnscaledGradients:
-    """Fp32 gradients in ``p.grad`` that were divided by a loss scale.
+    """Fp32 gradients in `p.grad` that were divided by a loss scale.
 
     >>> unscaled, parameter = UnscaledGradients(), torch.nn.Parameter(torch.zeros(1))
     >>> parameter.grad = torch.tensor([2.0])
@@ -49,7 +49,7 @@ class UnscaledGradients:
         to_fp32: Callable[[Tensor], Tensor] | None = None,
         is_local: bool = False,
     ) -> None:
-        """Put fp32 gradients, divided by ``scale``, into ``p.grad``, and add to them what waited aside.
+        """Put fp32 gradients, divided by `scale`, into `p.grad`, and add to them what waited aside.
 
         Args:
             parameters: of one optimizer: one of their gradients that is inf or nan makes it skip its step. Those whose
@@ -98,9 +98,9 @@ class UnscaledGradients:
         return torch.stack(list(found.values())).amax() if len(found) > 1 else next(iter(found.values()), None)
 
     def of(self, parameter: Tensor) -> Unscaled | None:
-        """What is known of ``p.grad``; None where that is another gradient.
+        """What is known of `p.grad`; None where that is another gradient.
 
-        DDP, once it knows the order of gradients, makes its buckets again and copies into them what is in ``p.grad``,
+        DDP, once it knows the order of gradients, makes its buckets again and copies into them what is in `p.grad`,
         rounded: the gradient itself is put back.
         """
         held = self._held.get(id(parameter))
@@ -117,14 +117,14 @@ class UnscaledGradients:
     def prepare_for_backward(self, scale: Tensor | None, *, sums: bool = False, averages: bool = True) -> None:
         """Make gradients that outlived their step ready for another backward to be added to them.
 
-        Usually ``zero_grad`` removed them. Where it did not, they return to the parameter's dtype and to the scale. In
+        Usually `zero_grad` removed them. Where it did not, they return to the parameter's dtype and to the scale. In
         a manual loop, where they often stay, half precision would round at each return: there those that need no
-        further average wait aside in fp32, until :meth:`unscale` and :meth:`put_back`.
+        further average wait aside in fp32, until `unscale` and `put_back`.
 
         Args:
             scale: of the loss in this backward; None: there is none.
             sums: whether gradients may wait aside.
-            averages: whether this backward averages over ranks what it finds in ``p.grad``.
+            averages: whether this backward averages over ranks what it finds in `p.grad`.
         """
         for held in list(self._held.values()):
             parameter, is_ours = held.parameter, self.of(held.parameter) is not None
@@ -144,7 +144,7 @@ class UnscaledGradients:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """What waits aside still, as the backward brought nothing to add to it, is ``p.grad`` again."""
+        """What waits aside still, as the backward brought nothing to add to it, is `p.grad` again."""
         for unscaled in self._aside.values():
             self._put(unscaled)
         self._aside.clear()

@@ -1,14 +1,14 @@
 """Tells whether a parameter may have been written since we last did, without reading its memory.
 
-torch counts writes in ``Tensor._version``: in-place operations, also on views, on ``detach()``, under ``no_grad`` and
-``inference_mode``, in lists and in compiled graphs. What it does not count goes through ``Tensor.data``, which has a
-count of its own. So ``data`` of a watched parameter notes that somebody has it, and may write at any later time:
+torch counts writes in `Tensor._version`: in-place operations, also on views, on `detach()`, under `no_grad` and
+`inference_mode`, in lists and in compiled graphs. What it does not count goes through `Tensor.data`, which has a
+count of its own. So `data` of a watched parameter notes that somebody has it, and may write at any later time:
 
-    untouched   =   nobody was given ``data`` since `watch`, and ``_version`` is what it was at `settle`
+    untouched   =   nobody was given `data` since `watch`, and `_version` is what it was at `settle`
 
 Neither sees writes behind torch's back: through numpy or DLPack views, by kernels that are given addresses, by a
-replayed CUDA graph, or through ``data`` inside a compiled graph. Whoever makes such a write tells with
-``torch.autograd.graph.increment_version(parameter)``, as autograd asks of them anyway.
+replayed CUDA graph, or through `data` inside a compiled graph. Whoever makes such a write tells with
+`torch.autograd.graph.increment_version(parameter)`, as autograd asks of them anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Value(Protocol):
 
 
 class TrackedParameter(nn.Parameter):
-    """A parameter, for the time it is watched; ``data`` gives what it always gives.
+    """A parameter, for the time it is watched; `data` gives what it always gives.
 
     Copies and pickles are plain parameters that hold the exact value, as of a model in mixed precision.
     """
@@ -42,7 +42,7 @@ class TrackedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """As ``torch.Tensor.data``; noted, for the memory behind it can now be written unseen."""
+        """As `torch.Tensor.data`; noted, for the memory behind it can now be written unseen."""
         self.is_data_known = True
         value: Tensor = _DATA.__get__(self)
         return value
@@ -75,9 +75,9 @@ class TrackedParameter(nn.Parameter):
 
 
 def watch(parameter: Tensor, value: Value) -> None:
-    """Begin; :func:`is_untouched` is False until :func:`settle`. Its identity and all it does stay.
+    """Begin; `is_untouched` is False until `settle`. Its identity and all it does stay.
 
-    Only what is exactly an ``nn.Parameter`` is watched: a class of the user's may have a ``data`` of its own.
+    Only what is exactly an `nn.Parameter` is watched: a class of the user's may have a `data` of its own.
     """
     if type(parameter) is nn.Parameter:
         parameter.__class__ = TrackedParameter
@@ -93,7 +93,7 @@ def mark_clean(parameter: Tensor) -> None:
 
 
 def is_untouched(parameter: Tensor) -> bool:
-    """Whether nobody can have written since :func:`settle`. Always False if it is not watched.
+    """Whether nobody can have written since `settle`. Always False if it is not watched.
 
     >>> weight = nn.Parameter(torch.ones(2)); watch(weight, None); settle(weight)
     >>> is_untouched(weight)

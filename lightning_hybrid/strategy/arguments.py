@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Check that every name is an argument of ``DistributedDataParallel`` and free for the user to set.
+    """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
 
     Args:
         ddp_kwargs: what the user gave beside the strategy's own arguments.
@@ -65,7 +65,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
 
 
 def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
-    """Bytes of a bucket, from our option or from DDP's ``bucket_cap_mb`` (MiB), which is taken out of ``ddp_kwargs``.
+    """Bytes of a bucket, from our option or from DDP's `bucket_cap_mb` (MiB), which is taken out of `ddp_kwargs`.
 
     Raises:
         ValueError: both were given.
@@ -134,7 +134,7 @@ def plan_on(
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """The plan's buckets as ``bucket_cap_mb_list``; empty where torch has no such option, or the user gave it.
+    """The plan's buckets as `bucket_cap_mb_list`; empty where torch has no such option, or the user gave it.
 
     DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
     with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
@@ -202,7 +202,7 @@ def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float
 
 
 def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
-    """Check that ``Trainer(precision=...)`` agrees with the precision in the strategy object.
+    """Check that `Trainer(precision=...)` agrees with the precision in the strategy object.
 
     Raises:
         MisconfigurationException: it says something else.
@@ -217,9 +217,9 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
 
 
 def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
-    """The setting of ``tune``; booleans too, as YAML reads ``on`` and ``off`` as such.
+    """The setting of `tune`; booleans too, as YAML reads `on` and `off` as such.
 
-    ``is_own_choice``: whether the plan is the library's; one that the user chose is tuned only where that is asked for.
+    `is_own_choice`: whether the plan is the library's; one that the user chose is tuned only where that is asked for.
 
     Raises:
         ValueError: for any other.
@@ -255,7 +255,7 @@ def in_our_words(told: str, strategy_type: str) -> str:
 
 
 def register_variants(registry: Any, strategy: type) -> None:
-    """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
+    """Register `hybrid_allreduce` and the variants that `ddp` has."""
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
         name = f"{STRATEGY_NAME}{suffix}"
         if name in registry:
@@ -273,7 +273,7 @@ def register_variants(registry: Any, strategy: type) -> None:
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Check that ``module`` has every parameter that an optimizer trains: DDP would not average others.
+    """Check that `module` has every parameter that an optimizer trains: DDP would not average others.
 
     Raises:
         ValueError: names optimizer and group.
@@ -290,7 +290,7 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
 
 
 def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
-    """Check, before a step, that DDP averages all that it trains; ``averaged``: by ``id``.
+    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
 
     Raises:
         RuntimeError: names the parameter.
@@ -308,7 +308,7 @@ def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int],
 
 
 def refuse_nothing_to_train(module: nn.Module) -> None:
-    """Check that ``module`` has a trainable parameter.
+    """Check that `module` has a trainable parameter.
 
     Raises:
         ValueError: it has none, or all are frozen.

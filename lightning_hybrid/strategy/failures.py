@@ -4,7 +4,7 @@
     from then on                  the engine's watch does (comm/watch.py)
 
 On CUDA torch's own watchdog would end a process without a word as soon as NCCL reports a lost peer, or after the time
-limit; here it only aborts communicators (``CLEAN_UP_ONLY``), and the error that follows is told and explained. Weights
+limit; here it only aborts communicators (`CLEAN_UP_ONLY`), and the error that follows is told and explained. Weights
 may by then have taken a step with gradients that are no averages: nothing is saved after a failure.
 """
 
@@ -39,7 +39,7 @@ OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
 class SetupWatchdog:
     """Names the rank that keeps others waiting before there is an engine, or where there will be none.
 
-    Collective: every rank of WORLD must make one. Ends with ``leave``. A collective that waits meanwhile fails when the
+    Collective: every rank of WORLD must make one. Ends with `leave`. A collective that waits meanwhile fails when the
     backend says so; only then can be told who is the cause.
     """
 
@@ -72,7 +72,7 @@ class SetupWatchdog:
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Who is the cause of a collective that failed here, then ``error``; the same words on every rank."""
+        """Who is the cause of a collective that failed here, then `error`; the same words on every rank."""
         noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
         return f"{self._watch.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
 

@@ -48,43 +48,43 @@ from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 
 
 class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin):
-    """Data-parallel training as ``DDPStrategy``, with a hybrid all-reduce and half precision on fp32 masters.
+    """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
-    ``precision="16-true"`` and ``"bf16-true"`` are carried out by
-    :class:`~lightning_hybrid.precision.MasterWeightPrecision`; other precisions keep Lightning's meaning. No
+    `precision="16-true"` and `"bf16-true"` are carried out by
+    `MasterWeightPrecision`; other precisions keep Lightning's meaning. No
     hyper-parameter is changed behind the user: in particular the learning rate is not multiplied by anything.
 
     Args:
-        algorithm: ``"flat"`` (one all-reduce over all ranks), ``"parallel_flat"`` (several at once),
-            ``"hierarchical"`` (reduce in the node, ring of node leaders, broadcast in the node), ``"two_level"``
-            (scatter-reduce in the node, all-reduce across nodes, gather in the node), or ``"auto"``: per bucket the
+        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once),
+            `"hierarchical"` (reduce in the node, ring of node leaders, broadcast in the node), `"two_level"`
+            (scatter-reduce in the node, all-reduce across nodes, gather in the node), or `"auto"`: per bucket the
             one that fits its bytes and the topology.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
-        plan: all of how buckets are made and carried: a :class:`~lightning_hybrid.comm.CommPlan` or the path of its
+        plan: all of how buckets are made and carried: a `CommPlan` or the path of its
             JSON; or a `planning.cluster.Cluster`, on whose model the plan with the shortest step
-            is chosen when training starts. Instead of ``algorithm`` and ``bucket_bytes``.
-        comm_dtype: dtype on the wire (``"float16"``, ``torch.bfloat16``, ...); None: the gradients' own.
-        comm_dtype_across_nodes: as ``comm_dtype``, but between nodes only: sums inside a node keep more digits.
+            is chosen when training starts. Instead of `algorithm` and `bucket_bytes`.
+        comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
+        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits.
         tune: whether other algorithms, chunks and groups are tried in the first steps, and one that takes less time
-            beyond noise is taken: only the order of additions changes. ``"auto"``: on several nodes, without
-            ``algorithm`` and ``plan``, in runs of 1,000 steps or more; ``"on"``: in any; ``"off"``: never.
+            beyond noise is taken: only the order of additions changes. `"auto"`: on several nodes, without
+            `algorithm` and `plan`, in runs of 1,000 steps or more; `"on"`: in any; `"off"`: never.
         tune_cache_dir: where plans that were tuned are kept and found by later runs; None: in the user's cache.
-        trace_dir: directory of a timeline of every bucket and stage, ``rank<r>.json``, for Perfetto; None: none.
+        trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; bytes per second. Only for metrics and
             report, which then say what part of it is achieved.
-        loss_scale: for ``"16-true"``: ``"dynamic"`` (default), a power of two, or a
-            :class:`~lightning_hybrid.precision.loss_scale.LossScale`.
+        loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a
+            `LossScale`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in ``DDPStrategy``.
+        start_method: `"popen"`, `"spawn"`, `"fork"` or `"forkserver"`, as in `DDPStrategy`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
-            as in ``DDPStrategy``.
-        **ddp_kwargs: for ``DistributedDataParallel``, such as ``find_unused_parameters`` or ``static_graph``.
-            ``gradient_as_bucket_view`` is on unless set.
+            as in `DDPStrategy`.
+        **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
+            `gradient_as_bucket_view` is on unless set.
 
     Raises:
         ValueError: for an option that does not exist or a value that cannot work, when the object is made or when the
-            ``Trainer`` is, before any process group exists.
+            `Trainer` is, before any process group exists.
 
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
@@ -152,7 +152,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision in force; Lightning's ``trainer.precision`` reads it from here."""
+        """The precision in force; Lightning's `trainer.precision` reads it from here."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -170,7 +170,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             self._topology_as_told()
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Refuse two different precisions: one in the strategy object, one in ``Trainer(precision=...)``."""
+        """Refuse two different precisions: one in the strategy object, one in `Trainer(precision=...)`."""
         if isinstance(self.precision_plugin, MasterWeightPrecision):
             refuse_two_precisions(model.trainer, self.precision_plugin)
         super().connect(model)
@@ -316,7 +316,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         return super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load while the masters stand in: ``load_state_dict`` casts state to the parameters' dtype."""
+        """Load while the masters stand in: `load_state_dict` casts state to the parameters' dtype."""
         masters = self._masters
         if masters is None:
             return super().load_optimizer_state_dict(checkpoint)
@@ -355,7 +355,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
+        """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_variants(strategy_registry, cls)
 
 

@@ -64,7 +64,7 @@ class Clock:
 
 
 def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=None, train=None, metrics=None, **settings):
-    """Two epochs; with two ranks each has four steps of 2 * 8 images. ``metrics``: more arguments of the callback."""
+    """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
     for each in (training_metrics, callback, time_to_accuracy):
         each.time = Clock
     logger, module = Keeps(), Module(lr=0.1) if module is None else module

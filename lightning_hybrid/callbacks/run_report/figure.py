@@ -49,7 +49,7 @@ def _draw(curves: Curves, axes: Axes, title: str, names: tuple[str, ...]) -> Non
 
 
 def html_of(summary: Mapping[str, Any], png: bytes, lines: Sequence[str]) -> str:
-    """The page of a run. ``summary``: what `summary.json` holds; ``lines``: the table for people."""
+    """The page of a run. `summary`: what `summary.json` holds; `lines`: the table for people."""
     rows = [(name, value) for name, _, value in (line.partition("  ") for line in lines)]
     sections = [html_page.table(["", ""], [(name, value.strip()) for name, value in rows])]
     sections.append(html_page.png_picture(png, alt="loss, accuracy, learning rate, loss scale, communication"))

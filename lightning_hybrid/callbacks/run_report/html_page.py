@@ -20,7 +20,7 @@ th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole page; ``title`` is text, ``sections`` are HTML."""
+    """A whole page; `title` is text, `sections` are HTML."""
     name = html.escape(title)
     head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     body = "\n".join([f"<h1>{name}</h1>", *sections])
@@ -39,7 +39,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def section(title: str, content: str, *, is_open: bool = True) -> str:
-    """A heading over ``content`` (HTML); closed ones open at a click."""
+    """A heading over `content` (HTML); closed ones open at a click."""
     name = html.escape(title)
     if is_open:
         return f"<h2>{name}</h2>\n{content}"
