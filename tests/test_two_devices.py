@@ -92,7 +92,7 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
     state = tensors_of(optimizer)
     assert state
     assert {tensor.device for tensor in state if tensor.dim() > 0} == {CUDA}
-    record = plugin.records[0]
+    record = plugin.optimizer_steps[0]
     kept = [*vars(record).values(), *(vars(record.loss_scale).values() if precision == "16-true" else ())]
     kept = [value for value in kept if isinstance(value, torch.Tensor)]  # of no dimensions: these may be mixed
     assert len(kept) == (2 if precision == "bf16-true" else 5 + is_scaled)

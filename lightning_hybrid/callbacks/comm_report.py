@@ -46,7 +46,7 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
     return values
 
 
-def section(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
+def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
     """`summary.json`'s account of all steps; null where a time was not taken, or where there is one node only.
 
     Bytes, seconds and bytes per second. Bytes of links are those of the busiest node, by its algorithm's formula.
@@ -90,7 +90,7 @@ def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, 
     }
 
 
-def line(
+def describe(
     comm: CommSummary | None,
     *,
     exposed_s: float | None = None,
@@ -104,9 +104,9 @@ def line(
 
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,
     ...                    least_bytes_across=2e6, bytes_across=3e6)
-    >>> line(comm, exposed_s=0.05, exposed_share=0.05, link_bytes_per_s=4e6)
+    >>> describe(comm, exposed_s=0.05, exposed_share=0.05, link_bytes_per_s=4e6)
     '50 ms exposed per step (5.0 %), 1.5 MB per node and step, 2 MB/s = 50 % of the link'
-    >>> line(CommSummary(num_steps=1, num_buckets=1, num_bytes=8))
+    >>> describe(CommSummary(num_steps=1, num_buckets=1, num_bytes=8))
     '0 ms exposed per step, none between nodes'
     """
     if comm is None or not comm.num_steps:

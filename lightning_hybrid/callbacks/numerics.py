@@ -17,6 +17,7 @@ from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
+from lightning_hybrid.strategy.run_status import run_status
 
 PROBE_AFTER = 20
 """Skipped steps in a row from which on layers are probed. A dynamic scale may need 16 to find its place from 2**16."""
@@ -170,8 +171,7 @@ class NumericsMonitor(Callback):
         self._num_told = num_bad
 
     def _warn_at_floor(self, trainer: pl.Trainer) -> None:
-        loss_scales = getattr(trainer.precision_plugin, "loss_scales", ())
-        scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in loss_scales]
+        scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in run_status(trainer).loss_scales]
         if not any(floor is not None and value <= floor for value, floor in scales):
             self._floor_since = -1
             return
@@ -274,7 +274,7 @@ class NumericsMonitor(Callback):
         return ", ".join(places[-3:])
 
     def _note_scale(self, trainer: pl.Trainer) -> None:
-        for scale in getattr(trainer.precision_plugin, "loss_scales", [])[:1]:
+        for scale in run_status(trainer).loss_scales[:1]:
             value = scale.value
             if not self._history or self._history[-1][1] != value:
                 self._history = [*self._history[-2 * NUM_KEPT :], (trainer.global_step, value)]
@@ -294,9 +294,10 @@ def _here(trainer: pl.Trainer) -> str:
 
 def _num_in_a_row(trainer: pl.Trainer) -> int:
     """Steps skipped in a row, of the optimizer with most. Waits for the device."""
-    return max((int(record.num_in_a_row) for record in getattr(trainer.precision_plugin, "records", ())), default=0)
+    return max((int(one.num_in_a_row) for one in run_status(trainer).optimizer_steps), default=0)
 
 
 def _skips(trainer: pl.Trainer) -> bool:
-    plugin = trainer.precision_plugin
-    return bool(getattr(plugin, "loss_scales", ())) or getattr(plugin, "scaler", None) is not None
+    """Whether a step with inf or nan is skipped."""
+    status = run_status(trainer)
+    return bool(status.loss_scales) or status.has_grad_scaler

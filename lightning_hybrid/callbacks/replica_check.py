@@ -15,6 +15,7 @@ from lightning_hybrid.callbacks.data_order import order_of
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
 from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.strategy.run_status import run_status
 
 
 class ReplicaDriftError(RuntimeError):
@@ -133,23 +134,22 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     """
     module = trainer.strategy.lightning_module
     assert module is not None
-    plugin = trainer.precision_plugin
-    masters = getattr(plugin, "masters", None)
+    status = run_status(trainer)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
         yield f"`{name}`", parameter
-        if masters is not None and (twin := masters.pair_of(parameter)) is not None:
-            yield f"the fp32 master of `{name}`", twin.master
+        if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:
+            yield f"the fp32 master of `{name}`", pair.master
         for optimizer in trainer.optimizers:
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"`{kind}` of the optimizer for `{name}`", value
-    for index, record in enumerate(getattr(plugin, "records", ())):
-        if record.loss_scale is not None:
-            yield f"loss scale {index}", record.loss_scale.scale
-            yield f"number of skipped steps {index}", record.num_skipped
+    for index, one in enumerate(status.optimizer_steps):
+        if one.loss_scale is not None:
+            yield f"loss scale {index}", one.loss_scale.scale
+            yield f"number of skipped steps {index}", one.num_skipped
 
 
 def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.comm.stats.summary import CommSummary
-from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.optim.diagnostics import trust_ratios
+from lightning_hybrid.strategy.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):
@@ -101,12 +101,13 @@ class TrainingMetrics(Callback):
         self._num_steps += 1
         if not is_logged_step(trainer):
             return
-        trace = comm_trace(trainer)
-        comm = CommSummary() if trace is None else trace.drain()  # also where it is not logged: a window's is its own
-        clock = self._clock_metrics(trainer, comm)  # first: what follows takes time
-        values = self._train_metrics(trainer, outputs) | comm_report.byte_metrics(comm)
+        status = run_status(trainer)
+        # Also where it is not logged: each window has its own.
+        comm = CommSummary() if status.comm_trace is None else status.comm_trace.drain()
+        clock = self._clock_metrics(trainer, comm, status.link_bytes_per_s)  # first: what follows takes time
+        values = self._train_metrics(trainer, outputs, status) | comm_report.byte_metrics(comm)
         if self.with_trust_ratios and pl_module.automatic_optimization:
-            values |= trust_ratio_metrics(trainer.optimizers[0], trainer.precision_plugin)
+            values |= trust_ratio_metrics(trainer.optimizers[0], status)
         values[m.PEAK_MEMORY_BYTES] = float(peak_memory_bytes(pl_module.device))
         pl_module.log_dict(values | clock, batch_size=1)
         self._begin_window(trainer)
@@ -120,7 +121,7 @@ class TrainingMetrics(Callback):
         self._window_began_s = time.perf_counter()
         self._window_is_warm = self._num_steps >= self.skip_steps
 
-    def _train_metrics(self, trainer: pl.Trainer, outputs: Any) -> dict[str, float]:
+    def _train_metrics(self, trainer: pl.Trainer, outputs: Any, status: RunStatus) -> dict[str, float]:
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
@@ -128,14 +129,15 @@ class TrainingMetrics(Callback):
             # Lightning divides the loss of a batch by the number of batches of a step
             loss = outputs["loss"].float() * trainer.accumulate_grad_batches
             values[m.TRAIN_LOSS] = float(trainer.strategy.reduce(loss, reduce_op="mean"))
-        plugin = trainer.precision_plugin
-        for index, loss_scale in enumerate(getattr(plugin, "loss_scales", ())):
+        for index, loss_scale in enumerate(status.loss_scales):
             values[m.loss_scale_of_optimizer(index)] = float(loss_scale.value)
-        if (num_skipped_steps := getattr(plugin, "num_skipped_steps", None)) is not None:
+        if (num_skipped_steps := status.num_skipped_steps) is not None:
             values[m.TRAIN_SKIPPED_STEPS] = float(num_skipped_steps)
         return values
 
-    def _clock_metrics(self, trainer: pl.Trainer, comm: CommSummary) -> dict[str, float]:
+    def _clock_metrics(
+        self, trainer: pl.Trainer, comm: CommSummary, link_bytes_per_s: float | None
+    ) -> dict[str, float]:
         elapsed_s = time.perf_counter() - self._window_began_s - self._paused_s
         if not self._window_is_warm:
             return {}
@@ -147,18 +149,7 @@ class TrainingMetrics(Callback):
             values[m.FLOPS_PER_S] = images_per_s * self.flops_per_image
             if self.peak_flops_per_s is not None:
                 values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * trainer.world_size)
-        rate = link_bytes_per_s(trainer)
-        return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=rate)
-
-
-def comm_trace(trainer: pl.Trainer) -> CommTrace | None:
-    """The strategy's counters of communication; None where it has none."""
-    return getattr(trainer.strategy, "comm_trace", None)
-
-
-def link_bytes_per_s(trainer: pl.Trainer) -> float | None:
-    """The rate of a node's link, where the strategy was told it."""
-    return getattr(trainer.strategy, "link_bytes_per_s", None)
+        return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s)
 
 
 def is_logged_step(trainer: pl.Trainer) -> bool:
@@ -200,15 +191,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def trust_ratio_metrics(optimizer: Optimizer, plugin: Any) -> dict[str, float]:
+def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, float]:
     """Least, median and largest trust ratio of each group, after a step; nothing after one that was skipped."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    if getattr(plugin, "scaler", None) is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
         return {}  # gradients are still scaled, by a factor that the scaler may have changed since
     # Half-precision gradients on half-precision weights were handed over as they are, still scaled.
     is_scaled = any(param.dtype is param.grad.dtype in (torch.float16, torch.bfloat16) for param in params)
-    records = getattr(plugin, "records", None)
-    grad_scale = records[0].grad_scale if is_scaled and records else None
+    grad_scale = status.optimizer_steps[0].grad_scale if is_scaled and status.optimizer_steps else None
     values = dict[str, float]()
     groups = [list(group.values()) for group in trust_ratios(optimizer, grad_scale=grad_scale)]
     for index, group in enumerate(groups):

@@ -29,8 +29,8 @@ def average_masters(callbacks: Iterable[Callback]) -> None:
 def master_of(module: Any, tensor: Tensor) -> Tensor:
     """The master of a LightningModule's parameter, or `tensor` itself where there is none."""
     masters = getattr(module.trainer.precision_plugin, "masters", None)
-    twin = None if masters is None else masters.pair_of(tensor)
-    return tensor if twin is None else twin.master
+    pair = None if masters is None else masters.pair_of(tensor)
+    return tensor if pair is None else pair.master
 
 
 class _Masters(nn.Module):

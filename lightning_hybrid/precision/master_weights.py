@@ -1,8 +1,8 @@
 """A half-precision module and the fp32 masters behind it.
 
-Every trained floating-point parameter of the module has a *twin*: the low-precision tensor that forward and backward
+Every trained floating-point parameter of the module has a *pair*: the low-precision tensor that forward and backward
 use, and its fp32 `master`, the value that is trained, saved and restored. Normalisation layers, reparametrised
-weights, buffers and, in a fit, frozen parameters keep their own dtype and have no twin.
+weights, buffers and, in a fit, frozen parameters keep their own dtype and have no pair.
 
 The low tensor keeps its identity and its place in the optimizer's `param_groups`; the masters stand in only while
 `Optimizer.step` or `load_state_dict` runs.
@@ -136,7 +136,7 @@ class MasterWeights:
         frozen: bool = False,
     ) -> None:
         self.dtype = dtype
-        self.twins: dict[int, MasterPair] = {}
+        self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         for child in _modules_outside_metrics(module):
             if isinstance(child, NORMALISATION_TYPES):
@@ -148,8 +148,8 @@ class MasterWeights:
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
                 if is_real and (frozen or parameter.requires_grad):
-                    if id(parameter) not in self.twins:
-                        self.twins[id(parameter)] = self._convert_(parameter)
+                    if id(parameter) not in self.pairs:
+                        self.pairs[id(parameter)] = self._convert_(parameter)
                     self.hooks.show_masters(child)
         self.hooks.compute_as_in_a_step(module)
 
@@ -171,34 +171,34 @@ class MasterWeights:
         Call after the module was moved and before it is wrapped by `DistributedDataParallel`: the wrapper's
         gradient accumulators are made for the parameters as they are then.
         """
-        for twin in self.twins.values():
-            twin.master.data = twin.master.data.to(twin.low.device)
-            watch(twin.low, twin)
+        for pair in self.pairs.values():
+            pair.master.data = pair.master.data.to(pair.low.device)
+            watch(pair.low, pair)
 
     def sum_gradients(self) -> None:
         """See `sum_gradient`."""
-        for twin in self.twins.values():
-            twin.sum_gradient()
+        for pair in self.pairs.values():
+            pair.sum_gradient()
 
     def hand_over_sums(self) -> None:
         """See `hand_over_sum`."""
-        for twin in self.twins.values():
-            twin.hand_over_sum()
+        for pair in self.pairs.values():
+            pair.hand_over_sum()
 
     def drop_sums(self) -> None:
         """Forget the gradients that were summed so far."""
-        for twin in self.twins.values():
-            twin._sum = None
+        for pair in self.pairs.values():
+            pair._sum = None
 
     def pair_of(self, parameter: Tensor) -> MasterPair | None:
-        """The twin of `parameter`, or None where it is kept in fp32 or unknown."""
-        return self.twins.get(id(parameter))
+        """The pair of `parameter`, or None where it is kept in fp32 or unknown."""
+        return self.pairs.get(id(parameter))
 
     def gradient_fp32(self, parameter: Tensor) -> Tensor:
         """The gradient of a half-precision parameter in fp32: see `gradient_fp32`."""
-        twin = self.pair_of(parameter)
+        pair = self.pair_of(parameter)
         assert parameter.grad is not None
-        return parameter.grad.float() if twin is None else twin.gradient_fp32()
+        return parameter.grad.float() if pair is None else pair.gradient_fp32()
 
     def to_fp32(self, outputs: Any) -> Any:
         """`outputs` with its tensors of the compute dtype in fp32."""
@@ -207,19 +207,19 @@ class MasterWeights:
     def of(self, optimizer: Optimizer) -> list[MasterPair]:
         """Twins of the parameters in `optimizer`, in the order of its groups."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [twin for parameter in parameters if (twin := self.pair_of(parameter)) is not None]
+        return [pair for parameter in parameters if (pair := self.pair_of(parameter)) is not None]
 
     @contextmanager
     def swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
         """Let the masters stand in `param_groups` and key `optimizer.state`, for the time of one call."""
-        twins, optimizers = self.of(optimizer), optimizers_within(optimizer)
+        pairs, optimizers = self.of(optimizer), optimizers_within(optimizer)
         for each in optimizers:
-            _exchange_(each, [(twin.low, twin.master) for twin in twins])
+            _exchange_(each, [(pair.low, pair.master) for pair in pairs])
         try:
             yield
         finally:
             for each in optimizers:
-                _exchange_(each, [(twin.master, twin.low) for twin in twins])
+                _exchange_(each, [(pair.master, pair.low) for pair in pairs])
 
     @torch.no_grad()
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
@@ -229,8 +229,8 @@ class MasterWeights:
         when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
         their masters would keep other lower digits, and the ranks would part.
         """
-        twins = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
-        masters = [twin.master.detach() for twin in twins if twin is not None]
+        pairs = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        masters = [pair.master.detach() for pair in pairs if pair is not None]
         if masters:
             assert dist.group.WORLD is not None
             # Flattened: NCCL refuses tensors that are not contiguous, and one call is not one for each.
@@ -239,26 +239,26 @@ class MasterWeights:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the masters back into the module: dtypes, values and hooks are as before the conversion."""
-        for twin in self.twins.values():
-            if twin.master.device != twin.low.device:  # the module was moved without its masters
-                twin.master.data = twin.master.data.to(twin.low.device)
-            twin.absorb_outside_writes_()
-            unwatch(twin.low)
-            gradient = twin.low.grad
-            twin.low.grad = None
-            twin.low.data = twin.master.data.to(twin.original_dtype)
-            twin.low.grad_dtype = twin.original_dtype
-            if gradient is not None and gradient.dtype is twin.original_dtype:
-                twin.low.grad = gradient
+        for pair in self.pairs.values():
+            if pair.master.device != pair.low.device:  # the module was moved without its masters
+                pair.master.data = pair.master.data.to(pair.low.device)
+            pair.absorb_outside_writes_()
+            unwatch(pair.low)
+            gradient = pair.low.grad
+            pair.low.grad = None
+            pair.low.data = pair.master.data.to(pair.original_dtype)
+            pair.low.grad_dtype = pair.original_dtype
+            if gradient is not None and gradient.dtype is pair.original_dtype:
+                pair.low.grad = gradient
         self.hooks.remove()
-        self.twins.clear()
+        self.pairs.clear()
 
 
 @torch.no_grad()
-def copy_to_low_(twins: list[MasterPair]) -> None:
+def copy_to_low_(pairs: list[MasterPair]) -> None:
     """Give the low tensors the masters' values, rounded."""
-    if twins:
-        torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
+    if pairs:
+        torch._foreach_copy_([pair.low for pair in pairs], [pair.master for pair in pairs])
 
 
 def _is_rounded(low: Tensor, master: Tensor) -> bool:
@@ -289,7 +289,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _was_written(low: Tensor) -> bool:
-    """Whether torch counted a write to `low` since its twin was settled."""
+    """Whether torch counted a write to `low` since its pair was settled."""
     return getattr(low, "version_settled", None) != low._version
 
 

@@ -149,11 +149,6 @@ class DirectSteps:
             handle.remove()
 
 
-def is_between_batches_of_a_step(model: LightningModule) -> bool:
-    """Whether the backward in progress is of a batch that is not the last of its step: DDP averages nothing then."""
-    return not getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
-
-
 @contextmanager
 def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
     """Let the optimizer have these attributes for the time of one step, as `torch.amp.GradScaler` does."""

@@ -30,7 +30,6 @@ from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     check_optimizer,
     grads_are_observed,
-    is_between_batches_of_a_step,
     supports_fused_master_step,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
@@ -101,12 +100,13 @@ class MasterWeightPrecision(Precision):
         self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
         self.keep_fp32 = tuple(keep_fp32)
         scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
-        self.records = OptimizerStepStates(scale if precision == "16-true" else None)
+        self.optimizer_steps = OptimizerStepStates(scale if precision == "16-true" else None)
         self.masters: MasterWeights | None = None
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
-        self._schedules = ScheduleGuard(self._outcomes_of, self._may_put_off_schedules)
+        self._schedules = ScheduleGuard(self._skip_flags_of, self._may_put_off_schedules)
         self._num_schedules = 0
+        self._is_last_backward: Callable[[], bool] | None = None  # of its step; from the strategy
         self._unscaled = UnscaledGradients()
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # of the loss in the last backward
@@ -117,19 +117,28 @@ class MasterWeightPrecision(Precision):
     @property
     def loss_scale(self) -> LossScale | None:
         """The loss scale of the first optimizer; None with bf16."""
-        return self.records[0].loss_scale
+        return self.optimizer_steps[0].loss_scale
 
     @property
     def loss_scales(self) -> list[LossScale]:
         """The loss scales of all optimizers; none with bf16."""
-        return [record.loss_scale for record in self.records if record.loss_scale is not None]
+        return [state.loss_scale for state in self.optimizer_steps if state.loss_scale is not None]
 
     @property
     def num_skipped_steps(self) -> int:
         """Steps skipped so far, of all optimizers. Waits for the device."""
-        return sum(int(record.num_skipped) for record in self.records)
+        return sum(int(state.num_skipped) for state in self.optimizer_steps)
 
     # ---- before training -------------------------------------------------------------------------------------------
+
+    def connect_strategy(self, *, is_last_backward_of_step: Callable[[], bool]) -> None:
+        """Take what only a strategy knows. A strategy that calls this saves and loads the fp32 masters.
+
+        Args:
+            is_last_backward_of_step: whether the backward in progress is the one that averages over ranks, so that an
+                optimizer step follows it.
+        """
+        self._is_last_backward = is_last_backward_of_step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert in place; fp32 values are cloned before the cast. In a fit it waits for `follow_device`."""
@@ -163,14 +172,14 @@ class MasterWeightPrecision(Precision):
         if self.masters is not None:
             self.masters.follow_device()
             self._step = MasterStep(self.masters, device)
-        self.records.to(device)
+        self.optimizer_steps.to(device)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
         trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
-        if trainer is not None and not getattr(trainer.strategy, "carries_master_weights", False):
+        if trainer is not None and self._is_last_backward is None:
             raise MisconfigurationException(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
                 "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
@@ -178,7 +187,7 @@ class MasterWeightPrecision(Precision):
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, self.precision)
-            self.records.of(optimizer)
+            self.optimizer_steps.of(optimizer)
             step = partial(self._step_past_lightning, optimizer)
             self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_made))
         average_masters(trainer.callbacks if trainer is not None else ())  # type: ignore[attr-defined]
@@ -213,8 +222,9 @@ class MasterWeightPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The loss times the scale (fp32), and the hooks `on_before_backward`."""
         assert self.masters is not None
-        is_manual, averages = not module.automatic_optimization, not is_between_batches_of_a_step(module)
-        self._scale = None if self.loss_scale is None else self.records.scale_for_backward()
+        assert self._is_last_backward is not None
+        is_manual, averages = not module.automatic_optimization, self._is_last_backward()
+        self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
         self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
         if averages:
             self.masters.hand_over_sums()
@@ -235,9 +245,10 @@ class MasterWeightPrecision(Precision):
         """
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
-        is_local = is_between_batches_of_a_step(module)
+        assert self._is_last_backward is not None
+        is_local = not self._is_last_backward()
         if not module.automatic_optimization:
-            owned = [list(parameters_of(record.optimizer)) for record in self.records]
+            owned = [list(parameters_of(state.optimizer)) for state in self.optimizer_steps]
             theirs = {id(parameter) for parameters in owned for parameter in parameters}
             owned.append([parameter for parameter in module.parameters() if id(parameter) not in theirs])
             for parameters in owned:
@@ -264,10 +275,10 @@ class MasterWeightPrecision(Precision):
         assert isinstance(optimizer, Optimizer)
         assert self._step is not None
         assert self.masters is not None
-        record = self.records.of(optimizer)
+        state = self.optimizer_steps.of(optimizer)
         closure_result = closure()
         self.run_deferred_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
-        record.outcome = None
+        state.skip_flag = None
         if closure_result is None and model.automatic_optimization:
             # `training_step` returned None: there was no backward; earlier batches' gradients go, as by `zero_grad`.
             self.masters.drop_sums()
@@ -275,16 +286,16 @@ class MasterWeightPrecision(Precision):
             return closure_result
         if self._may_hand_over(optimizer, model):
             self._after_closure(model, optimizer)
-            found_inf = self._step.in_one_pass(optimizer, record, **kwargs)
+            found_inf = self._step.in_one_pass(optimizer, state, **kwargs)
         else:
-            found_inf = self._unscale_(optimizer, record)
+            found_inf = self._unscale_(optimizer, state)
             self._after_closure(model, optimizer)
-            self._step.from_unscaled(optimizer, record, found_inf, **kwargs)
+            self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
-            record.count(found_inf)
-            if record.outcome is None and len(self._schedules) > 0:
-                record.outcome = SkipFlag(found_inf)
-            self._stop_if_stuck(record, model)
+            state.count(found_inf)
+            if state.skip_flag is None and len(self._schedules) > 0:
+                state.skip_flag = SkipFlag(found_inf)
+            self._stop_if_stuck(state, model)
         return closure_result
 
     def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
@@ -295,14 +306,14 @@ class MasterWeightPrecision(Precision):
             and not any(self._unscaled.of(parameter) for parameter in parameters_of(optimizer))
         )
 
-    def _unscale_(self, optimizer: Optimizer, record: OptimizerStepState) -> Tensor | None:
+    def _unscale_(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
         """Put fp32 gradients, divided by the scale, into `p.grad`; say whether any is inf or nan: 1.0 or 0.0."""
         assert self.masters is not None
         parameters, scale = list(parameters_of(optimizer)), None
-        if record.loss_scale is not None:
+        if state.loss_scale is not None:
             # In manual optimization backward has unscaled its own: any others are the user's, and were never scaled.
-            is_scaled = record.grad_scale is not None and self._is_automatic
-            scale = record.grad_scale if is_scaled else torch.ones((), device=self._device)
+            is_scaled = state.grad_scale is not None and self._is_automatic
+            scale = state.grad_scale if is_scaled else torch.ones((), device=self._device)
         self._unscaled.unscale(parameters, scale, to_fp32=self.masters.gradient_fp32)
         found_inf = self._unscaled.found_inf(parameters)
         return torch.zeros((), device=self._device) if found_inf is None and scale is not None else found_inf
@@ -314,26 +325,26 @@ class MasterWeightPrecision(Precision):
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
         """User code steps `optimizer`, which is `outer` or within it, by itself: on the masters, or on nothing."""
-        record = self.records.of(outer)
-        found_inf = self._unscale_(optimizer, record)
+        state = self.optimizer_steps.of(outer)
+        found_inf = self._unscale_(optimizer, state)
         assert self._step is not None
         with self._step.made_by_others(optimizer, is_skipped=found_inf is not None and bool(found_inf)):
             yield
         if found_inf is not None:
-            record.count(found_inf)
+            state.count(found_inf)
 
-    def _stop_if_stuck(self, record: OptimizerStepState, model: LightningModule) -> None:
+    def _stop_if_stuck(self, state: OptimizerStepState, model: LightningModule) -> None:
         """Look for endless overflow where the host knows of a skip, and at logged steps; see `on_train_end`."""
-        outcome, every = record.outcome, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        outcome, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
         if is_logged or (outcome is not None and outcome.is_known and outcome.was_skipped()):
-            raise_if_stuck(record, model, self._last_loss)
+            raise_if_stuck(state, model, self._last_loss)
 
     # ---- schedules -------------------------------------------------------------------------------------------------
 
-    def _outcomes_of(self, optimizer: Optimizer | None) -> Iterable[SkipFlag]:
-        records = self.records if optimizer is None else [self.records.of(optimizer)]
-        return [record.outcome for record in records if record.outcome is not None]
+    def _skip_flags_of(self, optimizer: Optimizer | None) -> Iterable[SkipFlag]:
+        records = self.optimizer_steps if optimizer is None else [self.optimizer_steps.of(optimizer)]
+        return [state.skip_flag for state in records if state.skip_flag is not None]
 
     def _may_put_off_schedules(self) -> bool:
         """On CUDA, unless the rate is looked at before the next step: logged, or scheduled by epochs as well."""
@@ -354,20 +365,20 @@ class MasterWeightPrecision(Precision):
             RuntimeError: the last 40 steps or more were all skipped.
         """
         self.run_deferred_schedules()
-        for record in self.records:
+        for state in self.optimizer_steps:
             assert isinstance(self._module, LightningModule)
-            raise_if_stuck(record, self._module, self._last_loss)
+            raise_if_stuck(state, self._module, self._last_loss)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale and skip counters, the first optimizer's and then the others': plain numbers."""
-        return {} if self.loss_scale is None else self.records.state_dict()
+        return {} if self.loss_scale is None else self.optimizer_steps.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the checkpoint's loss scales and counters."""
         if state_dict:
-            self.records.load_state_dict(state_dict)
+            self.optimizer_steps.load_state_dict(state_dict)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
@@ -382,5 +393,5 @@ class MasterWeightPrecision(Precision):
         self._direct_steps.clear()
         self._schedules.release()
         self._unscaled.clear()
-        self.records.release()
-        self._last_loss = self._scale = None
+        self.optimizer_steps.release()
+        self._last_loss = self._scale = self._is_last_backward = None

@@ -31,16 +31,16 @@ class ScheduleGuard:
     """Makes guarded schedules step when, and only if, the optimizer's step is known to have been made.
 
     Args:
-        outcomes_of: how the last step of an optimizer ended; of every optimizer, for None.
+        skip_flags_of: how the last step of an optimizer ended; of every optimizer, for None.
         may_put_off: whether a schedule's step may be made later, before the next optimizer step.
     """
 
     def __init__(
         self,
-        outcomes_of: Callable[[Optimizer | None], Iterable[SkipFlag]],
+        skip_flags_of: Callable[[Optimizer | None], Iterable[SkipFlag]],
         may_put_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._outcomes_of = outcomes_of
+        self._skip_flags_of = skip_flags_of
         self._may_put_off = may_put_off
         self._guarded: list[LRSchedulerConfig] = []
         self._waiting: list[tuple[list[SkipFlag], Callable[[], None]]] = []
@@ -69,7 +69,7 @@ class ScheduleGuard:
         self._guarded.append(config)
 
     def _advance_when_known(self, optimizer: Optimizer | None, advance: Callable[[], None]) -> None:
-        self._waiting.append((list(self._outcomes_of(optimizer)), advance))
+        self._waiting.append((list(self._skip_flags_of(optimizer)), advance))
         if not self._may_put_off():
             self.settle()
 

@@ -64,13 +64,13 @@ class OptimizerStepState:
 
     loss_scale      of the next backward;  None with bf16
     grad_scale      what the gradients waiting for the next step were multiplied by
-    outcome         of the last step;  None: it was not skipped
+    skip_flag       of the last step;  None: it was not skipped
     """
 
     loss_scale: LossScale | None
     optimizer: Optimizer | None = None
     grad_scale: Tensor | None = None
-    outcome: SkipFlag | None = None
+    skip_flag: SkipFlag | None = None
     num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
@@ -156,7 +156,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def release(self) -> None:
         """Let go of the optimizers and of what concerned their last step; scales and counters stay."""
         for record in self:
-            record.optimizer = record.outcome = record.grad_scale = None
+            record.optimizer = record.skip_flag = record.grad_scale = None
 
     def state_dict(self) -> dict[str, Any]:
         """The first record's state, with those of the others beside it."""

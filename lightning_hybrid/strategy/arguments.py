@@ -6,9 +6,9 @@ import dataclasses
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.ddp_buckets import ddp_limits
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.plan_search import choose_plan
 
 STRATEGY_NAME = "hybrid_allreduce"
 _DTYPES = {
@@ -33,6 +31,14 @@ _DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """What chooses a plan when training starts; `planning.cluster.Cluster` is one."""
+
+    def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
+        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready."""
 
 
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
@@ -80,10 +86,10 @@ def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int
     return int(cap_mb * 2**20)
 
 
-def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
-    """The plan given, or read from the file of that path, or made from the two options that need none.
+def plan_from(plan: CommPlan | Planner | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
+    """Return the given plan, or read it from the file of that path, or make it from the two options that need none.
 
-    Of a cluster, the library's own, until `plan_on` can choose.
+    For a planner it is the library's own plan, until `ask_planner` can choose.
 
     Raises:
         ValueError: a plan and one of the options were given, or a value cannot work.
@@ -96,7 +102,7 @@ def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_b
             f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
             "`bucket_bytes` out, or the plan."
         )
-    if isinstance(plan, Cluster):
+    if isinstance(plan, Planner):
         return CommPlan()
     if isinstance(plan, CommPlan):
         return plan
@@ -109,26 +115,17 @@ def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_b
         ) from error
 
 
-def plan_on(
-    cluster: Cluster, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
+def ask_planner(
+    planner: Planner, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
 ) -> CommPlan:
-    """The plan whose step with this module's gradients is the shortest on a cluster as described; nothing hides them.
+    """Return the planner's choice for this module's gradients, of the dtype on the wire or that of the largest one.
 
-    The same on ranks that were given the same description. The job may have another number of nodes.
-
-    Raises:
-        ValueError: nodes of the job have other numbers of ranks than those of the description.
+    Gradients get ready about in the reverse order of the parameters.
     """
-    if topology.ranks_per_node != cluster.ranks_per_node:
-        raise ValueError(
-            f"`plan` (=a cluster with {cluster.ranks_per_node} ranks per node) must be of nodes as this job's, which "
-            f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or leave "
-            "`strategy.plan` out."
-        )
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
-    return choose_plan(numels, cluster.of(topology.num_nodes), itemsize=dtype.itemsize, on_cuda=on_cuda)
+    return planner.plan_for(numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda)
 
 
 def bucket_caps_for_ddp(
@@ -248,10 +245,10 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     )
 
 
-def in_our_words(told: str, strategy_type: str) -> str:
-    """Lightning's advice on unused parameters, with the names of this strategy."""
-    told = told.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
-    return told.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
+def with_own_names(advice: str, strategy_type: str) -> str:
+    """Return Lightning's advice on unused parameters with the names of this strategy."""
+    advice = advice.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
+    return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
 def register_variants(registry: Any, strategy: type) -> None:

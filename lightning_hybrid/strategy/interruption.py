@@ -84,7 +84,7 @@ def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
         rank_zero_info(where)
 
 
-def in_words(exception: BaseException) -> str:
+def reason_of(exception: BaseException) -> str:
     """Why a rank ends, for the others."""
     if isinstance(exception, SIGTERMException):
         return "it was told to stop by SIGTERM"

@@ -39,7 +39,7 @@ class Inspector(pl.Callback):
             "in_groups": in_groups == {id(p) for p in parameters.values()},
             "state_keys": {id(p) for p in optimizer.state} <= in_groups,
             "state_dtypes": state_dtypes,
-            "copies_exact": all(torch.equal(t.low, t.master.to(t.low.dtype)) for t in masters.twins.values()),
+            "copies_exact": all(torch.equal(t.low, t.master.to(t.low.dtype)) for t in masters.pairs.values()),
         }
 
 

@@ -100,21 +100,21 @@ def test_whatever_is_written_reaches_the_master(write):
     module = nn.Linear(4, 3, bias=False)
     masters = MasterWeights(module, torch.float16)
     masters.follow_device()
-    twin = masters.pair_of(module.weight)
+    pair = masters.pair_of(module.weight)
     kept = module.weight.data if write is through_data_taken_long_ago else None
     for _ in range(2):
-        twin.absorb_outside_writes_()
-        before = twin.master.detach().clone()
+        pair.absorb_outside_writes_()
+        before = pair.master.detach().clone()
         write(module.weight, kept)
         assert not torch.equal(module.weight, before.half()), "the write must have changed something"
         assert not is_untouched(module.weight)
-        twin.absorb_outside_writes_()
-        assert torch.equal(twin.master.half(), module.weight)
-        assert not torch.equal(twin.master, before)
+        pair.absorb_outside_writes_()
+        assert torch.equal(pair.master.half(), module.weight)
+        assert not torch.equal(pair.master, before)
         with torch.no_grad():
-            twin.master.add_(0.25)
-            module.weight.copy_(twin.master)
-        twin.mark_clean()
+            pair.master.add_(0.25)
+            module.weight.copy_(pair.master)
+        pair.mark_clean()
 
 
 def test_reading_is_no_write():
@@ -170,13 +170,13 @@ def test_one_element_written_in_a_large_layer_is_found(memory, monkeypatch):
     if memory == "slice":
         module.weight.data = torch.rand(7, 20, 3, 3)[:, ::2]
     masters = MasterWeights(module, torch.float16)
-    twin = masters.pair_of(module.weight)
+    pair = masters.pair_of(module.weight)
     for index in (0, 5, 63, 64, 320, 629):
-        before = twin.master.detach().clone()
+        before = pair.master.detach().clone()
         with torch.no_grad():
             module.weight[torch.unravel_index(torch.tensor(index), module.weight.shape)] = 5.0
-        twin.absorb_outside_writes_()
-        assert (twin.master != before).sum() == 1
+        pair.absorb_outside_writes_()
+        assert (pair.master != before).sum() == 1
 
 
 # ---- whole steps ---------------------------------------------------------------------------------------------------

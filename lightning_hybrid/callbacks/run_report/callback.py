@@ -22,9 +22,10 @@ from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.callbacks.run_report.environment import environment
 from lightning_hybrid.callbacks.run_report.figure import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
-from lightning_hybrid.callbacks.training_metrics import comm_trace, is_logged_step, link_bytes_per_s
+from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.comm.stats.trace import CommTrace
+from lightning_hybrid.strategy.run_status import run_status
 
 
 class RunReport(Callback):
@@ -96,7 +97,7 @@ class RunReport(Callback):
         self._began_s = time.perf_counter()
         self._last_step = trainer.global_step
         self._communication_before = self.communication()  # of a fit that was interrupted
-        self._trace = comm_trace(trainer)
+        self._trace = run_status(trainer).comm_trace
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the sums: the trace goes with the strategy's engine."""
@@ -178,8 +179,8 @@ class RunReport(Callback):
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
         """What `summary.json` holds."""
-        comm = self.communication()
-        rate = link_bytes_per_s(trainer)
+        comm, status = self.communication(), run_status(trainer)
+        rate = status.link_bytes_per_s
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         hparams = getattr(trainer.lightning_module, "hparams", {})
         return {
@@ -187,8 +188,8 @@ class RunReport(Callback):
             "best": self.best(),
             "images_per_s": self.images_per_s(),
             "time_to_accuracy": [{"target": e.target, "monitor": e.monitor, "reached": e.reached} for e in events],
-            "communication": None if comm is None else comm_report.section(comm, link_bytes_per_s=rate),
-            "communication_plan": getattr(trainer.strategy, "communication_plan", None),
+            "communication": None if comm is None else comm_report.as_json(comm, link_bytes_per_s=rate),
+            "communication_plan": status.communication_plan,
             "num_steps": trainer.global_step,
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
@@ -202,19 +203,18 @@ class RunReport(Callback):
     def table(self, trainer: pl.Trainer) -> str:
         """The end of a run in a few lines."""
         folder = self._folder(trainer).resolve()
-        accuracy, speed, plugin = self.last(m.TEST_ACC), self.images_per_s(), trainer.precision_plugin
+        accuracy, speed, status = self.last(m.TEST_ACC), self.images_per_s(), run_status(trainer)
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
-        has_scale = getattr(plugin, "loss_scale", None) is not None
-        skipped = getattr(plugin, "num_skipped_steps", None) if has_scale else None
+        skipped = status.num_skipped_steps if status.loss_scales else None
         rows = {
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%}",
             "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",
             "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
-            "communication": comm_report.line(
+            "communication": comm_report.describe(
                 self.communication(),
                 exposed_s=self.exposed_s(),
                 exposed_share=self.exposed_share(),
-                link_bytes_per_s=link_bytes_per_s(trainer),
+                link_bytes_per_s=status.link_bytes_per_s,
             ),
             **({"target": "; ".join(event.line() for event in events)} if events else {}),
             "run directory": str(folder),
