@@ -112,7 +112,7 @@ def test_gradients_of_several_batches_are_summed_where_they_are():
         plugin.masters.sum_gradients()
         half = [parameter for parameter in module.parameters() if parameter.dtype is torch.float16]
         assert all(parameter.grad is None for parameter in half)
-    plugin.masters.hand_over_sums()
+    plugin.masters.return_sums()
     assert {parameter.grad.device for parameter in half} == {CUDA}
     plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
 

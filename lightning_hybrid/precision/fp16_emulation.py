@@ -34,7 +34,7 @@ _NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
 
 
 class Fp16MatmulEmulation(TorchFunctionMode):
-    """Run the matrix-product family on fp16 operands with fp32 arithmetic.
+    """A mode that runs the matrix-product family on fp16 operands with fp32 arithmetic.
 
         y = half( f( float(half(x)), float(half(w)) ) )
 
@@ -62,7 +62,8 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         """Take over `func` if it is a matrix product of fp16 tensors."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` computes again would differ.
+            # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` recomputes in backward would
+            # then differ from the forward. So the mode is entered again around backward.
             with self:
                 return _backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -85,7 +86,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 def _backward(
     tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """`Tensor.backward`, of which each Python layer would leave the mode."""
+    """Run `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode."""
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     retain_graph = create_graph if retain_graph is None else retain_graph
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())

@@ -1,4 +1,4 @@
-"""Half-precision matrix products on CUDA add up in fp32, all the way, for as long as a fit lasts."""
+"""fp32 accumulation of half-precision matrix products on CUDA, while a fit lasts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precisio
 
 
 class FullAccumulation:
-    """Forbids cuBLAS to add the parts of a split product in half precision; afterwards the user's flags are back.
+    """Switch of torch's flags that allow cuBLAS to add the parts of a split product in half precision.
 
     torch allows it by default. A weight gradient of a large batch is such a product: long in the direction in which it
-    is summed. Under a loss scale its parts can exceed 65,504 where the sum does not, and they are rounded besides. The
+    is summed. Under a loss scale its parts can exceed 65,504 where the sum does not, and they are rounded as well. The
     flags belong to the process, and exist without CUDA too. Both methods may be called again.
 
     >>> matmul, full = torch.backends.cuda.matmul, FullAccumulation()
@@ -28,7 +28,7 @@ class FullAccumulation:
         self._forbidden: list[str] = []
 
     def begin(self) -> None:
-        """Forbid what is allowed."""
+        """Forbid what the user allows."""
         for flag in _FLAGS:
             if getattr(torch.backends.cuda.matmul, flag):
                 setattr(torch.backends.cuda.matmul, flag, False)

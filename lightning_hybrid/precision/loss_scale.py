@@ -25,7 +25,7 @@ class LossScale(ABC):
 
     @property
     def value(self) -> float:
-        """The scale as a Python number. Waits for the device: for logging, not for every step."""
+        """The scale as a Python number. Reading it waits for the device: for logging, not for every step."""
         return float(self.scale)
 
     def to(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class LossScale(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers, so that a checkpoint loads with `weights_only=True`."""
+        """Return plain numbers, so that a checkpoint loads with `weights_only=True`."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -50,13 +50,13 @@ class LossScale(ABC):
 
 
 class StaticLossScale(LossScale):
-    """The same scale for the whole run. A step that overflows is still skipped.
+    """One scale for the whole run; a step that overflows is still skipped.
 
     Args:
         loss_scale: a power of two.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the scale is no power of two.
 
     >>> StaticLossScale(1024.0).value
     1024.0
@@ -67,10 +67,10 @@ class StaticLossScale(LossScale):
         super().__init__(loss_scale)
 
     def update(self, found_inf: Tensor) -> None:
-        """Nothing follows: the scale is fixed."""
+        """Change nothing: the scale is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """The scale."""
+        """Return the scale."""
         return {"scale": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Halve the scale on overflow, double it after `growth_interval` clean steps in a row.
+    """A scale that halves on overflow and doubles after `growth_interval` clean steps in a row.
 
         overflow:                        clean <- 0;  left <- max(left - 1, 0)
             and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
@@ -87,9 +87,9 @@ class DynamicLossScale(LossScale):
     The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks: without them a long run
     can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
 
-    `hysteresis` is the rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows are skipped
-    without a lower scale, every further one lowers it. So a single bad batch does not, and the rate of growth tells
-    how many are single. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
+    `hysteresis` is the rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale
+    as it is, every further one lowers it; so a single bad batch does not. (apex forgives all overflows that do not come
+    in a row; such a scale may stay too high for ever.)
 
     Args:
         init_scale: first scale; a power of two.
@@ -183,7 +183,7 @@ class DynamicLossScale(LossScale):
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
     def state_dict(self) -> dict[str, float]:
-        """Scale, clean steps since the last overflow or growth, what is left of the hysteresis."""
+        """Return scale, clean steps since the last overflow or growth, and what is left of the hysteresis."""
         return {
             "scale": self.value,
             "num_clean_steps": int(self.num_clean_steps),
@@ -191,7 +191,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's scale, kept within this object's bounds."""
+        """Continue from a checkpoint's scale, clamped to this object's bounds."""
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
@@ -202,7 +202,7 @@ class DynamicLossScale(LossScale):
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
-    """The loss scale that a user's setting asks for.
+    """Make the loss scale that a user's setting asks for.
 
     Args:
         setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
@@ -245,8 +245,8 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
     for gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         by_dtype.setdefault(real.dtype, []).append(real)
-    for alike in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse_scale)
+    for of_one_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(of_one_dtype, found_inf, inverse_scale)
     return found_inf
 
 

@@ -44,7 +44,7 @@ from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
 
 
 class MasterWeightPrecision(Precision):
-    """fp16 (or bf16) model, gradients and communication; fp32 masters, optimizer state and normalisation layers.
+    """A plugin for an fp16 (or bf16) model and gradients with fp32 masters, optimizer state and normalisation layers.
 
     One step, with scale `s`, masters `w` and the loss `L`:
 
@@ -59,7 +59,7 @@ class MasterWeightPrecision(Precision):
 
     LARS and LAMB (on a CPU: if `fused=True`) take over all from *unscale* to *copy*, unless clipping or a hook is
     promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` is then scaled fp16 after the
-    step too. Where the host waits for the device: `README.md` beside this file.
+    step too. `README.md` in this folder says where the host waits for the device.
 
     In manual optimization `p.grad` is fp32 and unscaled after each `manual_backward`, and each optimizer has a loss
     scale of its own. A backward takes the smallest of those whose parameters require gradients at that moment, and
@@ -70,9 +70,8 @@ class MasterWeightPrecision(Precision):
 
     Args:
         precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
-        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a
-            `LossScale`.
-        keep_fp32: module types that stay fp32 beside the normalisation layers (their own tensors, not submodules').
+        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
+        keep_fp32: module types that stay fp32 like the normalisation layers (their own tensors, not submodules').
 
     Raises:
         ValueError: unknown `precision`; a `loss_scale` that is no power of two; a `loss_scale` with bf16.
@@ -126,7 +125,7 @@ class MasterWeightPrecision(Precision):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps skipped so far, of all optimizers. Waits for the device."""
+        """Number of skipped steps of all optimizers. Reading it waits for the device."""
         return sum(int(state.num_skipped) for state in self.optimizer_steps)
 
     # ---- before training -------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class MasterWeightPrecision(Precision):
         self._is_last_backward = is_last_backward_of_step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert in place; fp32 values are cloned before the cast. In a fit it waits for `follow_device`."""
+        """Convert in place, or in a fit wait for `follow_device`; fp32 values are cloned before the cast."""
         if self.masters is not None:
             self.masters.restore()
         self._module = module
@@ -160,7 +159,7 @@ class MasterWeightPrecision(Precision):
         self.masters.hooks.step_context = self.forward_context
 
     def follow_device(self, device: torch.device) -> None:
-        """The module was moved to `device`: masters and loss scale follow.
+        """Move masters and loss scale to the `device` that the module was moved to.
 
         In a fit the module is converted now. Its optimizers were made before, so that what their constructors make of
         parameters, such as accumulators and slow weights, is fp32.
@@ -189,7 +188,7 @@ class MasterWeightPrecision(Precision):
             check_optimizer(optimizer, self.precision)
             self.optimizer_steps.of(optimizer)
             step = partial(self._step_past_lightning, optimizer)
-            self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_made))
+            self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_running))
         average_masters(trainer.callbacks if trainer is not None else ())  # type: ignore[attr-defined]
         self._num_schedules = len(lr_schedulers)
         if self.loss_scale is not None:
@@ -201,7 +200,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Autocast: matrix products take half operands, losses and other delicate functions are fp32.
+        """Run under autocast: matrix products take half operands, losses and other delicate functions are fp32.
 
         The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
         their dtypes too: operands are cast where they are used, targets are not.
@@ -211,7 +210,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """What runs inside computes as a step does; on a CPU fp16 matrix products are emulated: `fp16_emulation`."""
+        """Compute inside as a step does; on a CPU fp16 matrix products are emulated (`fp16_emulation`)."""
         with ExitStack() as stack:
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
@@ -220,26 +219,26 @@ class MasterWeightPrecision(Precision):
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """The loss times the scale (fp32), and the hooks `on_before_backward`."""
+        """Multiply the loss by its scale in fp32, and call the hooks `on_before_backward`."""
         assert self.masters is not None
         assert self._is_last_backward is not None
         is_manual, averages = not module.automatic_optimization, self._is_last_backward()
         self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
         self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
         if averages:
-            self.masters.hand_over_sums()
+            self.masters.return_sums()
         if self._scale is not None:
             self._last_loss = tensor.detach()
             tensor = tensor.float() * self._scale
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; activations that `torch.utils.checkpoint` computes again are computed as in forward."""
+        """Run backward; activations that `torch.utils.checkpoint` recomputes are computed as in forward."""
         with self._arithmetic():
             super().backward(tensor, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """The hooks `on_after_backward`; gradients of a batch that is not its step's last go into fp32 sums.
+        """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last.
 
         In manual optimization they are unscaled: user code may read, clip and change them from now on.
         """
@@ -267,24 +266,24 @@ class MasterWeightPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Closure, unscale, hooks and clipping, then step on the masters, or skip it whole.
+        """Run the closure, unscale, call hooks and clip, then step on the masters or skip the step whole.
 
-        Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks decide
-        alike with no further collective.
+        Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
+        same decision with no further collective.
         """
         assert isinstance(optimizer, Optimizer)
         assert self._step is not None
         assert self.masters is not None
         state = self.optimizer_steps.of(optimizer)
         closure_result = closure()
-        self.run_deferred_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
+        self.run_deferred_schedules()  # this step's rate may depend on how the last one ended: it is needed only now
         state.skip_flag = None
         if closure_result is None and model.automatic_optimization:
             # `training_step` returned None: there was no backward; earlier batches' gradients go, as by `zero_grad`.
             self.masters.drop_sums()
             self._after_closure(model, optimizer)
             return closure_result
-        if self._may_hand_over(optimizer, model):
+        if self._may_step_in_one_pass(optimizer, model):
             self._after_closure(model, optimizer)
             found_inf = self._step.in_one_pass(optimizer, state, **kwargs)
         else:
@@ -298,7 +297,7 @@ class MasterWeightPrecision(Precision):
             self._stop_if_stuck(state, model)
         return closure_result
 
-    def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
+    def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (
             self._is_automatic
             and supports_fused_master_step(optimizer, self._device)
@@ -307,7 +306,7 @@ class MasterWeightPrecision(Precision):
         )
 
     def _unscale_(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        """Put fp32 gradients, divided by the scale, into `p.grad`; say whether any is inf or nan: 1.0 or 0.0."""
+        """Put fp32 gradients, divided by the scale, into `p.grad`; return 1.0 if one is inf or nan, else 0.0."""
         assert self.masters is not None
         parameters, scale = list(parameters_of(optimizer)), None
         if state.loss_scale is not None:
@@ -324,20 +323,20 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
-        """User code steps `optimizer`, which is `outer` or within it, by itself: on the masters, or on nothing."""
+        """Let user code step `optimizer`, which is `outer` or within it: on the masters, or on nothing after overflow."""
         state = self.optimizer_steps.of(outer)
         found_inf = self._unscale_(optimizer, state)
         assert self._step is not None
-        with self._step.made_by_others(optimizer, is_skipped=found_inf is not None and bool(found_inf)):
+        with self._step.called_by_user(optimizer, is_skipped=found_inf is not None and bool(found_inf)):
             yield
         if found_inf is not None:
             state.count(found_inf)
 
     def _stop_if_stuck(self, state: OptimizerStepState, model: LightningModule) -> None:
         """Look for endless overflow where the host knows of a skip, and at logged steps; see `on_train_end`."""
-        outcome, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        flag, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
-        if is_logged or (outcome is not None and outcome.is_known and outcome.was_skipped()):
+        if is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
             raise_if_stuck(state, model, self._last_loss)
 
     # ---- schedules -------------------------------------------------------------------------------------------------
@@ -347,7 +346,7 @@ class MasterWeightPrecision(Precision):
         return [state.skip_flag for state in records if state.skip_flag is not None]
 
     def _may_put_off_schedules(self) -> bool:
-        """On CUDA, unless the rate is looked at before the next step: logged, or scheduled by epochs as well."""
+        """Return True on CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well."""
         assert isinstance(self._module, LightningModule)
         trainer, every = self._module.trainer, self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
@@ -355,11 +354,11 @@ class MasterWeightPrecision(Precision):
         return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
 
     def run_deferred_schedules(self) -> None:
-        """Make the schedules' steps that wait for an optimizer step's outcome: before a checkpoint, and at the end."""
-        self._schedules.settle()
+        """Make the schedules' steps that wait for an optimizer step's flag: before a checkpoint, and at the end."""
+        self._schedules.run_deferred()
 
     def on_train_end(self) -> None:
-        """Settle schedules; endless overflow that no logged step has seen is an error now.
+        """Run deferred schedules; endless overflow that no logged step has seen is an error now.
 
         Raises:
             RuntimeError: the last 40 steps or more were all skipped.
@@ -372,7 +371,7 @@ class MasterWeightPrecision(Precision):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale and skip counters, the first optimizer's and then the others': plain numbers."""
+        """Return loss scales and skip counters of all optimizers: plain numbers."""
         return {} if self.loss_scale is None else self.optimizer_steps.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -383,7 +382,7 @@ class MasterWeightPrecision(Precision):
     # ---- after training --------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """The module is fp32 again, with the masters' values; schedulers have their own class back."""
+        """Make the module fp32 again, with the masters' values; give schedulers their own class back."""
         if self.masters is not None:
             self.masters.restore()
             self.masters = self._step = self._module = None

@@ -1,4 +1,4 @@
-"""What is kept per optimizer about its steps: loss scale, how the last step ended, how many were skipped.
+"""The state of each optimizer's steps: loss scale, whether the last step was skipped, how many were skipped.
 
 All of it lives on the device. The host learns of it where it asks: at a logged step, at a checkpoint, at the end.
 """
@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import LossScale
 
-# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Whoever still
-# overflows after 40 steps in a row has non-finite numbers that no scale can cure.
+# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Overflow
+# that still lasts after 40 steps in a row comes from non-finite numbers that no scale can cure.
 MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
 class EndlessOverflowError(RuntimeError):
-    """Every step is skipped, and no loss scale can cure it."""
+    """Overflow in every step that no loss scale can cure."""
 
 
 class SkipFlag:
-    """Whether one step was skipped, on its way from the device to the host.
+    """The flag whether one step was skipped, on its way from the device to the host.
 
     On CUDA the answer is copied to pinned memory behind the step's own work, and an event tells when it is there.
 
@@ -46,11 +46,11 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host was told, so that `was_skipped` reads nothing."""
+        """Whether the host knows, so that `was_skipped` reads nothing."""
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
-        """The answer. Waits for this step, not for what was queued after it."""
+        """Return the flag. Wait for this step, not for what was queued after it."""
         if self._arrival is not None:
             self._arrival.synchronize()
         if isinstance(self._answer, Tensor):
@@ -75,13 +75,13 @@ class OptimizerStepState:
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def to(self, device: torch.device) -> None:
-        """Move what is kept to `device`."""
+        """Move scale and counters to `device`."""
         self.num_skipped, self.num_in_a_row = self.num_skipped.to(device), self.num_in_a_row.to(device)
         if self.loss_scale is not None:
             self.loss_scale.to(device)
 
     def count(self, found_inf: Tensor) -> None:
-        """Follow one step, on the device, in few operations: each of one element is a launch there.
+        """Count one step, on the device, in few operations: each of one element is a launch there.
 
         >>> record = OptimizerStepState(loss_scale=None)
         >>> for overflow in (1.0, 0.0, 1.0, 1.0): record.count(torch.tensor(overflow))
@@ -95,7 +95,7 @@ class OptimizerStepState:
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, so that a checkpoint loads with `weights_only=True`. Waits for the device."""
+        """Return plain numbers, so that a checkpoint loads with `weights_only=True`. Wait for the device."""
         return {
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
             "num_skipped_steps": int(self.num_skipped),
@@ -111,7 +111,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """The records of all optimizers, in the trainer's order. Further ones start as copies of the first.
+    """The states of all optimizers, in the trainer's order. Further ones start as copies of the first.
 
     Args:
         loss_scale: of the first optimizer, which the others copy; None with bf16.
@@ -128,7 +128,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
             record.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
-        """The record of `optimizer`: its own, or the first that has none, or a new one."""
+        """Return the state of `optimizer`: its own, or the first without an optimizer, or a new one."""
         for record in self:
             if record.optimizer is optimizer:
                 return record
@@ -143,7 +143,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
-        """The smallest scale of all optimizers whose parameters a backward can reach now; they all go on from it."""
+        """Return the smallest scale of all optimizers whose parameters a backward can reach; all of them take it."""
         reached = list(self)
         if len(reached) > 1:
             reached = [one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))] or reached
@@ -154,28 +154,28 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return scale
 
     def release(self) -> None:
-        """Let go of the optimizers and of what concerned their last step; scales and counters stay."""
+        """Forget the optimizers and their last step; scales and counters stay."""
         for record in self:
             record.optimizer = record.skip_flag = record.grad_scale = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The first record's state, with those of the others beside it."""
+        """Return the first optimizer's state, with those of the others under one more key."""
         first, *others = (record.state_dict() for record in self)
         return {**first, "other_optimizers": others} if others else first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore as many as there are in both."""
+        """Restore as many optimizers as there are in both."""
         for record, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
             record.load_state_dict(own)
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """The parameters in the groups of `optimizer`, in order; none for None."""
+    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
     return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
 def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
-    """End a run whose overflows no scale seems to cure. Waits for the device.
+    """End a run whose overflows no scale seems to cure. Wait for the device.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can

@@ -45,7 +45,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
 
     Args:
-        ddp_kwargs: what the user gave beside the strategy's own arguments.
+        ddp_kwargs: what the user gave in addition to the strategy's own arguments.
         own: the strategy's own arguments, for the advice.
 
     Raises:
@@ -71,7 +71,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
 
 
 def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
-    """Bytes of a bucket, from our option or from DDP's `bucket_cap_mb` (MiB), which is taken out of `ddp_kwargs`.
+    """Return the bytes of a bucket, from `bucket_bytes` or from DDP's `bucket_cap_mb` (MiB), taken from `ddp_kwargs`.
 
     Raises:
         ValueError: both were given.
@@ -131,12 +131,8 @@ def ask_planner(
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """The plan's buckets as `bucket_cap_mb_list`; empty where torch has no such option, or the user gave it.
+    """Return the plan's buckets as `bucket_cap_mb_list`; nothing where torch has no such option, or the user gave it.
 
-    DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
-    with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
-    Gradients of each dtype go into buckets of their own, and one list must do for all: it is made for the dtype that
-    has most bytes. The others, normalisation in fp32 beside half-precision weights, fill none; DDP puts those last.
     On CUDA, where a plan leaves buckets to DDP, they are DDP's own two sizes: of the first bucket, and of all others.
 
     >>> bias_then_weight = nn.Linear(256, 256)
@@ -151,6 +147,8 @@ def bucket_caps_for_ddp(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
+    # DDP puts gradients of each dtype into buckets of their own, and one list must do for all: it is made for the dtype
+    # with most bytes. The others, normalisation in fp32 next to half-precision weights, fill no bucket and come last.
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
         by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())
@@ -159,15 +157,17 @@ def bucket_caps_for_ddp(
     if len(caps) < 2:
         return {}
     if ddp_kwargs.get("find_unused_parameters"):
+        # DDP applies the list to parameters in the order of definition, and after its first step to gradients in the
+        # order they get ready. Looking for unused parameters it never rebuilds its buckets: the first order stays.
         caps.reverse()
     return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
 
 
 def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -> torch.dtype | None:
-    """The dtype that an option names.
+    """Return the dtype that an option names.
 
     Raises:
-        ValueError: for any other.
+        ValueError: it names no floating-point dtype of a gradient.
 
     >>> dtype_from("fp16"), dtype_from("torch.bfloat16"), dtype_from(None)
     (torch.float16, torch.bfloat16, None)
@@ -180,7 +180,7 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -
 
 
 def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:
-    """The bytes per second that an option gives.
+    """Check an option in bytes per second, and return it as a float.
 
     Raises:
         ValueError: it is no number above zero, or not finite.
@@ -214,12 +214,14 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
 
 
 def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
-    """The setting of `tune`; booleans too, as YAML reads `on` and `off` as such.
+    """Return the setting of `tune`; YAML reads `on` and `off` as booleans.
 
-    `is_own_choice`: whether the plan is the library's; one that the user chose is tuned only where that is asked for.
+    Args:
+        setting: the user's.
+        is_own_choice: whether the plan is the library's: a plan that the user chose is tuned only with `tune="on"`.
 
     Raises:
-        ValueError: for any other.
+        ValueError: the setting is none of auto, on, off.
 
     >>> tune_from("auto"), tune_from(True), tune_from(False)
     ('auto', 'on', 'off')
@@ -236,7 +238,7 @@ def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
 
 
 def user_moves_batches(module: pl.LightningModule | None) -> bool:
-    """Whether module or data module has a hook of its own that moves batches to the device."""
+    """Return whether module or data module has a hook of its own that moves batches to the device."""
     assert module is not None
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]

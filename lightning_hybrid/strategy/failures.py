@@ -121,7 +121,7 @@ class FailureReportMixin:
             return super().broadcast(*args, **kwargs)  # type: ignore[misc]
 
     def _waiting_for_ranks(self) -> AbstractContextManager[None]:
-        """Mark what runs inside as a collective, for the roll call before there is an engine."""
+        """Mark what runs inside as a collective, for the watchdog before there is an engine."""
         return nullcontext() if self._setup_watchdog is None else self._setup_watchdog.waiting()
 
     def _end_setup_watchdog(self) -> None:

@@ -1,7 +1,7 @@
-"""A run that is stopped: by SIGTERM on any rank, by Ctrl-C, by an error; where it stopped, and how to go on.
+"""A run that is stopped by SIGTERM on any rank, by Ctrl-C or by an error: where it stopped, and how to go on.
 
-Lightning 2.6 asks rank zero before each batch whether it was told to stop, and its signal handler calls the same
-collective, from the middle of whatever a rank does: a signal to a rank above zero leaves the ranks waiting in different
+Lightning 2.6 asks rank zero before each batch whether it received a signal, and its signal handler calls the same
+collective, in the middle of what a rank does: a signal to a rank above zero leaves the ranks waiting in different
 collectives for good. Here the handler only notes the signal. Rank zero's is obeyed as Lightning does; another rank's by
 ending its run, of which the others learn within seconds.
 """
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class SigtermOnAnyRank:
-    """For one fit: replaces Lightning's handler, and raises where it was called.
+    """Handler of SIGTERM for one fit, in place of Lightning's: it notes the signal, and the next batch raises.
 
     Args:
         trainer: whose handler is installed, if it is.
@@ -43,20 +43,21 @@ class SigtermOnAnyRank:
         connector.received_sigterm = True
 
     def before_batch(self) -> None:
-        """Ask a rank above zero.
+        """Check on a rank above zero whether it has to end on its own.
 
         Raises:
-            SIGTERMException: it was told to stop before the last batch, and rank zero, asked since, was not.
+            SIGTERMException: the signal came before the last batch, and rank zero, asked since, has not received it.
         """
+        # One batch later: Lightning asks rank zero before each batch, and a signal to all ranks is obeyed together.
         if self._was_asked:
             raise SIGTERMException
         self._was_asked = self._trainer.received_sigterm and self._trainer.global_rank > 0
 
 
 def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
-    """On rank zero: epoch and step of a fit that ended early, and what it can go on from.
+    """Report on rank zero the epoch and step at which a fit ended early, and what it can go on from.
 
-    Not of an error before the first step: there is nothing to go on from.
+    An error before the first step is not reported: there is nothing to go on from.
     """
     is_stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
     is_under_way = trainer.state.fn == TrainerFn.FITTING and (trainer.global_step > 0 or is_stopped)
@@ -85,9 +86,9 @@ def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Why a rank ends, for the others."""
+    """Return why a rank ends, for the others."""
     if isinstance(exception, SIGTERMException):
-        return "it was told to stop by SIGTERM"
+        return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by Ctrl-C"
     return f"{type(exception).__name__}: {exception}"

@@ -14,7 +14,7 @@ from torch import nn
 import lightning_hybrid.precision.master_weights
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, unwatch, watch
+from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
@@ -119,7 +119,7 @@ def test_whatever_is_written_reaches_the_master(write):
 
 def test_reading_is_no_write():
     weight = nn.Parameter(torch.rand(3))
-    watch(weight, Value(weight))
+    track(weight, Value(weight))
     assert not is_untouched(weight), "before it is settled anything may have happened"
     mark_clean(weight)
     (weight * 2).sum().backward()
@@ -132,8 +132,8 @@ def test_reading_is_no_write():
 def test_a_watched_parameter_is_itself_and_its_copies_are_plain():
     weight = nn.Parameter(torch.rand(3))
     identity, plain = id(weight), copy.deepcopy(weight)
-    watch(weight, Value(weight))
-    watch(weight, Value(weight))
+    track(weight, Value(weight))
+    track(weight, Value(weight))
     assert isinstance(weight, nn.Parameter)
     assert id(weight) == identity
     assert type(weight + 1) is type(weight.detach()) is torch.Tensor
@@ -145,7 +145,7 @@ def test_a_watched_parameter_is_itself_and_its_copies_are_plain():
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), loaded):
         assert type(other) is nn.Parameter
         assert torch.equal(other, plain / 3), "a copy holds what stands behind"
-    unwatch(weight)
+    untrack(weight)
     assert type(weight) is nn.Parameter
     assert not vars(weight)
 
@@ -155,7 +155,7 @@ def test_a_class_of_the_users_stays_and_is_always_compared():
         pass
 
     weight = Own(torch.rand(3))
-    watch(weight, Value(weight))
+    track(weight, Value(weight))
     mark_clean(weight)
     assert type(weight) is Own
     assert not is_untouched(weight)
