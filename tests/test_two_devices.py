@@ -59,6 +59,7 @@ def set_up(optimizer, precision="16-true", *, module=None, **settings):
     module.trainer, trainer.strategy._lightning_module = trainer, module
     plugin = trainer.precision_plugin
     assert isinstance(plugin, MasterWeightPrecision)
+    plugin.connect_strategy(is_last_backward_of_step=lambda: True)
     plugin.convert_module(module)
     plugin.follow_device(CUDA)
     optimizer = OPTIMIZERS[optimizer](module.parameters())

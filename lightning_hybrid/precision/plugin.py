@@ -6,7 +6,7 @@ step, then checkpoint, then teardown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -54,19 +54,17 @@ class MasterWeightPrecision(Precision):
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
         copy                model <- half(w)
 
-    Of a step of several batches (`accumulate_grad_batches`) the gradients are added up in fp32 and rounded once:
-    after each batch but the last they are taken out of `p.grad`, and into the last backward they go back as a sum.
+    The gradients of a step of several batches (`accumulate_grad_batches`) are added up in fp32 and rounded once: after
+    each batch but the last they are taken out of `p.grad`, and into the last backward they go back as a sum.
 
-    LARS and LAMB (on a CPU: if `fused=True`) take over all from *unscale* to *copy*, unless clipping or a hook is
-    promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` is then scaled fp16 after the
-    step too. `README.md` in this folder says where the host waits for the device.
+    LARS and LAMB (on a CPU: if `fused=True`) do all from *unscale* to *copy* themselves, unless clipping or a hook is
+    promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` then stays scaled fp16.
 
     In manual optimization `p.grad` is fp32 and unscaled after each `manual_backward`, and each optimizer has a loss
-    scale of its own. A backward takes the smallest of those whose parameters require gradients at that moment, and
-    they go on from it: with `toggle_optimizer` just one.
+    scale of its own. A backward takes the smallest of those that it can reach, and they go on from it.
 
     Parameters keep their identity and their place in `param_groups`; checkpoints hold the fp32 masters and load
-    anywhere. After fit, validate, test and predict the module is fp32 again.
+    anywhere. Outside of fit, validate, test and predict the module is fp32. More in this folder's `README.md`.
 
     Args:
         precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
@@ -103,9 +101,10 @@ class MasterWeightPrecision(Precision):
         self.masters: MasterWeights | None = None
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
-        self._schedules = ScheduleGuard(self._skip_flags_of, self._may_put_off_schedules)
+        self._schedules = ScheduleGuard(self.optimizer_steps.skip_flags_of, self._may_put_off_schedules)
         self._num_schedules = 0
-        self._is_last_backward: Callable[[], bool] | None = None  # of its step; from the strategy
+        self._has_strategy = False  # one that knows fp32 masters, see `connect_strategy`
+        self._is_last_backward: Callable[[], bool] = lambda: True
         self._unscaled = UnscaledGradients()
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # of the loss in the last backward
@@ -119,11 +118,6 @@ class MasterWeightPrecision(Precision):
         return self.optimizer_steps[0].loss_scale
 
     @property
-    def loss_scales(self) -> list[LossScale]:
-        """The loss scales of all optimizers; none with bf16."""
-        return [state.loss_scale for state in self.optimizer_steps if state.loss_scale is not None]
-
-    @property
     def num_skipped_steps(self) -> int:
         """Number of skipped steps of all optimizers. Reading it waits for the device."""
         return sum(int(state.num_skipped) for state in self.optimizer_steps)
@@ -134,13 +128,12 @@ class MasterWeightPrecision(Precision):
         """Take what only a strategy knows. A strategy that calls this saves and loads the fp32 masters.
 
         Args:
-            is_last_backward_of_step: whether the backward in progress is the one that averages over ranks, so that an
-                optimizer step follows it.
+            is_last_backward_of_step: returns whether the backward in progress averages over ranks, for a step after it.
         """
-        self._is_last_backward = is_last_backward_of_step
+        self._has_strategy, self._is_last_backward = True, is_last_backward_of_step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert in place, or in a fit wait for `follow_device`; fp32 values are cloned before the cast."""
+        """Convert in place; in a fit only `follow_device` does. fp32 values are cloned before the cast."""
         if self.masters is not None:
             self.masters.restore()
         self._module = module
@@ -178,7 +171,7 @@ class MasterWeightPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
         trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
-        if trainer is not None and self._is_last_backward is None:
+        if trainer is not None and not self._has_strategy:
             raise MisconfigurationException(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
                 "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
@@ -221,7 +214,6 @@ class MasterWeightPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Multiply the loss by its scale in fp32, and call the hooks `on_before_backward`."""
         assert self.masters is not None
-        assert self._is_last_backward is not None
         is_manual, averages = not module.automatic_optimization, self._is_last_backward()
         self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
         self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
@@ -244,13 +236,9 @@ class MasterWeightPrecision(Precision):
         """
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
-        assert self._is_last_backward is not None
         is_local = not self._is_last_backward()
         if not module.automatic_optimization:
-            owned = [list(parameters_of(state.optimizer)) for state in self.optimizer_steps]
-            theirs = {id(parameter) for parameters in owned for parameter in parameters}
-            owned.append([parameter for parameter in module.parameters() if id(parameter) not in theirs])
-            for parameters in owned:
+            for parameters in self.optimizer_steps.parameters_by_optimizer(module):
                 self._unscaled.unscale(parameters, self._scale, to_fp32=self.masters.gradient_fp32, is_local=is_local)
             self._unscaled.put_back()
         elif is_local:
@@ -323,7 +311,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
-        """Let user code step `optimizer`, which is `outer` or within it: on the masters, or on nothing after overflow."""
+        """Let user code step `optimizer`, `outer` itself or within it: on the masters, or on nothing after overflow."""
         state = self.optimizer_steps.of(outer)
         found_inf = self._unscale_(optimizer, state)
         assert self._step is not None
@@ -340,10 +328,6 @@ class MasterWeightPrecision(Precision):
             raise_if_stuck(state, model, self._last_loss)
 
     # ---- schedules -------------------------------------------------------------------------------------------------
-
-    def _skip_flags_of(self, optimizer: Optimizer | None) -> Iterable[SkipFlag]:
-        records = self.optimizer_steps if optimizer is None else [self.optimizer_steps.of(optimizer)]
-        return [state.skip_flag for state in records if state.skip_flag is not None]
 
     def _may_put_off_schedules(self) -> bool:
         """Return True on CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well."""
@@ -393,4 +377,5 @@ class MasterWeightPrecision(Precision):
         self._schedules.release()
         self._unscaled.clear()
         self.optimizer_steps.release()
-        self._last_loss = self._scale = self._is_last_backward = None
+        self._last_loss = self._scale = None
+        self._has_strategy = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import LossScale
@@ -42,7 +42,7 @@ class SkipFlag:
             self._answer = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
             self._answer.copy_(found_inf, non_blocking=True)
             self._arrival = torch.cuda.Event()
-            self._arrival.record()
+            self._arrival.state()
 
     @property
     def is_known(self) -> bool:
@@ -83,9 +83,9 @@ class OptimizerStepState:
     def count(self, found_inf: Tensor) -> None:
         """Count one step, on the device, in few operations: each of one element is a launch there.
 
-        >>> record = OptimizerStepState(loss_scale=None)
-        >>> for overflow in (1.0, 0.0, 1.0, 1.0): record.count(torch.tensor(overflow))
-        >>> record.num_skipped, record.num_in_a_row
+        >>> state = OptimizerStepState(loss_scale=None)
+        >>> for overflow in (1.0, 0.0, 1.0, 1.0): state.count(torch.tensor(overflow))
+        >>> state.num_skipped, state.num_in_a_row
         (tensor(3), tensor(2))
         """
         skipped = found_inf > 0
@@ -124,22 +124,33 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def to(self, device: torch.device) -> None:
         """Move all to `device`."""
         self._device = device
-        for record in self:
-            record.to(device)
+        for state in self:
+            state.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
         """Return the state of `optimizer`: its own, or the first without an optimizer, or a new one."""
-        for record in self:
-            if record.optimizer is optimizer:
-                return record
-        for record in self:
-            if record.optimizer is None:
-                record.optimizer = optimizer
-                return record
+        for state in self:
+            if state.optimizer is optimizer:
+                return state
+        for state in self:
+            if state.optimizer is None:
+                state.optimizer = optimizer
+                return state
         new = OptimizerStepState(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
         new.to(self._device)
         self.append(new)
         return new
+
+    def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
+        """Return the flag of the last step of `optimizer`, of every optimizer for None; nothing where none is due."""
+        states = self if optimizer is None else [self.of(optimizer)]
+        return [state.skip_flag for state in states if state.skip_flag is not None]
+
+    def parameters_by_optimizer(self, module: nn.Module) -> list[list[Tensor]]:
+        """Return the parameters of each optimizer, and last those of the module that no optimizer has."""
+        found = [list(parameters_of(state.optimizer)) for state in self]
+        known = {id(parameter) for parameters in found for parameter in parameters}
+        return [*found, [parameter for parameter in module.parameters() if id(parameter) not in known]]
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
@@ -147,26 +158,26 @@ class OptimizerStepStates(list[OptimizerStepState]):
         reached = list(self)
         if len(reached) > 1:
             reached = [one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))] or reached
-        scales = [record.loss_scale for record in reached if record.loss_scale is not None]
+        scales = [state.loss_scale for state in reached if state.loss_scale is not None]
         scale = scales[0].scale if len(scales) == 1 else torch.stack([one.scale for one in scales]).amin()
-        for record, loss_scale in zip(reached, scales, strict=True):
-            loss_scale.scale = record.grad_scale = scale
+        for state, loss_scale in zip(reached, scales, strict=True):
+            loss_scale.scale = state.grad_scale = scale
         return scale
 
     def release(self) -> None:
         """Forget the optimizers and their last step; scales and counters stay."""
-        for record in self:
-            record.optimizer = record.skip_flag = record.grad_scale = None
+        for state in self:
+            state.optimizer = state.skip_flag = state.grad_scale = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first optimizer's state, with those of the others under one more key."""
-        first, *others = (record.state_dict() for record in self)
+        first, *others = (state.state_dict() for state in self)
         return {**first, "other_optimizers": others} if others else first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore as many optimizers as there are in both."""
-        for record, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
-            record.load_state_dict(own)
+        for one, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
+            one.load_state_dict(own)
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
@@ -174,19 +185,19 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
     return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
-def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
+def raise_if_stuck(state: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
     """End a run whose overflows no scale seems to cure. Wait for the device.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
             see it here. The callback `NumericsMonitor` adds layer, batch and rank.
     """
-    if record.loss_scale is None or last_loss is None or int(record.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
+    if state.loss_scale is None or last_loss is None or int(state.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     bad = [
         names.get(id(parameter), "?")
-        for parameter in parameters_of(record.optimizer)
+        for parameter in parameters_of(state.optimizer)
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
     ]
     loss = float(last_loss.float().sum())
@@ -199,8 +210,8 @@ def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss
         "division of 0 in the loss."
     )
     raise EndlessOverflowError(
-        f"Gradients were inf or nan for {int(record.num_in_a_row)} steps in a row, up to global step "
-        f"{model.trainer.global_step}; the loss scale is {record.loss_scale.value:g} and no scale can cure this. "
+        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to global step "
+        f"{model.trainer.global_step}; the loss scale is {state.loss_scale.value:g} and no scale can cure this. "
         f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
         f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
         "checkpoint after the cure."
