@@ -1,4 +1,4 @@
-"""What decides which rank reads which sample when: it must be the same on all ranks, or some are read twice."""
+"""The settings that decide which rank reads which sample when: they must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = (
 
 
 def order_of(loaders: Any) -> dict[str, Any]:
-    """What is known of the order of a loader, or of several: numbers that do not depend on the rank.
+    """Collect what is known of the order of a loader, or of several, and does not depend on the rank.
 
-    Attributes of the loader, its sampler, its batch sampler's sampler and its order, where they have such; and lengths.
+    These are attributes of the loader, its sampler, its batch sampler's sampler and its order, and lengths.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)

@@ -1,4 +1,4 @@
-"""Finds ranks whose weights, or order of the data, are not the others': nothing else in data-parallel training does."""
+"""Comparison of all ranks' weights and data order: nothing else in data-parallel training finds a rank that differs."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from lightning_hybrid.strategy.run_status import run_status
 
 
 class ReplicaDriftError(RuntimeError):
-    """Ranks of one model hold different weights, masters or optimizer state."""
+    """Different weights, masters or optimizer state on ranks of one model."""
 
 
 class DataOrderError(RuntimeError):
-    """Ranks read the data in different orders, so some samples are read twice and others never."""
+    """Different orders of the data on ranks, so that some samples are read twice and others never."""
 
 
 class ReplicaCheck(Callback):
-    """Compare all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
+    """A comparison of all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
 
-    And what decides on the order of the data: seed, epoch, number of shares (`data_order.py`).
+    It also compares what decides on the order of the data: seed, epoch, number of shares (`data_order.py`).
 
     Data-parallel training averages gradients and trusts that every rank makes the same step with them. A bit that
     flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
-    from then on that rank's gradients belong to other weights, and nobody is told.
+    from then on that rank's gradients belong to other weights, without an error.
 
         c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
-        (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all alike: a = ~b
+        (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
-    Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. Checked are also
-    the first step, or what a checkpoint left on each rank, and the end of training. Buffers are left out: the running
+    Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. The start of
+    training, also from a checkpoint, and its end are checked too. Buffers are left out: the running
     statistics of BatchNorm are each rank's own until the next forward. So are parameters that
-    `DistributedDataParallel` was told to ignore.
+    `DistributedDataParallel` ignores.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.
 
     Args:
-        every_n_steps: Steps from one check to the next. A rank that drifted is found after that many at the latest.
+        every_n_steps: steps from one check to the next. A rank that drifted is found after that many at the latest.
 
     Raises:
         ValueError: `every_n_steps` is not a whole number above zero.
-        ReplicaDriftError: In training, on every rank alike: what differs first, and between which ranks.
-        DataOrderError: The same, where the order of the data differs.
+        ReplicaDriftError: in training, the same on every rank: what differs first, and between which ranks.
+        DataOrderError: in training, where the order of the data differs.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
@@ -67,7 +67,7 @@ class ReplicaCheck(Callback):
         self._checked_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What training starts from: initial weights, or what each rank read from a checkpoint."""
+        """Check what training starts from: initial weights, or what each rank read from a checkpoint."""
         self._fingerprint = Fingerprint(pl_module.device)
         self._checked_step = -1
         self._check(trainer)
@@ -80,7 +80,7 @@ class ReplicaCheck(Callback):
             self._check(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The steps since the last check."""
+        """Check the steps since the last check."""
         if trainer.global_step != self._checked_step:
             self._check(trainer)
 
@@ -98,17 +98,17 @@ class ReplicaCheck(Callback):
         dist.all_reduce(least, dist.ReduceOp.MIN)
         smallest, not_largest = least.tolist()
         if smallest != ~not_largest:
-            raise self._explain(own, order, step=trainer.global_step, alike_at=before)
+            raise self._explain(own, order, step=trainer.global_step, equal_at=before)
 
-    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, alike_at: int) -> RuntimeError:
-        """Collective, on every rank alike: the error."""
-        told: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
+    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, equal_at: int) -> RuntimeError:
+        """Make the error, the same on every rank. Collective."""
+        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
-        dist.all_gather_object(told, (host_identity()[0], values, order))
-        hosts, values_of = [host for host, _, _ in told], [values for _, values, _ in told]
-        since = "when training started" if alike_at < 0 else f"between steps {alike_at} and {step}"
+        dist.all_gather_object(ranks, (host_identity()[0], values, order))
+        hosts, values_of = [host for host, _, _ in ranks], [values for _, values, _ in ranks]
+        since = "when training started" if equal_at < 0 else f"between steps {equal_at} and {step}"
         if all(values == values_of[0] for values in values_of):
-            difference = differing([order for _, _, order in told])
+            difference = differing([order for _, _, order in ranks])
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
                 f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
@@ -116,9 +116,9 @@ class ReplicaCheck(Callback):
             )
         cure = (
             "Give every rank the same checkpoint and the same code."
-            if alike_at < 0
+            if equal_at < 0
             else "Look for code that runs on some ranks only, for random numbers that differ between ranks, and for "
-            f"faulty memory; resume from a checkpoint written up to step {alike_at}."
+            f"faulty memory; resume from a checkpoint written up to step {equal_at}."
         )
         return ReplicaDriftError(
             f"The ranks no longer hold the same model; they parted {since} (`every_n_steps` (={self.every_n_steps})): "
@@ -128,9 +128,10 @@ class ReplicaCheck(Callback):
 
 
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that all ranks must hold alike, with its name; those of one parameter after another.
+    """Yield every tensor that must be the same on all ranks, with its name.
 
-    For each parameter itself, its fp32 master, its optimizer state; then loss scales and counts of skipped steps.
+    For each parameter these are itself, its fp32 master and its optimizer state; then come loss scales and counts of
+    skipped steps.
     """
     module = trainer.strategy.lightning_module
     assert module is not None
@@ -153,7 +154,7 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """The first name whose values are not the same on all ranks, and who holds which.
+    """Describe the first name whose values are not the same on all ranks, and who holds which.
 
     >>> print(first_difference([{"`a`": 1, "`b`": 2}, {"`a`": 1, "`b`": 3}, {"`a`": 1, "`b`": 2}], ["x", "y", "x"]))
     `b` on rank 1 (host y) is not that of ranks 0, 2 (host x); 1 of 2 tensors differ, the last is `b`

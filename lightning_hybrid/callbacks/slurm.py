@@ -1,4 +1,4 @@
-"""A SLURM job that is about to reach its time limit: which signal says so, and how the job is queued again."""
+"""Requeueing of a SLURM job that is about to reach its time limit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 REQUEUE_LIMIT_S = 30.0
-"""How long `scontrol` may take; ours: SLURM's own `MessageTimeout` is 10 s."""
+"""How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s."""
 
 
 def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
-    """The signal at which the trainer's job is to be queued again, Lightning's `requeue_signal`; None: at no signal."""
+    """Return the signal at which the job is to be queued again, Lightning's `requeue_signal`; None: at no signal."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -23,7 +23,7 @@ def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
 
 
 def job_id_of(variables: Mapping[str, str]) -> str:
-    """What `scontrol` calls the job; a task of an array is one by itself.
+    """Return the job's name for `scontrol`; a task of an array has its own.
 
     >>> job_id_of({"SLURM_JOB_ID": "17"})
     '17'
@@ -36,7 +36,7 @@ def job_id_of(variables: Mapping[str, str]) -> str:
 
 
 def queue_again() -> str:
-    """Ask SLURM to end this job and to queue it again; says in one line what came of it. On one rank only."""
+    """Ask SLURM to end this job and to queue it again; return the result in one line. Call it on one rank only."""
     job_id = job_id_of(os.environ)
     command = ["scontrol", "requeue", job_id]
     try:

@@ -24,25 +24,25 @@ from lightning_hybrid.strategy.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):
-    """Log what `lightning_hybrid.metrics` lists under train, comm, data, throughput and memory.
+    """Logging of what `lightning_hybrid.metrics` lists under train, comm, data, throughput and memory.
 
-    It does so every `log_every_n_steps` steps; at such a step, and at no other, it reads values from the device and
-    averages the loss over ranks: *every rank must have this callback.* Loss scale, skipped steps and communication are
-    read from the trainer's precision plugin and strategy where these have them, trust ratios from LARS and LAMB in
-    automatic optimization, waiting from the strategy's prefetcher: what is missing is not logged.
+    At every `log_every_n_steps`-th step, and at no other, it reads values from the device and averages the loss over
+    ranks: *every rank must have this callback.* Loss scale, skipped steps and communication are those of the strategy's
+    `run_status`, trust ratios those of LARS and LAMB in automatic optimization, waiting that of the strategy's
+    prefetcher: what is missing is not logged.
 
     Times are rank zero's, between two logged steps, less validation. They need batches of equal size on all ranks.
 
     Args:
-        skip_steps: A time that begins before this many steps of this process is not logged: memory is being
+        skip_steps: a time that begins before this many steps of this process is not logged: memory is being
             allocated, buckets are being built.
-        flops_per_image: Floating-point operations of forward and backward for one image, a multiply-add being two;
+        flops_per_image: floating-point operations of forward and backward for one image, a multiply-add being two;
             None: operations per second are not logged.
-        peak_flops_per_s: What one rank's device can do in the precision used, by its data sheet; None: no utilisation.
-        with_trust_ratios: Whether to log them: they cost two passes over all weights at each logged step.
+        peak_flops_per_s: what one rank's device can do in the precision used, by its data sheet; None: no utilisation.
+        with_trust_ratios: whether to log them: they cost two passes over all weights at each logged step.
 
     Raises:
-        ValueError: A number that is not above zero; a peak without operations per image.
+        ValueError: a number that is not above zero; a peak without operations per image.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TrainingMetrics(Callback):
         self._pause_began_s = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the clock run on."""
+        """Start the clock again."""
         if not trainer.sanity_checking:
             self._paused_s += time.perf_counter() - self._pause_began_s
 
@@ -153,13 +153,13 @@ class TrainingMetrics(Callback):
 
 
 def is_logged_step(trainer: pl.Trainer) -> bool:
-    """Whether the step just made is one at which training is logged."""
+    """Return whether the step just made is one at which training is logged."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and trainer.global_step % every == 0
 
 
 def num_images(batch: Any) -> int:
-    """Length of the first tensor of a batch, however it is nested.
+    """Return the length of the first tensor of a batch, however it is nested.
 
     >>> num_images({"images": torch.zeros(7, 1, 16, 16), "labels": torch.zeros(7)})
     7
@@ -170,7 +170,7 @@ def num_images(batch: Any) -> int:
 
 
 def momentum_of(group: dict[str, Any]) -> float | None:
-    """Momentum of a parameter group, or the first of its betas; None where it has neither.
+    """Return the momentum of a parameter group, or the first of its betas; None where it has neither.
 
     >>> momentum_of({"momentum": 0.9}), momentum_of({"betas": (0.8, 0.999)}), momentum_of({})
     (0.9, 0.8, None)
@@ -180,7 +180,7 @@ def momentum_of(group: dict[str, Any]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held so far: by tensors of torch's on a CUDA device; else by this whole process.
+    """Return the peak of memory so far: of torch's tensors on a CUDA device; else of this whole process.
 
     >>> 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**43
     True
@@ -192,7 +192,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, float]:
-    """Least, median and largest trust ratio of each group, after a step; nothing after one that was skipped."""
+    """Return least, median and largest trust ratio of each group after a step; nothing after a skipped one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
         return {}  # gradients are still scaled, by a factor that the scaler may have changed since
@@ -212,7 +212,7 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
 
 
 def _waits(trainer: pl.Trainer) -> Iterator[Callable[[], float]]:
-    """Of each training loader that counts the seconds in which it was waited for: what takes them."""
+    """Yield `take_wait_s` of each training loader that measures its wait."""
     for loader in tree_leaves(trainer.train_dataloader):
         if (take_wait_s := getattr(loader, "take_wait_s", None)) is not None:
             yield take_wait_s

@@ -342,11 +342,7 @@ class MasterWeightPrecision(Precision):
         self._schedules.run_deferred()
 
     def on_train_end(self) -> None:
-        """Run deferred schedules; endless overflow that no logged step has seen is an error now.
-
-        Raises:
-            RuntimeError: the last 40 steps or more were all skipped.
-        """
+        """Run deferred schedules, and raise `EndlessOverflowError` if no logged step has seen the overflow yet."""
         self.run_deferred_schedules()
         for state in self.optimizer_steps:
             assert isinstance(self._module, LightningModule)

@@ -42,7 +42,7 @@ class SkipFlag:
             self._answer = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
             self._answer.copy_(found_inf, non_blocking=True)
             self._arrival = torch.cuda.Event()
-            self._arrival.state()
+            self._arrival.record()
 
     @property
     def is_known(self) -> bool:

@@ -63,9 +63,8 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             one that fits its bytes and the topology.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
-        plan: how buckets are made and carried: a `CommPlan` or the path of its JSON; or what chooses one when training
-            starts, such as a `planning.cluster.Cluster`: the plan with the shortest step on it. Instead of `algorithm`
-            and `bucket_bytes`.
+        plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
+            JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits.
         tune: whether other algorithms, chunks and groups are tried in the first steps, and one that takes less time
@@ -73,19 +72,16 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             `algorithm` and `plan`, in runs of 1,000 steps or more; `"on"`: in any; `"off"`: never.
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
-        link_bytes_per_s: rate of a node's link to the others, in each direction; bytes per second. Only for metrics and
-            report, which then say what part of it is achieved.
+        link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
-        start_method: `"popen"`, `"spawn"`, `"fork"` or `"forkserver"`, as in `DDPStrategy`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
-            as in `DDPStrategy`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            start_method: as in `DDPStrategy`.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
             `gradient_as_bucket_view` is on unless set.
 
     Raises:
-        ValueError: for an option that does not exist or a value that cannot work, when the object is made or when the
-            `Trainer` is, before any process group exists.
+        ValueError: an option does not exist or a value cannot work; before any process group exists.
 
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
@@ -117,12 +113,10 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
-        self._ranks_per_node = ranks_per_node
         self._comm_dtype = dtype_from(comm_dtype)
         self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
-        self._trace_dir = trace_dir
         self.link_bytes_per_s = rate_from(link_bytes_per_s)
-        self._loss_scale = loss_scale
+        self._ranks_per_node, self._trace_dir, self._loss_scale = ranks_per_node, trace_dir, loss_scale
         if loss_scale is not None:
             MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
@@ -147,8 +141,6 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         )
 
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
-
-    # ---- construction ----------------------------------------------------------------------------------------------
 
     @property
     def precision_plugin(self) -> Precision:
@@ -226,10 +218,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
-        """Move the module; masters and loss scale follow, before DDP looks at the parameters.
-
-        A module that is to be half is converted after its optimizers were made, and before DDP wraps it.
-        """
+        """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
         super().model_to_device()
         if self._half is not None:
             assert self.lightning_module is not None

@@ -39,7 +39,7 @@ def reached(run_dir=None, everywhere=True, max_epochs=3, resumed_at=None, **opti
     event = TimeToAccuracy(**options)
     logger, _, trainer = fit(more=[event], module=module, max_epochs=max_epochs, **options_of_fit)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
-    return [logger.column(name) for name in names], trainer.global_step, event.line(), event.reached
+    return [logger.column(name) for name in names], trainer.global_step, event.describe(), event.reached
 
 
 def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
