@@ -44,8 +44,8 @@ class StopOnSignal(Callback):
     differs. A step of many batches is made to its end: the gradients of some of them would be lost.
 
     Lightning's own way is not used: its signal handler calls a collective in the middle of what the rank does, and a
-    rank above zero that receives the signal leaves alone. Its broadcast of rank zero before every batch is replaced by a
-    maximum over ranks: the traffic is the same, or less with `every_n_steps`. The host waits for each answer, so on
+    rank above zero that receives the signal leaves alone. The broadcast of rank zero before every batch is replaced by
+    a maximum over ranks: the traffic is the same, or less with `every_n_steps`. The host waits for each answer, so on
     CUDA nothing of the next step is queued up meanwhile.
 
     Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0: at any other, Lightning's observer

@@ -20,8 +20,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.precision.averaging import average_masters
-from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
@@ -182,7 +180,10 @@ class MasterWeightPrecision(Precision):
             self.optimizer_steps.of(optimizer)
             step = partial(self._step_past_lightning, optimizer)
             self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_running))
-        average_masters(trainer.callbacks if trainer is not None else ())  # type: ignore[attr-defined]
+        if trainer is not None:
+            from lightning_hybrid.precision.averaging import average_masters  # here: only a trainer has callbacks
+
+            average_masters(trainer.callbacks)  # type: ignore[attr-defined]
         self._num_schedules = len(lr_schedulers)
         if self.loss_scale is not None:
             for config in lr_schedulers:
@@ -208,6 +209,8 @@ class MasterWeightPrecision(Precision):
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
                 if self._device.type == "cpu":
+                    from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation  # here: not on CUDA
+
                     stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))
             yield
 

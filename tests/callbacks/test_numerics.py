@@ -52,7 +52,8 @@ def fit(module, folder=None, *, precision="16-true", num_epochs=20, every=10, pa
             trainer.fit(module, toy.loader() if loader is None else loader)
         except Exception as raised:
             error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
-    return error, [str(each.message) for each in caught if "numerics" in each.filename or "was inf" in str(each.message)]
+    warned = [each for each in caught if "numerics" in each.filename or "was inf" in str(each.message)]
+    return error, [str(each.message) for each in warned]
 
 
 def endless_overflow(folder):
