@@ -1,4 +1,4 @@
-"""A short fit on a clock of its own, a logger that keeps what it is given, a strategy with communication as told."""
+"""A short fit on a clock of its own, a logger that saves what it is given, a strategy with given counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import toy
 
 
 class Keeps(Logger):
-    """A logger that keeps what it is given."""
+    """A logger that saves what it is given."""
 
     name = version = "keeps"
 
@@ -110,7 +110,7 @@ WINDOWS = {
 
 
 class Counted:
-    """Stands for `CommTrace`: each drain tells the same of two steps."""
+    """Stands for `CommTrace`: each drain returns the same two steps."""
 
     def __init__(self, window):
         self.window = window

@@ -26,8 +26,8 @@ class ByHand(pl.Callback):
         masters = getattr(trainer.precision_plugin, "masters", None)
         now = []
         for tensor in (*module.parameters(), *module.buffers()):
-            twin = None if masters is None else masters.pair_of(tensor)
-            now.append((tensor if twin is None else twin.master).detach().clone())
+            pair = None if masters is None else masters.pair_of(tensor)
+            now.append((tensor if pair is None else pair.master).detach().clone())
         if self.average is None:
             self.average = now
         else:

@@ -305,7 +305,7 @@ def test_a_step_asks_the_device_nothing(one_rank, optimizer, settings):
 
 
 def test_what_still_asks_is_named(one_rank, two_ranks):
-    """An optimizer that cannot skip: the verdict. A schedule by steps: the verdict. Ranks: Lightning's SIGTERM."""
+    """An optimizer that cannot skip: the skip flag. A schedule by steps: the same. Ranks: Lightning's SIGTERM."""
     assert one_rank.run(host_reads, "sgd", {}) == [{"precision/master_step.py": 14}]
     assert one_rank.run(host_reads, "lars", {"scheduled": True}) == [{"precision/skipped_steps.py": 14}]
     for reads in two_ranks.run(host_reads, "lars", {}):

@@ -227,8 +227,8 @@ def test_averaging_callbacks_survive(two_ranks, kind):
 
 def test_zero_grad_without_none_changes_nothing(two_ranks):
     normal = two_ranks.run(losses_and_weights, {})
-    kept = two_ranks.run(fit_keeping_gradients)
-    assert toy.same_bits(normal[0][1], kept[0])
+    longer = two_ranks.run(fit_keeping_gradients)
+    assert toy.same_bits(normal[0][1], longer[0])
 
 
 def fit_keeping_gradients():

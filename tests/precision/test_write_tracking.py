@@ -29,63 +29,63 @@ class Value:
         return self.master
 
 
-def in_place(weight, kept):
+def in_place(weight, data):
     with torch.no_grad():
         weight.mul_(2.0)
 
 
-def in_inference_mode(weight, kept):
+def in_inference_mode(weight, data):
     with torch.inference_mode():
         weight.view(-1)[1] = 3.0
 
 
-def as_a_list(weight, kept):
+def as_a_list(weight, data):
     with torch.no_grad():
         torch._foreach_mul_([weight], 2.0)
 
 
-def through_detach(weight, kept):
+def through_detach(weight, data):
     weight.detach().clamp_(-0.1, 0.1)
 
 
-def through_data(weight, kept):
+def through_data(weight, data):
     weight.data.mul_(2.0)
 
 
-def through_data_taken_long_ago(weight, kept):
-    kept.mul_(2.0)
+def through_data_taken_long_ago(weight, data):
+    data.mul_(2.0)
 
 
-def a_new_memory(weight, kept):
+def a_new_memory(weight, data):
     weight.data = torch.full_like(weight, 2.0)
 
 
-def from_a_vector(weight, kept):
+def from_a_vector(weight, data):
     nn.utils.vector_to_parameters(torch.full((weight.numel(),), 2.0, dtype=weight.dtype), [weight])
 
 
-def a_new_memory_of_another_dtype(weight, kept):
+def a_new_memory_of_another_dtype(weight, data):
     weight.data = torch.full_like(weight, 1 / 3, dtype=torch.float32)
     assert weight.dtype is torch.float16
 
 
-def a_state_dict(weight, kept):
+def a_state_dict(weight, data):
     module = nn.Linear(4, 3, bias=False, dtype=weight.dtype)
     module.weight = weight
     module.load_state_dict({"weight": torch.full_like(weight, 2.0)})
 
 
-def init(weight, kept):
+def init(weight, data):
     nn.init.constant_(weight, 2.0)
 
 
-def another_optimizer(weight, kept):
+def another_optimizer(weight, data):
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0).step()
     weight.grad = None
 
 
-def announced(weight, kept):
+def announced(weight, data):
     weight.detach().numpy()[0] = 2.0
     torch.autograd.graph.increment_version(weight)
 
@@ -101,11 +101,11 @@ def test_whatever_is_written_reaches_the_master(write):
     masters = MasterWeights(module, torch.float16)
     masters.follow_device()
     pair = masters.pair_of(module.weight)
-    kept = module.weight.data if write is through_data_taken_long_ago else None
+    data = module.weight.data if write is through_data_taken_long_ago else None
     for _ in range(2):
         pair.absorb_outside_writes_()
         before = pair.master.detach().clone()
-        write(module.weight, kept)
+        write(module.weight, data)
         assert not torch.equal(module.weight, before.half()), "the write must have changed something"
         assert not is_untouched(module.weight)
         pair.absorb_outside_writes_()
@@ -120,7 +120,7 @@ def test_whatever_is_written_reaches_the_master(write):
 def test_reading_is_no_write():
     weight = nn.Parameter(torch.rand(3))
     track(weight, Value(weight))
-    assert not is_untouched(weight), "before it is settled anything may have happened"
+    assert not is_untouched(weight), "before it is marked clean anything may have happened"
     mark_clean(weight)
     (weight * 2).sum().backward()
     weight.grad.zero_()

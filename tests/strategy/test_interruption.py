@@ -47,7 +47,7 @@ class Module(toy.Toy):
 
 
 def signalled(rank, number, folder=None, stops=False):
-    """What ended the fit on this rank, and what rank zero was told."""
+    """What ended the fit on this rank, and what rank zero reported."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
