@@ -47,6 +47,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the averaged model, of masters, on the device to which the module has still to move."""
+        # Lightning would copy the module where it is now, before it moves to the device.
         given, self._device = self._device, trainer.strategy.root_device if self._device is None else self._device
         try:
             super().setup(trainer, pl_module, stage)

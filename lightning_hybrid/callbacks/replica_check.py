@@ -10,12 +10,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.callbacks.data_order import order_of
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.strategy.run_status import run_status
+
+_ORDER_SETTINGS = (
+    *("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size"),  # torch's DistributedSampler
+    *("world_size", "global_batch_size", "num_images", "accumulate_grad_batches"),  # our EpochOrder
+    "batch_size",
+)
 
 
 class ReplicaDriftError(RuntimeError):
@@ -29,7 +35,7 @@ class DataOrderError(RuntimeError):
 class ReplicaCheck(Callback):
     """A comparison of all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
 
-    It also compares what decides on the order of the data: seed, epoch, number of shares (`data_order.py`).
+    It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`).
 
     Data-parallel training averages gradients and trusts that every rank makes the same step with them. A bit that
     flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
@@ -94,6 +100,7 @@ class ReplicaCheck(Callback):
         words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
         names = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
         combined = self._fingerprint.combine([*own.values(), Fingerprint(names.device).of(names)])
+        # One collective for minimum and maximum of all fingerprints: of complements the minimum is the maximum's.
         least = torch.stack([combined, ~combined])
         dist.all_reduce(least, dist.ReduceOp.MIN)
         smallest, not_largest = least.tolist()
@@ -177,3 +184,37 @@ def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ("host " if len(names) == 1 else "hosts ") + ", ".join(names[:3]) + more
+
+
+def order_of(loaders: Any) -> dict[str, Any]:
+    """Collect what is known of the order of a loader, or of several, and does not depend on the rank.
+
+    These are attributes of the loader, its sampler, its batch sampler's sampler and its order, and lengths.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)
+    >>> found = order_of(DataLoader(range(10), batch_size=5, sampler=sampler))
+    >>> found["seed"], found["num_replicas"], found["number of batches"], found["number of samples"]
+    (7, 2, 1, 10)
+    """
+    several = tree_leaves(loaders)
+    found: dict[str, Any] = {}
+    for index, loader in enumerate(several):
+        where = f" of loader {index}" if len(several) > 1 else ""
+        sampler = getattr(loader, "sampler", None)
+        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        for source in (loader, sampler, inner, getattr(loader, "order", None)):
+            for name in _ORDER_SETTINGS:
+                value = getattr(source, name, None)
+                if isinstance(value, bool | int | str):
+                    found[f"{name}{where}"] = value
+        found[f"number of batches{where}"] = _length(loader)
+        found[f"number of samples{where}"] = _length(getattr(loader, "dataset", None))
+    return found
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

@@ -25,6 +25,7 @@ class StepCheckpoint(ModelCheckpoint):
         """Save, or put off a checkpoint that is due."""
         every, step, loop = self._every_n_train_steps, trainer.global_step, trainer.fit_loop.epoch_loop
         is_its_step = every > 0 and step % every == 0
+        # Due once per step, also where several batches make it.
         self._is_due |= is_its_step and self._last_global_step_saved != step
         data_fetcher = trainer.fit_loop._data_fetcher
         assert data_fetcher is not None

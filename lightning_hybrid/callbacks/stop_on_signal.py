@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,12 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lightning_hybrid.callbacks.slurm import queue_again, requeue_signal_of
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
@@ -28,6 +28,9 @@ NO, REQUEUE = 0, 1000
 
 AT_ONCE_AFTER_S = 2.0
 """A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first."""
+
+REQUEUE_LIMIT_S = 30.0
+"""How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s."""
 
 
 class StopOnSignal(Callback):
@@ -43,18 +46,13 @@ class StopOnSignal(Callback):
     under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait`
     differs. A step of many batches is made to its end: the gradients of some of them would be lost.
 
-    Lightning's own way is not used: its signal handler calls a collective in the middle of what the rank does, and a
-    rank above zero that receives the signal leaves alone. The broadcast of rank zero before every batch is replaced by
-    a maximum over ranks: the traffic is the same, or less with `every_n_steps`. The host waits for each answer, so on
-    CUDA nothing of the next step is queued up meanwhile.
-
-    Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0: at any other, Lightning's observer
-    kills rank zero, which may still be writing.
+    Lightning's broadcast of rank zero's flag before every batch becomes a maximum over ranks: the traffic is the same,
+    or less with `every_n_steps`. The host waits for each answer, so on CUDA nothing of the next step is queued up
+    meanwhile. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
 
     In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
-    obeyed too, and once the checkpoint is on the disk rank zero queues the job again. Lightning by itself would save
-    in the middle of a step, from inside of its signal handler, and then test the weights of that moment: a file
-    `hpc_ckpt_*` in the run's directory beats those in memory. `SLURMEnvironment(auto_requeue=False)` turns this off.
+    obeyed too, and once the checkpoint is on the disk rank zero queues the job again, unless
+    `SLURMEnvironment(auto_requeue=False)`.
 
     *Every rank must have this callback.*
 
@@ -117,6 +115,9 @@ class StopOnSignal(Callback):
 
     def _install_handlers(self, trainer: pl.Trainer) -> None:
         """Install the handlers. Lightning, which installed its own before, restores the old ones after the fit."""
+        # In place of Lightning's handlers. That of SIGTERM calls a collective in the middle of a rank's work, and a
+        # rank above zero leaves alone. That of SLURM's signal saves in the middle of a step and then tests the weights
+        # of that moment: a file `hpc_ckpt_*` in the run's directory beats those in memory.
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 signal.signal(number, partial(self._on_signal, trainer, NO))
@@ -153,6 +154,7 @@ class StopOnSignal(Callback):
         trainer.save_checkpoint(path, weights_only=False)
         by = signal.Signals(asked % REQUEUE)
         code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
+        # If a rank that Lightning started ends with another code than 0, it kills rank zero, which may still write.
         exception.code = 0 if _is_started_by_lightning(trainer) else code
         rank_zero_info(
             f"stopped by {'Ctrl-C' if by == signal.SIGINT else by.name} in epoch {trainer.current_epoch} after step "
@@ -217,3 +219,39 @@ def _signal_of(name: str) -> signal.Signals:
         raise ValueError(
             f"`signals` (={name}) must be names of signals, such as SIGTERM or SIGUSR1: there is no such one here."
         ) from None
+
+
+def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
+    """Return the signal at which the job is to be queued again, Lightning's `requeue_signal`; None: at no signal."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
+def job_id_of(variables: Mapping[str, str]) -> str:
+    """Return the job's name for `scontrol`; a task of an array has its own.
+
+    >>> job_id_of({"SLURM_JOB_ID": "17"})
+    '17'
+    >>> job_id_of({"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"})
+    '17_1'
+    """
+    if (array := variables.get("SLURM_ARRAY_JOB_ID")) is not None:
+        return f"{array}_{variables['SLURM_ARRAY_TASK_ID']}"
+    return variables["SLURM_JOB_ID"]
+
+
+def queue_again() -> str:
+    """Ask SLURM to end this job and to queue it again; return the result in one line. Call it on one rank only."""
+    job_id = job_id_of(os.environ)
+    command = ["scontrol", "requeue", job_id]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    else:
+        if done.returncode == 0:
+            return f"SLURM job {job_id} is queued again"
+        reason = done.stderr.strip() or f"exit code {done.returncode}"
+    return f"SLURM job {job_id} could not be queued again by `{' '.join(command)}` ({reason}): submit it again yourself"

@@ -20,9 +20,8 @@ class TimeToAccuracy(Callback):
         time_to_accuracy/train_s   validation not counted
         time_to_accuracy/total_s   validation counted, that which saw it included
 
-    and the step. They are seen as finely as validation is done. The clock travels in the checkpoint: a resumed run goes
-    on from the time at which it was saved, so what an interrupted run did after its last checkpoint is not counted,
-    although the machine spent it. A target that was reached before the interruption stays reached.
+    and the step, as finely as validation is done. The clock travels in the checkpoint: what an interrupted run did
+    after its last checkpoint is not counted. A target that was reached before the interruption stays reached.
 
     Every rank must have this callback; the target is reached when every rank sees it reached.
 

@@ -196,7 +196,7 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
         return {}  # gradients are still scaled, by a factor that the scaler may have changed since
-    # Half-precision gradients on half-precision weights were handed over as they are, still scaled.
+    # LARS and LAMB took half-precision gradients as they are, still scaled.
     is_scaled = any(param.dtype is param.grad.dtype in (torch.float16, torch.bfloat16) for param in params)
     grad_scale = status.optimizer_steps[0].grad_scale if is_scaled and status.optimizer_steps else None
     values = dict[str, float]()

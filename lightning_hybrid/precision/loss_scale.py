@@ -172,6 +172,7 @@ class DynamicLossScale(LossScale):
                 *(self.growth_factor, self.backoff_factor, self.growth_interval),
             )
         else:
+            # The same rule with a count of forgiven overflows; no branch on the host, which does not know `found_inf`.
             self.num_clean_steps.add_(1).masked_fill_(found_inf, 0)
             grow = self.num_clean_steps >= self.growth_interval
             self.hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
@@ -202,13 +203,10 @@ class DynamicLossScale(LossScale):
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
-    """Make the loss scale that a user's setting asks for.
-
-    Args:
-        setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
+    """Make the loss scale of a setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: the setting is none of these.
 
     >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value
     ('DynamicLossScale', 128.0)
@@ -232,7 +230,7 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
         scale: 0-dim fp32, a power of two, on that device.
 
     Returns:
-        1.0 if an element was inf or nan, else 0.0: 0-dim fp32, on that device.
+        1.0 if an element was inf or nan, else 0.0; 0-dim fp32.
 
     >>> gradients = [torch.tensor([8.0, -2.0]), torch.tensor([float("nan")])]
     >>> unscale_(gradients[:1], torch.tensor(4.0)), gradients[0]

@@ -40,7 +40,8 @@ class MasterStep:
                 optimizer.step(**kwargs)
         if state.loss_scale is None:
             return None
-        found_inf = getattr(optimizer, "last_found_inf", None)  # None: there was no gradient
+        # No gradient at all leaves it None; the step then counts as a clean one.
+        found_inf = getattr(optimizer, "last_found_inf", None)
         return torch.zeros((), device=self._device) if found_inf is None else found_inf
 
     def from_unscaled(
@@ -70,6 +71,7 @@ class MasterStep:
         """Put the masters, up to date, into the optimizer with the gradients of their low tensors, for one step."""
         pairs = self._masters.of(optimizer)
         for pair in pairs:
+            # First: an EMA, a clamp or a pruning may have written the low tensor since the last step.
             pair.absorb_outside_writes_()
             pair.master.grad = pair.low.grad
             pair.master.requires_grad_(pair.low.requires_grad)
@@ -82,6 +84,7 @@ class MasterStep:
                 pair.mark_clean()
         finally:
             self.is_running = False
+            # The low tensor has the gradient: a second reference would keep its memory beyond `zero_grad`.
             for pair in pairs:
                 pair.master.grad = None
 

@@ -51,12 +51,10 @@ class MasterPair:
 
     @torch.no_grad()
     def gradient_fp32(self) -> Tensor:
-        """Return the low tensor's gradient in fp32.
-
-        On a CPU always in the same memory: fresh pages cost there 50 times what the conversion does. On CUDA the
-        allocator keeps memory at hand, and between steps others can use it.
-        """
+        """Return the low tensor's gradient in fp32."""
         assert self.low.grad is not None
+        # On CUDA the allocator has memory at hand, and between steps others can use it. On a CPU it is always the same
+        # memory: fresh pages cost 50 times what the conversion does.
         if self.low.is_cuda:
             return self.low.grad.float()
         if self._gradient is None:
@@ -65,11 +63,9 @@ class MasterPair:
 
     @torch.no_grad()
     def sum_gradient(self) -> None:
-        """Move the low tensor's gradient into an fp32 sum.
-
-        In half precision every addition would round, and of n batches each is about 1 / n of the sum: beyond 2048 of
-        them in fp16, or 256 in bf16, nothing would be left of one.
-        """
+        """Move the low tensor's gradient into an fp32 sum."""
+        # In half precision every addition would round, and of n batches each is about 1 / n of the sum: beyond 2048 of
+        # them in fp16, or 256 in bf16, nothing would be left of one.
         gradient = self.low.grad
         if gradient is None or gradient.dtype is not self.low.dtype or gradient.layout is not torch.strided:
             return
@@ -90,14 +86,14 @@ class MasterPair:
             master = where(low == low_dtype(master), master, low)
 
         Stochastic weight averaging, EMA, weight clamps and pruning write the module's tensors. Without this the next
-        copy from the masters would undo them. Untouched elements stay as they are, in all fp32 bits. Where no write can
-        have happened (`write_tracking`) no memory is read. The master alone is written through a state dict.
+        copy from the masters would undo them. Untouched elements stay as they are, in all fp32 bits.
         """
+        # A state dict writes the master alone: then the low tensor, which was not written, follows.
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
             self.low.copy_(self.master)
             self.mark_clean()
         if is_untouched(self.low):
-            return
+            return  # no write can have happened: no memory is read
         # On a CPU this answer is free, and it saves four passes over memory where nothing was written.
         if self.low.device.type != "cpu" or not _is_rounded(self.low, self.master):
             torch.where(self.low == self.master.to(self.low.dtype), self.master, self.low, out=self.master)
@@ -123,9 +119,8 @@ class MasterWeights:
         frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
             averages are written there, in steps that half precision would round away.
 
-    BatchNorm takes half-precision activations and fp32 parameters by itself. Other normalisation layers get hooks
-    that compute in fp32 and return the compute dtype. Weights that are computed from others (`parametrizations`,
-    `weight_norm`, `spectral_norm`) are computed in fp32. `torchmetrics` objects are left alone.
+    Normalisation layers compute in fp32, as do weights that are computed from others (`parametrizations`,
+    `weight_norm`, `spectral_norm`). `torchmetrics` objects are left alone.
     """
 
     def __init__(
@@ -139,6 +134,7 @@ class MasterWeights:
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         for child in _modules_outside_metrics(module):
+            # BatchNorm takes half activations and fp32 parameters by itself; other normalisation layers need hooks.
             if isinstance(child, NORMALISATION_TYPES):
                 if not isinstance(child, _BatchNorm):
                     self.hooks.compute_in_fp32(child)
@@ -168,8 +164,7 @@ class MasterWeights:
     def follow_device(self) -> None:
         """Move each master to where its low tensor is; track writes to it.
 
-        Call after the module was moved and before it is wrapped by `DistributedDataParallel`: the wrapper's
-        gradient accumulators are made for the parameters as they are then.
+        Call it between the module's move and DDP, whose gradient accumulators are for the parameters as they are then.
         """
         for pair in self.pairs.values():
             pair.master.data = pair.master.data.to(pair.low.device)

@@ -146,6 +146,8 @@ def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
 def _enter_step(link: _Link, module: nn.Module, args: Any) -> None:
     if link.hooks is None or link.hooks.is_in_step:
         return
+    # User code calls the module or a child of it, to sample or to evaluate. A hook cannot wrap the call, so the context
+    # is entered here and left in the forward hook; `always_call` runs that one after an error too.
     stack = ExitStack()
     stack.enter_context(link.hooks.step_context())
     link.hooks.opened.append((module, stack))

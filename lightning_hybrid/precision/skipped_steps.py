@@ -155,6 +155,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
         """Return the smallest scale of all optimizers whose parameters a backward can reach; all of them take it."""
+        # One backward has one loss, so one scale: gradients of all that it reaches are multiplied by the same number.
         reached = list(self)
         if len(reached) > 1:
             reached = [one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))] or reached

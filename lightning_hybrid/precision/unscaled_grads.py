@@ -115,19 +115,20 @@ class UnscaledGradients:
     def prepare_for_backward(self, scale: Tensor | None, *, sums: bool = False, averages: bool = True) -> None:
         """Make gradients that outlived their step ready for another backward, which adds to them.
 
-        Usually `zero_grad` removed them. Where it did not, they return to the parameter's dtype and to the scale. In
-        a manual loop, where they often stay, half precision would round at each return: there those that need no
-        further average are set aside in fp32, until `unscale` and `put_back`.
+        They return to the parameter's dtype and to the scale, or are set aside in fp32 until `unscale` and `put_back`.
 
         Args:
             scale: the loss scale of this backward; None: there is none.
             sums: whether gradients may be set aside.
             averages: whether this backward averages over ranks what it finds in `p.grad`.
         """
+        # Usually `zero_grad` removed them, and there is nothing to do. In a manual loop they often stay, and half
+        # precision would round at each return: there those that need no further average are set aside.
         for held in list(self._held.values()):
             parameter, is_held = held.parameter, self.of(held.parameter) is not None
             gradient = parameter.grad
             if held.gradient.dtype is not parameter.dtype:
+                # `grad_dtype` can only change while there is no gradient.
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype  # backward casts what it brings
             if gradient is None:

@@ -44,14 +44,11 @@ class Planner(Protocol):
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
     """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
 
-    Args:
-        ddp_kwargs: what the user gave in addition to the strategy's own arguments.
-        own: the strategy's own arguments, for the advice.
-
     Raises:
-        ValueError: names the option, and the one it is close to.
+        ValueError: names the option, and the one it is close to: one of DDP's or of the strategy's `own`.
     """
     own = [name for name in own if name != "ddp_kwargs"]
+    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
@@ -204,6 +201,7 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
     Raises:
         MisconfigurationException: it says something else.
     """
+    # Lightning takes the strategy's plugin and ignores the flag without a word; "32-true" is the flag's default.
     asked = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
     if asked not in ("32-true", plugin.precision):
         raise MisconfigurationException(
@@ -214,11 +212,7 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
 
 
 def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
-    """Return the setting of `tune`; YAML reads `on` and `off` as booleans.
-
-    Args:
-        setting: the user's.
-        is_own_choice: whether the plan is the library's: a plan that the user chose is tuned only with `tune="on"`.
+    """Return the setting of `tune`; with a plan that is not the library's own choice, `"auto"` is `"off"`.
 
     Raises:
         ValueError: the setting is none of auto, on, off.
@@ -228,6 +222,7 @@ def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
     >>> tune_from("auto", is_own_choice=False)
     'off'
     """
+    # YAML reads `on` and `off` as booleans.
     setting = {True: "on", False: "off"}[setting] if isinstance(setting, bool) else setting
     if setting not in ("auto", "on", "off"):
         raise ValueError(

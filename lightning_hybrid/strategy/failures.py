@@ -93,18 +93,16 @@ class SetupWatchdog:
 class SigtermOnAnyRank:
     """Handler of SIGTERM for one fit, in place of Lightning's: it notes the signal, and the next batch raises.
 
-    Lightning 2.6 asks rank zero before each batch whether it received a signal, and its signal handler calls the same
-    collective, in the middle of what a rank does: a signal to a rank above zero leaves the ranks waiting in different
-    collectives for good. Here rank zero's signal is obeyed as Lightning does; another rank's by ending its run, of
-    which the others learn within seconds.
-
-    Args:
-        trainer: whose handler is installed, if it is.
+    Rank zero's signal is obeyed as Lightning does; another rank's by ending its run, of which the others learn within
+    seconds.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._was_asked = False
+        # Lightning 2.6 asks rank zero before each batch whether it received a signal, and its handler calls the same
+        # collective in the middle of what a rank does: a signal to a rank above zero leaves the ranks waiting in
+        # different collectives for good.
         installed = signal.getsignal(signal.SIGTERM)
         if isinstance(installed, _HandlersCompose):
             installed.signal_handlers = [
@@ -149,6 +147,7 @@ class FailureReportMixin:
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
         on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
+        # Before the process group is made, when torch reads it; a value of the user's stays.
         if on_cuda and ERROR_HANDLING not in os.environ:
             os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
         super().setup_environment()  # type: ignore[misc]
@@ -193,6 +192,7 @@ class FailureReportMixin:
             if cause and cause not in str(exception):
                 exception.add_note(cause)
         super().on_exception(exception)  # type: ignore[misc]
+        # DDPStrategy has added its advice on unused parameters, in which it names itself.
         if exception.args and isinstance(exception.args[0], str):
             exception.args = (with_own_names(exception.args[0], type(self).__name__), *exception.args[1:])
         if self.lightning_module is not None:

@@ -67,9 +67,8 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits.
-        tune: whether other algorithms, chunks and groups are tried in the first steps, and one that takes less time
-            beyond noise is taken: only the order of additions changes. `"auto"`: on several nodes, without
-            `algorithm` and `plan`, in runs of 1,000 steps or more; `"on"`: in any; `"off"`: never.
+        tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
+            noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
@@ -222,6 +221,8 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         super().model_to_device()
         if self._half is not None:
             assert self.lightning_module is not None
+            # Now, on the fp32 parameters: what constructors make of them, such as slow weights, is then fp32. Lightning
+            # makes optimizers later, and finds them made.
             if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
                 self.setup_optimizers(self.lightning_module.trainer)
                 self._has_optimizers = True
@@ -241,6 +242,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
             self._plan = ask_planner(self._planner, self.model, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
         super().configure_ddp()
+        # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
             assert self.lightning_module is not None
             self._masters.broadcast_(self.lightning_module, ignored)

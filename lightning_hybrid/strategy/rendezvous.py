@@ -57,6 +57,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
         raise RendezvousError(_no_answer(where, rank, timeout)) from error
     calls = dist.PrefixStore("names", store)
     me = f"process {os.getpid()} on host {socket.gethostname()}"
+    # The first process to write the rank's name has the rank; a second one reads that name and ends.
     other = calls.compare_set(f"rank {rank}", "", me).decode()
     if other != me:
         raise RendezvousError(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hybrid.callbacks import ReplicaCheck
-from lightning_hybrid.callbacks.data_order import order_of
+from lightning_hybrid.callbacks.replica_check import order_of
 from lightning_hybrid.data.order import EpochOrder, ResumableLoader
 from tests import toy
 
