@@ -76,11 +76,7 @@ def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, 
     least = bucket.traffic.least_across
     achieved = least / in_flight_s if in_flight_s and least else None
     return {
-        "index": bucket.index,
-        "numel": bucket.numel,
-        "dtype": bucket.dtype,
-        "num_bytes": bucket.num_bytes,
-        "algorithm": bucket.algorithm,
+        **{name: getattr(bucket, name) for name in ("index", "numel", "dtype", "num_bytes", "algorithm")},
         "num_chunks": bucket.num_chunks,
         "num_times": bucket.num_times,
         "link_bytes": bucket.traffic.across,
@@ -142,7 +138,7 @@ def draw_buckets(axes: Axes, comm: CommSummary | None) -> None:
     if not timed:
         axes.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axes.transAxes)
         return
-    if len(timed) > MOST_BARS:
+    if len(timed) > MOST_BARS:  # the longest are chosen, and drawn in the order of the buckets
         longest = sorted(timed, key=lambda each: -each[1])[:MOST_BARS]
         timed = [each for each in timed if each in longest]
         axes.set_title(f"buckets: time in flight, and exposed (the {MOST_BARS} longest exposed)")

@@ -23,9 +23,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
     the average as their weights, and the trained weights under a key of their own; after `fit` the module holds the
     average.
 
-    Lightning's own reads and writes the module's tensors: with masters behind them it would average their fp16 copies,
-    and each validation would round the average itself to fp16, as it swaps the two. In all else this is its class. It
-    swaps in another way: the average stays where it is, and the module's tensors are saved during validation.
+    Lightning's own would average the fp16 copies of the masters, and each validation would round the average itself to
+    fp16, as it swaps the two. Here the average stays where it is, and the module's tensors are saved meanwhile.
 
     Args:
         decay: part of the average that stays at each update, 0 to 1.

@@ -38,7 +38,9 @@ class KeepEpochMetrics(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the sums of all ranks into the checkpoint. Collective."""
+        # A value that is not logged again before this checkpoint is still in what the last one restored.
         own: dict[str, Any] = self._restored or {"metrics": {}, "logged": {}}
+        # A checkpoint after the last batch goes on in the next epoch, whose sums start at zero.
         if self._is_in_epoch and not trainer.is_last_batch:
             own = {
                 "metrics": own["metrics"] | dict(_states(trainer, pl_module)),

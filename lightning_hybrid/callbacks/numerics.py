@@ -99,6 +99,7 @@ class NumericsMonitor(Callback):
         self._batch = (batch, batch_idx)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         will_be_logged = every > 0 and (trainer.global_step + 1) % every == 0
+        # The count of skipped steps is on the device: it is read only where that makes the host wait for nothing more.
         if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._on_others:
@@ -175,6 +176,7 @@ class NumericsMonitor(Callback):
 
     def _warn_at_floor(self, trainer: pl.Trainer) -> None:
         scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in run_status(trainer).loss_scales]
+        # A fixed scale has no floor.
         if not any(floor is not None and value <= floor for value, floor in scales):
             self._floor_since = -1
             return
@@ -199,6 +201,7 @@ class NumericsMonitor(Callback):
         nothing = torch.zeros((), device=device)
         largest = torch.stack([nothing if one is None else one.float() for one in found.values()]).tolist()
         for name, value in zip(found, largest, strict=True):
+            # One zero may be chance, such as a layer that dropout or a rare branch left out.
             self._num_zero[name] = self._num_zero.get(name, 0) + 1 if value == 0 else 0
         dead = [name for name, num in self._num_zero.items() if num == self.patience]
         if dead:
@@ -227,6 +230,7 @@ class NumericsMonitor(Callback):
         probes = self._probes
         self._forget()
         text = str(exception)
+        # These say all there is to say, and another rank's failure has no cause in this rank's batch.
         if isinstance(exception, NonFiniteLossError) or text.startswith("comm: ") or is_of_a_collective(exception):
             return
         try:

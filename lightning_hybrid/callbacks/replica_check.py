@@ -37,9 +37,8 @@ class ReplicaCheck(Callback):
 
     It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`).
 
-    Data-parallel training averages gradients and trusts that every rank makes the same step with them. A bit that
-    flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
-    from then on that rank's gradients belong to other weights, without an error.
+    Data-parallel training trusts that every rank makes the same step with the averaged gradients. After a flipped bit,
+    code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
 
         c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
@@ -97,6 +96,7 @@ class ReplicaCheck(Callback):
         assert self._fingerprint is not None
         own = {name: self._fingerprint.of(tensor) for name, tensor in tensors_of_replica(trainer)}
         order = order_of(trainer.train_dataloader)
+        # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
         words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
         names = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
         combined = self._fingerprint.combine([*own.values(), Fingerprint(names.device).of(names)])
@@ -171,6 +171,7 @@ def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) 
     by_value: dict[int | None, list[int]] = {}
     for rank, values in enumerate(values_of):
         by_value.setdefault(values.get(differing[0]), []).append(rank)
+    # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
     (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
     few = [f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})" for _, ranks in others]
     absent = ", which some do not have," if None in by_value else ""

@@ -41,10 +41,9 @@ class StopOnSignal(Callback):
     The exit code is a shell's for a process that SIGTERM ended, or SIGINT; other signals count as SIGTERM. Ctrl-C a
     second time ends the run at once, without a checkpoint.
 
-    The checkpoint is of a moment between two steps, in which everything of the last has been logged, so a run that is
-    resumed from it goes on to the bit. The signal is obeyed after at most `every_n_steps` steps and, where that is
-    under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait`
-    differs. A step of many batches is made to its end: the gradients of some of them would be lost.
+    The checkpoint is of a moment between two steps, after all of the last has been logged: a run that is resumed from
+    it goes on to the bit. The signal is obeyed after at most `every_n_steps` whole steps and, where that is under way,
+    one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait` differs.
 
     Lightning's broadcast of rank zero's flag before every batch becomes a maximum over ranks: the traffic is the same,
     or less with `every_n_steps`. The host waits for each answer, so on CUDA nothing of the next step is queued up

@@ -78,6 +78,7 @@ class TimeToAccuracy(Callback):
         """Check the metric. Collective."""
         if self._began_s is None or trainer.sanity_checking:  # `trainer.validate` trains nothing
             return
+        # Before the check: the clock of training must not count the validation that saw the target.
         self._validation_s += time.perf_counter() - self._validation_began_s
         if self.reached is None and self._is_reached(trainer):
             self.reached = {

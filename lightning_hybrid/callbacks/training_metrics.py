@@ -117,7 +117,7 @@ class TrainingMetrics(Callback):
         self._window_first_step = self._num_steps
         self._paused_s = 0.0
         for take_wait_s in _waits(trainer):
-            take_wait_s()
+            take_wait_s()  # what was waited until now belongs to no window
         self._window_began_s = time.perf_counter()
         self._window_is_warm = self._num_steps >= self.skip_steps
 
@@ -164,6 +164,7 @@ def num_images(batch: Any) -> int:
     >>> num_images({"images": torch.zeros(7, 1, 16, 16), "labels": torch.zeros(7)})
     7
     """
+    # Images and labels, or views of them, have one length: any tensor will do.
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return len(batch)

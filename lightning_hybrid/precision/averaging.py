@@ -22,7 +22,7 @@ def average_masters(callbacks: Iterable[Callback]) -> None:
     """Let Lightning's averaging callbacks average masters: exactly torch's class is replaced, a user's own is left."""
     for callback in callbacks:
         average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
-        if type(average) is AveragedModel:
+        if type(average) is AveragedModel:  # a subclass may average in its own way
             average.__class__ = AverageOfMasters
 
 

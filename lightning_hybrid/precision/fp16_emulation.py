@@ -1,9 +1,8 @@
 """fp16 matrix products on a CPU, as tensor cores compute them.
 
-CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. A tensor
-core multiplies fp16 operands and accumulates in fp32; so does this mode: operands rounded to fp16, arithmetic in fp32,
-result rounded to fp16, in forward and (through autograd's casts) in backward. The numbers are those of a GPU up to the
-order of summation, at fp32 speed, so that a test on a CPU says something about the run on a GPU.
+CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. Here operands
+are rounded to fp16, arithmetic is in fp32 and the result is rounded to fp16, in forward and (through autograd's casts)
+in backward: a GPU's numbers up to the order of summation, at fp32 speed.
 """
 
 from __future__ import annotations

@@ -88,8 +88,7 @@ class DynamicLossScale(LossScale):
     can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
 
     `hysteresis` is the rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale
-    as it is, every further one lowers it; so a single bad batch does not. (apex forgives all overflows that do not come
-    in a row; such a scale may stay too high for ever.)
+    as it is. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
 
     Args:
         init_scale: first scale; a power of two.
@@ -121,12 +120,10 @@ class DynamicLossScale(LossScale):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        _check_power_of_two("init_scale", init_scale)
+        scales = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
+        for name, value in {**scales, "growth_factor": growth_factor, "backoff_factor": backoff_factor}.items():
+            _check_power_of_two(name, value)
         super().__init__(init_scale)
-        for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
-            _check_power_of_two(name, value)
-        for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
-            _check_power_of_two(name, value)
         if growth_factor < 1.0:
             raise ValueError(
                 f"`growth_factor` (={growth_factor}) must be at least 1: a clean step never lowers the scale."

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -194,10 +193,6 @@ class MasterWeights:
         pair = self.pair_of(parameter)
         assert parameter.grad is not None
         return parameter.grad.float() if pair is None else pair.gradient_fp32()
-
-    def to_fp32(self, outputs: Any) -> Any:
-        """Return `outputs` with its tensors of the compute dtype in fp32."""
-        return self.hooks.to_fp32(outputs)
 
     def of(self, optimizer: Optimizer) -> list[MasterPair]:
         """Return the pairs of the parameters in `optimizer`, in the order of its groups."""

@@ -99,9 +99,7 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 
 class DirectSteps:
-    """Hooks that put the masters in where user code steps a torch optimizer itself.
-
-        self.optimizers(use_pl_optimizer=False).step()      wrapper.base_optimizer.step()
+    """Hooks that put the masters in where user code steps a torch optimizer itself, or one that a wrapper holds.
 
     Args:
         optimizer: with those that it wraps.

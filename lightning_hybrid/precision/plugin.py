@@ -132,7 +132,7 @@ class MasterWeightPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert in place; in a fit only `follow_device` does. fp32 values are cloned before the cast."""
-        if self.masters is not None:
+        if self.masters is not None:  # of an earlier run: its module must be fp32 to be cloned exactly
             self.masters.restore()
         self._module = module
         if not self._is_fit:
@@ -275,11 +275,11 @@ class MasterWeightPrecision(Precision):
             self._after_closure(model, optimizer)
             return closure_result
         if self._may_step_in_one_pass(optimizer, model):
-            self._after_closure(model, optimizer)
+            self._after_closure(model, optimizer)  # calls the hooks; none of them looks at gradients
             found_inf = self._step.in_one_pass(optimizer, state, **kwargs)
         else:
             found_inf = self._unscale_(optimizer, state)
-            self._after_closure(model, optimizer)
+            self._after_closure(model, optimizer)  # hooks and clipping see fp32 gradients, unscaled
             self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)

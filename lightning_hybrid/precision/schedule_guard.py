@@ -1,7 +1,7 @@
 """Learning-rate schedules that wait when a step was skipped.
 
-After an overflow the optimizer does not step, so neither may a schedule that counts steps: otherwise a warm-up of a few
-hundred steps loses some of them to the first search for a loss scale, and PyTorch warns that the scheduler ran first.
+After an overflow the optimizer does not step, so neither may a schedule that counts steps: a warm-up would lose some to
+the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
 
 The schedule runs on the host; whether the step was skipped is known on the device. F forward, B backward, U update:
 

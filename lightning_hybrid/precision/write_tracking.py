@@ -99,11 +99,10 @@ def is_untouched(parameter: Tensor) -> bool:
     >>> is_untouched(weight)
     True
     >>> with torch.no_grad(): _ = weight[0].mul_(2.0)
-    >>> is_untouched(weight)
-    False
+    >>> before = is_untouched(weight)
     >>> mark_clean(weight); _ = weight.data
-    >>> is_untouched(weight)    # now and later
-    False
+    >>> before, is_untouched(weight)
+    (False, False)
     """
     return (
         type(parameter) is TrackedParameter

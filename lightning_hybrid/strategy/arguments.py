@@ -105,7 +105,7 @@ def plan_from(plan: CommPlan | Planner | str | None, *, algorithm: Any, bucket_b
         return plan
     try:
         return CommPlan.from_json(Path(plan).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(
             f"`plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
             "`CommPlan(...).to_json()`, or leave `strategy.plan` out."
@@ -119,6 +119,7 @@ def ask_planner(
 
     Gradients get ready about in the reverse order of the parameters.
     """
+    # Ranks that know the same module choose the same plan: nothing here is measured.
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
@@ -164,7 +165,7 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -
     """Return the dtype that an option names.
 
     Raises:
-        ValueError: it names no floating-point dtype of a gradient.
+        ValueError: it names no dtype of a gradient.
 
     >>> dtype_from("fp16"), dtype_from("torch.bfloat16"), dtype_from(None)
     (torch.float16, torch.bfloat16, None)

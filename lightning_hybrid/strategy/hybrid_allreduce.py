@@ -327,7 +327,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""
         outputs = super().predict_step(*args, **kwargs)
-        return outputs if self._masters is None else self._masters.to_fp32(outputs)
+        return outputs if self._masters is None else self._masters.hooks.to_fp32(outputs)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -103,6 +103,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
     """Bind a socket there; None leaves it to torch, which listens on all interfaces."""
     if not address:
         return None
+    # torch's own listener would take every interface: any host could reach the store.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

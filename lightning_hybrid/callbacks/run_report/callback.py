@@ -36,11 +36,10 @@ class RunReport(Callback):
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
         <run_dir>/run.html       all of it on a page of its own, picture included
 
-    Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it; a curve of more than
-    2,000 points is thinned evenly, so that neither grows with the steps. Curves are what other
-    callbacks (`TrainingMetrics`, to be listed before it) and the module log; communication is rank zero's, of every
-    step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a few lines, to be printed
-    when all is over.
+    Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it. Curves are what other
+    callbacks (`TrainingMetrics`, to be listed before it) and the module log, thinned beyond 2,000 points; communication
+    is rank zero's, of every step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a
+    few lines.
 
     Args:
         run_dir: where to write; None: the trainer's `default_root_dir`.
@@ -82,6 +81,7 @@ class RunReport(Callback):
 
     def communication(self) -> CommSummary | None:
         """Return what this rank communicated since the first step; None where the strategy has no counters."""
+        # A trace counts one fit; a run may be several, in this process or before a resume.
         if self._trace is None:
             return self._communication_before
         now = self._trace.total()
@@ -133,6 +133,7 @@ class RunReport(Callback):
             if m.metric_of(name) is not None and name.startswith(groups):
                 self._curve(name).append(trainer.global_step, float(value))
         times = self._curve(m.ELAPSED_S)
+        # Training and validation may record at one step: its time is recorded once.
         if not times or times[-1][0] != trainer.global_step:
             times.append(trainer.global_step, self.elapsed_s)
 

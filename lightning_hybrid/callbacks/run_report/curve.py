@@ -18,9 +18,8 @@ Point = tuple[int, float]
 class Curve(Sequence[Point]):
     """Values of a metric by steps, at most `MAX_POINTS`: a curve that has become too long is thinned.
 
-    Without a bound the points would grow with the steps, in memory and in every checkpoint. Here they are numbers in
-    one array, 16 bytes each. As tuples they would be seven times as large, and at every checkpoint 40,000 of them (20
-    metrics) would be copied, while training waits, and pickled.
+    The points are numbers in one array, 16 bytes each: as tuples, 40,000 of them (20 metrics) would be copied and
+    pickled at every checkpoint, while training waits.
 
     Args:
         points: first points: pairs, or the tensor of another curve.
