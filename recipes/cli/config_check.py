@@ -261,10 +261,16 @@ def _arguments_of(target: Any) -> TypeAdapter[Any]:
 
 def _hints_of(function: Any) -> dict[str, Any]:
     try:
-        hints = typing.get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters
-    except Exception:  # of C, or names that exist for type checkers only
+    except (TypeError, ValueError):  # of C
         return {}
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # names that exist for type checkers only
+        own = {name: parameter.annotation for name, parameter in parameters.items()}
+        hints = {
+            name: hint for name, hint in own.items() if hint is not inspect.Parameter.empty and type(hint) is not str
+        }
     for name, parameter in parameters.items():
         if name not in hints and isinstance(parameter.default, bool):  # torch leaves much without an annotation
             hints[name] = bool

@@ -90,7 +90,7 @@ class Count(pl.Callback):
             self._profile.__exit__(None, None, None)
             total = sum(_alive(_allocations(self._profile)).values())
         masters = getattr(trainer.precision_plugin, "masters", None)
-        twins = [] if masters is None else list(masters.twins.values())
+        twins = [] if masters is None else list(masters.pairs.values())
         parameters = list(pl_module.parameters())
         grads = [p.grad for p in parameters if p.grad is not None]
         grads += [twin._gradient for twin in twins if twin._gradient is not None]
