@@ -1,6 +1,6 @@
-"""The first import of every command: finds `recipes`, which is not installed, and gives each process one thread.
+"""First import of every command: puts `recipes`, which is not installed, on the path; sets one thread per process.
 
-Python puts the folder of a script first on its path, so the commands find this module and nothing else of ours.
+Python puts the folder of a script first on its path: the commands find this module there.
 """
 
 import os

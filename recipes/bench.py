@@ -1,4 +1,4 @@
-"""Time all-reduces and training steps on your cluster: `python recipes/bench.py devices=4`, or under torchrun."""
+"""Benchmark of all-reduces and training steps: `python recipes/bench.py devices=4`, or under torchrun."""
 
 import logging
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Large batches at our size, with and without the method: `python recipes/claims.py`; see records/claims/README.md."""
+"""Study of large batches, with and without the method: `python recipes/claims.py`; see records/claims/README.md."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,7 @@ KEYS: dict[str, Any] = {
 
 
 def say(name: str, outcome: TrialOutcome) -> None:
-    """A line for a trial that ended."""
+    """Print a line for a trial that ended."""
     found = outcome.reason if outcome.value is None else f"{outcome.value:.4f}"
     lr = next(override for override in outcome.overrides if override.startswith("optim.lr="))
     print(f"{name}: {lr} {outcome.overrides[-1]} {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)

@@ -1,4 +1,4 @@
-"""Check this machine's GPU first: `python recipes/gpu_check.py [out=DIR] [minutes=8] [only=NAME,...] [--device cpu]`.
+"""First check of a machine's GPU: `python recipes/gpu_check.py [out=DIR] [minutes=8] [only=NAME,...] [--device cpu]`.
 
 Needs torch and Lightning, and pytest for the tests; neither Hydra nor wandb. Prints a line for each check, then tables,
 and writes `gpu_check.json`. The exit code is the number of failures.
@@ -38,7 +38,7 @@ CHECKS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run them; the number of failures."""
+    """Run the checks; return the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="out, minutes, only")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

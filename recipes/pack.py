@@ -1,4 +1,4 @@
-"""Pack an image set into shards: `python recipes/pack.py root=... out=...`; again after a kill, and it goes on."""
+"""Packing of an image set into shards: `python recipes/pack.py root=... out=...`; the same again resumes it."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ KEYS = {
 
 
 def summary_of(packed: Packed) -> str:
-    """What became of a split, in a sentence."""
+    """Format the result of a split in a sentence."""
     return (
         f"{packed.split}: {packed.num_images:,} images in {packed.num_shards:,} shards, {packed.num_bytes / 1e9:.3f} GB"
         f", {packed.num_corrupt:,} left out as corrupt, {packed.seconds:.0f} s"

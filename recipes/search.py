@@ -1,4 +1,4 @@
-"""Search hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see records/search/README.md."""
+"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see records/search/README.md."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ KEYS: dict[str, Any] = {
 
 
 def say(outcome: TrialOutcome) -> None:
-    """A line for a trial that ended."""
+    """Print a line for a trial that ended."""
     found = outcome.reason if outcome.value is None else f"{outcome.value:.5g}"
     print(f"{' '.join(outcome.overrides)}: {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
 

@@ -1,4 +1,4 @@
-"""Plan before renting: `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`."""
+"""Plan of a run before renting: `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`."""
 
 import _path  # noqa: F401
 import hydra
@@ -15,7 +15,7 @@ launch.register_resolvers()
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
-    """Simulate; print the tables; write ``simulate.json``, ``table.md``, ``simulate.png`` and ``trace/rank-0.json``."""
+    """Simulate; print the tables; write `simulate.json`, `table.md`, `simulate.png` and `trace/rank-0.json`."""
     with launch.short_errors():
         config_check.check(cfg, SIMULATE_KEYS)
         found = simulate_report.SimulationReport.of(scenario_of(cfg), cfg)

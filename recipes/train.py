@@ -1,4 +1,4 @@
-"""Train a network: `python recipes/train.py`, or any part of `conf/train.yaml` in other words after it."""
+"""Training of a network: `python recipes/train.py`, followed by any key of `conf/train.yaml`."""
 
 import _path  # noqa: F401
 import hydra
@@ -15,7 +15,7 @@ from recipes.training.build import build
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """Fit, then test the network as training left it; the accuracy is what a sweep compares."""
+    """Fit, then test the final network; return the accuracy, which a sweep compares."""
     with launch.job() as trainers:
         with launch.short_errors():
             ckpt_path = resume.checkpoint(cfg)

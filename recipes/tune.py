@@ -1,4 +1,4 @@
-"""Measure your links, describe your cluster, choose a plan: `python recipes/tune.py world.devices=4`, or torchrun."""
+"""Measurement of links and choice of a plan: `python recipes/tune.py world.devices=4`, or torchrun."""
 
 import logging
 from typing import Any
@@ -20,7 +20,7 @@ launch.register_resolvers()
 
 
 def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
-    """Whether this is rank zero, the times, and what they were measured on. Starts or joins the ranks."""
+    """Return whether this is rank zero, the times, and their setup. Starts or joins the ranks."""
     if cfg.samples is not None:
         return True, *tune_setup.read_measurements(cfg.samples)
     asked = instantiate(cfg.measure)

@@ -1,1 +1,1 @@
-"""Times all-reduces, steps, updates and input, each arm in turns within one run."""
+"""Benchmarks of all-reduces, steps, updates and input; in each run the arms take turns."""

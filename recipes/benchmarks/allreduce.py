@@ -28,16 +28,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceBench:
-    """Times all-reduces one after another, the arms in turns.
+    """Benchmark of all-reduces, one after another; the arms take turns.
 
-    A sample is as many calls of one arm as take about ``min_sample_s``, of which the slowest rank's time per call
+    A sample is as many calls of one arm as take about `min_sample_s`, of which the slowest rank's time per call
     counts. Calls follow each other without a barrier, which ranks would leave at different times. Each round takes one
     sample of every arm, and every round begins with another arm. Before, each arm sums ones, and the sum is checked.
 
-    Arguments:
-        algorithms: null means ``auto`` and every algorithm there is.
-        min_bytes, max_bytes, factor: sizes are ``min_bytes * factor**k`` up to ``max_bytes``, which is the last.
-        dtypes: names of torch's, such as ``float16``.
+    Args:
+        algorithms: null means `auto` and every algorithm there is.
+        min_bytes, max_bytes, factor: sizes are `min_bytes * factor**k` up to `max_bytes`, which is the last.
+        dtypes: names of torch's, such as `float16`.
         num_rounds: samples of each arm, for each size and dtype.
         timeout_s: of every collective.
     """
@@ -65,7 +65,7 @@ class AllReduceBench:
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Ascending.
+        """Sizes in ascending order.
 
         >>> AllReduceBench(min_bytes=1024, max_bytes=9000, factor=4, dtypes=["float32"], num_rounds=7).sizes_bytes
         [1024, 4096, 9000]
@@ -78,7 +78,7 @@ class AllReduceBench:
         return [*sizes, self.max_bytes]
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Rows of all sizes, as they come. Collective."""
+        """Yield rows of all sizes as they are measured. Collective."""
         with self._arms(fabric, topology) as arms:
             for dtype in self.dtypes:
                 for num_bytes in self.sizes_bytes:
@@ -140,7 +140,7 @@ def _through(engine: CommEngine) -> Callable[[Tensor], object]:
 
 
 def _seconds_per_call(fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int) -> float:
-    """Of the slowest rank; the same number on every rank."""
+    """Return the seconds per call of the slowest rank; the same number on every rank."""
     fabric.barrier()
     synchronize(fabric.device)
     began_s = time.perf_counter()
@@ -151,7 +151,7 @@ def _seconds_per_call(fabric: Fabric, arm: Callable[[Tensor], object], flat: Ten
 
 
 def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
-    """The largest of each of these times over all ranks. Collective."""
+    """Return the largest of each of these times over all ranks. Collective."""
     times = torch.tensor(times_s, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(times, op=dist.ReduceOp.MAX)

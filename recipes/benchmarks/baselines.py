@@ -1,4 +1,4 @@
-"""Strategies to compare with: torch's fp16 compression, and ours without its communication."""
+"""Strategies to compare with: torch's fp16 compression, and the hybrid all-reduce without its communication."""
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -14,7 +14,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """``ddp`` with torch's ``fp16_compress_hook`` on every device; Lightning would register it on CUDA only."""
+    """`ddp` with torch's `fp16_compress_hook` on every device; Lightning registers it on CUDA only."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -22,7 +22,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
 
 class SilentStrategy(HybridAllReduceStrategy):
-    """Ours in everything but that each rank keeps its own gradients: what a step costs beside communication."""
+    """Hybrid all-reduce whose ranks keep their own gradients: what a step costs without communication."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -30,7 +30,7 @@ class SilentStrategy(HybridAllReduceStrategy):
 
 
 def keep_bucket(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A hook that hands a bucket back at once, as it is."""
+    """Return a bucket at once, as it is: a hook without communication."""
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future

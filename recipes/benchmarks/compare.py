@@ -1,4 +1,4 @@
-"""Draw the steps of several records in one picture: `python -m recipes.benchmarks.compare OUT.png RECORD...`."""
+"""Picture of the steps of several records: `python -m recipes.benchmarks.compare OUT.png RECORD...`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NETWORKS = {"linear_8mib": "8 MiB of gradients", "resnet50": "ResNet-50", "alexn
 
 
 def steps_of(record: Path) -> tuple[str, float, list[Timing]]:
-    """Layout, rate of a link and the rows of whole steps. ``record``: the folder of a ``rows.jsonl``."""
+    """Return layout, rate of a link and rows of whole steps. `record`: the folder of a `rows.jsonl`."""
     head, *found = map(json.loads, (record / "rows.jsonl").read_text().splitlines())
     rows = []
     for row in found:
@@ -28,7 +28,7 @@ def steps_of(record: Path) -> tuple[str, float, list[Timing]]:
 
 
 def line_of(layout: str, rate: float, rows: Sequence[Timing]) -> str:
-    """A row of a Markdown table: medians [least, most] in ms, ratios to ours, ours over its byte bound."""
+    """Format a Markdown row: medians [least, most] in ms, ratios to `auto`, `auto` over its byte bound."""
     by_arm = {row.arm: row for row in rows}
     ours = by_arm["auto"]
 
@@ -42,7 +42,7 @@ def line_of(layout: str, rate: float, rows: Sequence[Timing]) -> str:
 
 
 def picture(records: Sequence[tuple[str, float, list[Timing]]]) -> Figure:
-    """A panel for each gradient set, a group of bars for each layout; a tick on a bar is its byte bound."""
+    """Draw a panel for each gradient set, a group of bars for each layout; a tick on a bar is its byte bound."""
     cases = list(dict.fromkeys(row.case for _, _, rows in records for row in rows))
     figure = Figure(figsize=(4.2 * len(cases), 3.6), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):

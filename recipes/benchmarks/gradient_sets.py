@@ -22,7 +22,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def alexnet_shapes() -> list[tuple[int, ...]]:
-    """Parameters of AlexNet in one column (Krizhevsky 2014, arXiv:1404.5997), in the order of the layers.
+    """Return the shapes of AlexNet in one column (Krizhevsky 2014, arXiv:1404.5997), in the order of the layers.
 
     >>> numel(alexnet_shapes()), len(alexnet_shapes())
     (61100840, 16)
@@ -31,7 +31,7 @@ def alexnet_shapes() -> list[tuple[int, ...]]:
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Parameters of ResNet-50 (He et al. 2015, arXiv:1512.03385), in the order of the layers.
+    """Return the shapes of ResNet-50 (He et al. 2015, arXiv:1512.03385), in the order of the layers.
 
     Convolutions have no bias; each is followed by weight and bias of its normalisation.
 
@@ -47,7 +47,7 @@ def _shapes_of(network: type[nn.Module]) -> list[tuple[int, ...]]:
 
 
 def linear_8mib_shapes() -> list[tuple[int, ...]]:
-    """Eight linear layers of 512 x 512: 8 MiB of fp32 gradients and 16 KiB of biases.
+    """Return eight linear layers of 512 x 512: 8 MiB of fp32 gradients and 16 KiB of biases.
 
     >>> numel(linear_8mib_shapes()) * 4 / 2**20
     8.015625
@@ -63,7 +63,7 @@ GRADIENT_SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 
 
 def numel(shapes: Shapes) -> int:
-    """Number of elements in all.
+    """Count the elements of all shapes.
 
     >>> numel([(2, 3), (4,)])
     10
@@ -89,26 +89,26 @@ class GradientSet(pl.LightningModule):
         self._noise: Tensor | None = None
 
     def on_fit_start(self) -> None:
-        """Draw what this rank's gradients are made of."""
+        """Draw the noise of which this rank's gradients are made."""
         largest = max(self.layers, key=Tensor.numel)
         generator = torch.Generator().manual_seed(self.global_rank)
         noise = torch.randn(largest.numel(), generator=generator) * 1e-3
         self._noise = noise.to(dtype=largest.dtype, device=self.device)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """A loss, zero and fp32, that depends on every parameter."""
+        """Return a loss, zero and fp32, that depends on every parameter."""
         loss = torch.zeros((), device=self.device)
         for parameter in self.layers:
             loss = _Layer.apply(loss, parameter, self._noise, self.seconds_per_element * parameter.numel())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The cheapest there is."""
+        """Return the cheapest optimizer."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class _Layer(torch.autograd.Function):
-    """Hands its input on; the gradient of the parameter is noise times the gradient of the output."""
+    """Identity; the gradient of the parameter is noise times the gradient of the output."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, parameter: Tensor, noise: Tensor, wait_s: float) -> Tensor:

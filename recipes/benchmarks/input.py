@@ -1,4 +1,4 @@
-"""Measure the input pipeline: `python -m recipes.benchmarks.input`, or with `bench.root=/data/imagenet`."""
+"""Benchmark of the input pipeline: `python -m recipes.benchmarks.input`, or with `bench.root=/data/imagenet`."""
 
 import os
 from dataclasses import asdict
@@ -23,7 +23,7 @@ KEYS = {"about": str | None, "bench": input_cases.InputBench, "run_dir": str}
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="benchmarks/input")
 def main(cfg: DictConfig) -> None:
-    """Measure; print the tables; write ``bench.json`` with every sample, and ``table.md``."""
+    """Measure; print the tables; write `bench.json` with every sample, and `table.md`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         bench = instantiate(cfg.bench)
@@ -34,14 +34,14 @@ def main(cfg: DictConfig) -> None:
     versions["dali"] = input_cases.dali_version()
     config, folder = config_and_folder(cfg)
     config["bench"].pop("scratch")  # a place on this machine
-    told = {
+    content = {
         "config": config,
         "environment": environment() | versions,
         "speeds": [input_cases.as_dict(row) for row in speeds],
         "waits": [asdict(row) for row in waits],
     }
     tables = [input_cases.speed_table(speeds)] + ([input_cases.wait_table(waits)] if waits else [])
-    write_json(folder / "bench.json", told)
+    write_json(folder / "bench.json", content)
     (folder / "table.md").write_text("\n\n".join(tables) + "\n")
     print("\n" + "\n\n".join(tables) + f"\n\nwritten to {folder.resolve()}", flush=True)
 

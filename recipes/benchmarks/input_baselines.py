@@ -1,4 +1,4 @@
-"""Other people's input pipelines, for comparison: torchvision's way with worker processes, and DALI on the CPU."""
+"""Input pipelines to compare with: torchvision's way with worker processes, and DALI on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_hybrid.data.images.crops import NUM_DRAWS, random_box
 
 
 class PillowImages(Dataset[tuple[Tensor, int]]):
-    """What `torchvision.datasets.ImageFolder`, `RandomResizedCrop` and `RandomHorizontalFlip` do, written with Pillow.
+    """Samples as `ImageFolder`, `RandomResizedCrop` and `RandomHorizontalFlip` of torchvision make them, with Pillow.
 
     It ends in uint8, as fast recipes have it; the usual `ToTensor` and `Normalize` in the worker would cost it more.
     """
@@ -42,7 +42,7 @@ class PillowImages(Dataset[tuple[Tensor, int]]):
 def dataloader_batches(
     paths: Sequence[str], labels: Sequence[int], *, image_size: int, batch_size: int, num_workers: int
 ) -> Iterator[Any]:
-    """Endless batches of :class:`PillowImages`; the workers live as long as the iterator."""
+    """Yield batches of `PillowImages` without end; the workers live as long as the iterator."""
     loader = DataLoader(
         PillowImages(paths, labels, image_size),
         batch_size=batch_size,
@@ -58,7 +58,7 @@ def dataloader_batches(
 def dali_batches(
     paths: Sequence[str], labels: Sequence[int], *, image_size: int, batch_size: int, num_workers: int
 ) -> Callable[[], Iterator[Any]] | None:
-    """Makes endless batches of DALI's CPU pipeline, which decodes the crop alone; None where it is not installed."""
+    """Make endless batches of DALI's CPU pipeline, which decodes the crop alone; None where it is not installed."""
     try:
         from nvidia.dali import fn, pipeline_def, types
     except ImportError:

@@ -1,4 +1,4 @@
-"""How fast images become batches: sources, decoders and rivals in turns; and whether a step waits for its data."""
+"""Rates of sources, decoders and other libraries in turns; and whether a step waits for its data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class InputRow:
 
     @property
     def median(self) -> float:
-        """Of the samples."""
+        """Median of the samples."""
         return statistics.median(self.images_per_s)
 
 
@@ -70,7 +70,7 @@ class WaitRow:
 
 @dataclass(frozen=True, kw_only=True)
 class InputBench:
-    """What to measure.
+    """Benchmark of input pipelines.
 
     Args:
         root: An unpacked image set; None: photo-like images are made in `scratch`.
@@ -81,7 +81,7 @@ class InputBench:
         batch_size: Images.
         num_batches: In a sample.
         num_rounds: Samples of each arm, in turns.
-        num_threads: Of ours, and worker processes of the rivals; None: the number of cores.
+        num_threads: Threads of the library, worker processes of the others; None: the number of cores.
         arms: Names to run; None: all that are installed.
         loads: Decoding time over step time, for the second part; empty leaves it out.
         num_steps: Of the second part.
@@ -101,32 +101,32 @@ class InputBench:
     num_steps: Count
 
     def prepare(self) -> dict[str, Path]:
-        """Make what is not there: the folder of each source by name."""
+        """Make what is missing; return the folder of each source by name."""
         root = Path(self.root or Path(self.scratch) / "photos")
         if self.root is None:
             write_photos(root, num_train=self.num_photos, num_val=10, num_classes=10)
         folders = {"folder": root / "train"}
         for name, short_side in (("shards", None), (f"shards, {self.short_side} px", self.short_side)):
             out = Path(self.scratch) / ("packed" if short_side is None else f"packed_{short_side}")
-            told = {"seed": 0, "quality": 90, "shard_bytes": 10**9, "max_corrupt_images": 16, "num_threads": None}
+            settings = {"seed": 0, "quality": 90, "shard_bytes": 10**9, "max_corrupt_images": 16, "num_threads": None}
             Packing(
                 root=str(root),
                 out=str(out),
                 splits=["train"],
                 short_side=short_side,
                 verify=False,
-                **told,  # type: ignore[arg-type]
+                **settings,  # type: ignore[arg-type]
             ).run()
             folders[name] = out / "train"
         return folders
 
     def every_arm(self, folders: dict[str, Path]) -> dict[str, tuple[str, Batches]]:
-        """`{arm: (source, makes batches)}`; rivals that are not installed are left out."""
+        """Return `{arm: (source, makes batches)}` without the libraries that are not installed."""
         arms: dict[str, tuple[str, Batches]] = {}
         paths, labels = _files_of(folders["folder"])
-        told = {"image_size": self.image_size, "batch_size": self.batch_size, "num_workers": self._num_threads}
-        arms[REFERENCE] = ("folder", partial(dataloader_batches, paths, labels, **told))
-        if (dali := dali_batches(paths, labels, **told)) is not None:
+        settings = {"image_size": self.image_size, "batch_size": self.batch_size, "num_workers": self._num_threads}
+        arms[REFERENCE] = ("folder", partial(dataloader_batches, paths, labels, **settings))
+        if (dali := dali_batches(paths, labels, **settings)) is not None:
             arms["DALI, CPU"] = ("folder", dali)
         else:
             print("left out: DALI is not installed", flush=True)
@@ -161,12 +161,12 @@ class InputBench:
         return _endless(self._decoding_loader(folder, decoder))
 
     def _noise(self) -> Iterator[Any]:
-        told = {"num_images": 20_000, "num_stored": 256, "num_classes": 1000, "seed": 0}
-        rows = StoredRows(image_size=self.image_size, **told)
+        settings = {"num_images": 20_000, "num_stored": 256, "num_classes": 1000, "seed": 0}
+        rows = StoredRows(image_size=self.image_size, **settings)
         return _endless(self._loader(rows, DecodeThreads(num_threads=self._num_threads)))
 
     def speeds(self) -> list[InputRow]:
-        """Every arm, in turns, `num_rounds` times."""
+        """Measure every arm `num_rounds` times, in turns."""
         folders = self.prepare()
         arms = self.every_arm(folders)
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
@@ -174,8 +174,8 @@ class InputBench:
             names = list(arms) if number % 2 == 0 else list(reversed(arms))
             for name in names:
                 samples[name].append(self._sample(arms[name][1]))
-                told = f"{samples[name][-1][0]:.0f} images/s"
-                print(f"round {number + 1} of {self.num_rounds}: {name}: {told}", flush=True)
+                settings = f"{samples[name][-1][0]:.0f} images/s"
+                print(f"round {number + 1} of {self.num_rounds}: {name}: {settings}", flush=True)
         sizes = {source: _mean_bytes(folder) for source, folder in folders.items()} | {"none": 0.0}
         return [
             InputRow(
@@ -190,7 +190,7 @@ class InputBench:
         ]
 
     def _sample(self, make: Batches) -> tuple[float, float]:
-        """Images per second, and per second of this process's processors.
+        """Measure images per second, and per second of this process's processor time.
 
         From one batch to another, in a pipeline that is full at both: start and end cost nothing.
         """
@@ -206,7 +206,7 @@ class InputBench:
             return num_images / took_s, num_images / took_cpu_s
 
     def waits(self, speeds: Sequence[InputRow]) -> list[WaitRow]:
-        """How long steps of different lengths wait for data; a step sleeps, as a host does beside a GPU."""
+        """Measure how long steps of different lengths wait for data; a step sleeps, as a host does next to a GPU."""
         rows = []
         folders = self.prepare()
         decoder = decode.default_decoder()
@@ -223,11 +223,11 @@ class InputBench:
         return rows
 
 
-NUM_WARMUP_BATCHES = 6  # ours: more than any arm has under way when its first batch is out
+NUM_WARMUP_BATCHES = 6  # our choice: more than any arm has under way when its first batch is out
 
 
 def _waits(ahead: Any, *, step_s: float, num_steps: int) -> Iterator[float]:
-    """Of each step after the first few, which start with nothing ready."""
+    """Return the waits of each step after the first few, which start with nothing ready."""
     with closing(_endless(ahead)) as batches:  # type: ignore[type-var]
         for step in range(num_steps + NUM_WARMUP_BATCHES):
             next(batches)
@@ -254,23 +254,23 @@ def _mean_bytes(folder: Path) -> float:
 
 
 def installed_decoders() -> list[str]:
-    """Those of `data.decoder` that are here."""
+    """List the values of `data.decoder` that are installed."""
     found = [name for name in decode.DECODERS if name != "simplejpeg" or decode.simplejpeg is not None]
     return found + [decode.BATCH_DECODER] * decode.has_dali()
 
 
 def dali_version() -> str:
-    """Of DALI, if it is installed."""
+    """Return the version of DALI, if it is installed."""
     return str(importlib.import_module("nvidia.dali").__version__) if decode.has_dali() else "not installed"
 
 
 def as_dict(row: InputRow) -> dict[str, Any]:
-    """For JSON."""
+    """Return a row as JSON can hold it."""
     return asdict(row) | {"median_images_per_s": row.median}
 
 
 def speed_table(rows: Sequence[InputRow]) -> str:
-    """Markdown. `x reference`: median over that of the first arm; spread: least and most of the samples."""
+    """Format a table. `x reference`: median over that of the first arm; spread: least and most of the samples."""
     lines = [("arm", "KB/image", "images/s", "[least, most]", "images/s/core", "x reference", "images/CPU-s")]
     for row in rows:
         lines.append(
@@ -288,7 +288,7 @@ def speed_table(rows: Sequence[InputRow]) -> str:
 
 
 def wait_table(rows: Sequence[WaitRow]) -> str:
-    """Markdown. Load: decoding time over step time; above 1 decoding cannot keep up, and waits `load - 1` of a step."""
+    """Format a table. Load: decoding time over step time; above 1 decoding is slower; a wait is `load - 1` steps."""
     lines = [("source", "load", "step ms", "wait ms, median", "wait ms, most", "wait / step, mean")]
     for row in rows:
         lines.append(
@@ -305,7 +305,7 @@ def wait_table(rows: Sequence[WaitRow]) -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table; the first line is its head."""
+    """Format a table; the first line is its head."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

@@ -1,4 +1,4 @@
-"""Time optimizer updates and whole training steps on this machine: `python -m recipes.benchmarks.optimizer`."""
+"""Benchmark of optimizer updates and whole training steps: `python -m recipes.benchmarks.optimizer`."""
 
 from dataclasses import asdict
 from typing import Any
@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="benchmarks/optimizer")
 def main(cfg: DictConfig) -> None:
-    """Measure; print the table; write ``bench.json`` with every sample, and ``table.md``."""
+    """Measure; print the table; write `bench.json` with every sample, and `table.md`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         device = launch.device_of(cfg.device)
@@ -43,14 +43,14 @@ def main(cfg: DictConfig) -> None:
     steps = [] if training is None else list(training.run(device))
     tables += [bench_training.markdown(steps)] if steps else []
     config, folder = config_and_folder(cfg)
-    told = {
+    content = {
         "config": config,
         "environment": {**environment(), "device": str(device), "num_threads": torch.get_num_threads()},
         "copy_bytes_per_s": rate if rows else None,
         "rows": [asdict(row) | {"median_s": row.median_s} for row in rows],
         "training": [asdict(row) for row in steps],
     }
-    write_json(folder / "bench.json", told)
+    write_json(folder / "bench.json", content)
     (folder / "table.md").write_text("\n\n".join(tables) + "\n")
     print(f"\n{tables[-1] if steps else ''}\n\nwritten to {folder.resolve()}", flush=True)
 

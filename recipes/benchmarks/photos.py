@@ -1,4 +1,4 @@
-"""Photo-like JPEGs for benchmarks, cut from photographs that libraries bring along: nothing is downloaded.
+"""Photo-like JPEGs for benchmarks, cut from photographs that libraries contain: nothing is downloaded.
 
     scikit-learn   china.jpg, flower.jpg (640 x 427)          matplotlib   grace_hopper.jpg (512 x 600)
 
@@ -20,19 +20,19 @@ from sklearn.datasets import load_sample_images
 from lightning_hybrid.data.images.decode import encode_jpeg
 
 LONG_SIDE, SHORT_SIDE = 500, 375  # the most frequent size in ImageNet
-GRAIN = 6.0  # ours, with the quality: standard deviation in grey levels that brings the mean to 80 to 110 KB
+GRAIN = 6.0  # our choice, with the quality: standard deviation in grey levels that brings the mean to 80 to 110 KB
 QUALITY = 92
 
 
 def photographs() -> list[Image.Image]:
-    """The originals."""
+    """Return the photographs that are installed."""
     images = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     path = Path(str(matplotlib.cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)))
     return [*images, Image.open(path).convert("RGB")]
 
 
 def photo(originals: list[Image.Image], number: int) -> NDArray[np.uint8]:
-    """Pixels of image `number`, uint8 `"height width 3"`: always the same."""
+    """Return image `number`, uint8 `"height width 3"`: always the same."""
     generator = np.random.default_rng([2012, number])
     original = originals[number % len(originals)]
     long_side = LONG_SIDE + int(generator.integers(-20, 21))
@@ -48,7 +48,7 @@ def photo(originals: list[Image.Image], number: int) -> NDArray[np.uint8]:
 
 
 def write_photos(root: Path, *, num_train: int, num_val: int, num_classes: int) -> None:
-    """An image set of them in ImageNet's layout; what is there already stays."""
+    """Write an image set in ImageNet's layout; files that exist stay."""
     originals = photographs()
     for split, num_images, first in (("train", num_train, 0), ("val", num_val, 10**6)):
         for number in range(first, first + num_images):

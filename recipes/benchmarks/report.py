@@ -1,4 +1,4 @@
-"""What a benchmark found: one row per measurement; a table, a picture and JSON of all rows."""
+"""Result of a benchmark: one row per measurement; a table, a picture and JSON of all rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from recipes.cli.results import environment, size
 class Timing:
     """Times of one arm in one case.
 
-    ``section``: ``allreduce``, ``step`` or ``overlap``. ``case``: dtype or gradient set. ``num_bytes``: of the buffer,
-    or of all gradients of a step, as they travel. ``times_s``: every sample, of the slowest rank. ``backward_s``: how
+    `section`: `allreduce`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: of the buffer,
+    or of all gradients of a step, as they travel. `times_s`: every sample, of the slowest rank. `backward_s`: how
     long backward waited on purpose.
 
     >>> row = Timing(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
@@ -39,11 +39,11 @@ class Timing:
 
     @property
     def median_s(self) -> float:
-        """Of the samples."""
+        """Median of the samples."""
         return statistics.median(self.times_s)
 
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
-        """The least time: ``2 (N - 1) / N`` of the bytes must leave each of N nodes over its link.
+        """Return the least time: `2 (N - 1) / N` of the bytes must leave each of N nodes over its link.
 
         No all-reduce among the nodes' own processors sends less from its busiest node (Patarasuk & Yuan 2009). Headers
         are left out, so not even the bound is reached.
@@ -54,11 +54,11 @@ class Timing:
 
 
 def hidden_share(rows: Sequence[Timing]) -> float:
-    """The share of the communication that a backward as long hides; 1 = all of it.
+    """Compute the share of the communication that a backward of the same length hides; 1 = all of it.
 
         1 - (step with backward - the same without communication) / (step - the same without communication)
 
-    ``rows``: the step, without communication, with backward, with backward and without communication.
+    `rows`: the step, without communication, with backward, with backward and without communication.
 
     >>> times_s = (3.0, 1.0, 3.5, 3.0)
     >>> rows = [Timing(section="overlap", case="", arm="", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
@@ -75,7 +75,7 @@ HEADER = ("case", "bytes", "arm", "median ms", "min ms", "max ms", "samples", "x
 
 
 def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
-    """One list per row; the reference of a case is its first row: torch's own all-reduce, or the first strategy."""
+    """Format each row; the reference of a case is its first row: torch's own all-reduce, or the first strategy."""
     references: dict[tuple[str, str, int], float] = {}
     table = []
     for row in rows:
@@ -98,7 +98,7 @@ def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[s
 
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
-    """The table as Markdown, columns aligned, and what of the communication was hidden."""
+    """Format the table as Markdown, columns aligned, and the share of hidden communication."""
     text = [markdown_table(HEADER, cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
@@ -111,7 +111,7 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
 
 
 def picture(rows: Sequence[Timing], link_bytes_per_s: float | None, title: str) -> Figure:
-    """One panel per section and case: all-reduce time against size, step time by strategy."""
+    """Draw one panel per section and case: all-reduce time against size, step time by strategy."""
     cases = list(dict.fromkeys((row.section, row.case) for row in rows))
     figure = Figure(figsize=(6 * max(1, len(cases)), 5), layout="constrained")
     figure.suptitle(title)
@@ -157,7 +157,7 @@ def _draw_bars(axes: Any, rows: Sequence[Timing], link_bytes_per_s: float | None
 def write_bench(
     folder: Path, rows: Iterable[Timing], *, link_bytes_per_s: float | None, config: dict[str, Any], title: str
 ) -> None:
-    """``rows.jsonl`` (every sample), ``table.csv``, ``table.md`` and ``bench.png`` in ``folder``."""
+    """Write `rows.jsonl` (every sample), `table.csv`, `table.md` and `bench.png` into `folder`."""
     rows = list(rows)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"title": title, "config": config, "environment": environment()}

@@ -32,11 +32,11 @@ STOCK, COMPRESSED = "ddp", "fp16_compress"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyArm:
-    """A strategy and a precision, by a name.
+    """Strategy and precision, chosen by a name.
 
-    ``ddp``: stock Lightning in fp32. ``fp16_compress``: the same with torch's hook. ``auto`` or the name of an
-    algorithm: ours, ``precision="16-true"``. The same with ``_fp32`` behind it: ours, in fp32. ``is_silent``: ours, but
-    nothing is averaged.
+    `ddp`: stock Lightning in fp32. `fp16_compress`: the same with torch's hook. `auto` or the name of an algorithm:
+    the hybrid all-reduce with `precision="16-true"`; with `_fp32` behind the name, in fp32. `is_silent`: nothing is
+    averaged.
 
     >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "fp16_compress")]
     ['16-true', '32-true', '32-true']
@@ -51,7 +51,7 @@ class StrategyArm:
 
     @property
     def precision(self) -> Any:
-        """For the ``Trainer``."""
+        """Precision for the `Trainer`."""
         return "32-true" if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32") else "16-true"
 
     @property
@@ -60,7 +60,7 @@ class StrategyArm:
         return 4 if self.precision == "32-true" and self.name != COMPRESSED else 2
 
     def strategy(self) -> DDPStrategy:
-        """A new one."""
+        """Make a new strategy."""
         timeout = timedelta(seconds=self.timeout_s)
         if self.name == STOCK:
             return DDPStrategy(timeout=timeout)
@@ -72,7 +72,7 @@ class StrategyArm:
 
 
 class StepClock(Callback):
-    """Notes when each step ended."""
+    """Callback that notes when each step ended."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -85,19 +85,19 @@ class StepClock(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Times whole steps, from the end of one to the end of the next: forward, backward, averaging, optimizer, loop.
+    """Benchmark of whole steps, from the end of one to the end of the next.
 
-    Arms take turns: each round is a ``Trainer.fit`` of every arm, whose first steps are not counted (buckets are
+    Arms take turns: each round is a `Trainer.fit` of every arm, whose first steps are not counted (buckets are
     rebuilt after the first).
 
-    Arguments:
-        trainer: makes a ``Trainer`` for this world out of the other arguments.
-        gradients: names of ``recipes.benchmarks.gradient_sets``.
-        arms: see ``StrategyArm``.
-        num_rounds, num_steps: fits of each arm, and steps counted in each fit.
-        num_warmup_steps: steps not counted in each fit; 2 or more.
-        bucket_bytes: of our own arms; null means the library's.
-        overlap: null, or which of our arms also runs with a backward as long as its communication.
+    Args:
+        trainer: Makes a `Trainer` for this world out of the other arguments.
+        gradients: Names of `recipes.benchmarks.gradient_sets`.
+        arms: Names; see `StrategyArm`.
+        num_rounds, num_steps: Fits of each arm, and steps counted in each fit.
+        num_warmup_steps: Steps not counted in each fit; 2 or more.
+        bucket_bytes: Buckets of the hybrid arms; null means the library's.
+        overlap: null, or the hybrid arm that also runs with a backward as long as its communication.
     """
 
     trainer: Callable[..., pl.Trainer]
@@ -128,7 +128,7 @@ class StepBench:
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Rows of all gradient sets, as they come. Collective."""
+        """Yield rows of all gradient sets as they are measured. Collective."""
         fit = partial(self._fit, fabric)
         for gradients in self.gradients:
             times_s = {name: list[float]() for name in self.arms}
@@ -143,7 +143,7 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Steps with and without communication; these without arithmetic, and with a backward that waits as long."""
+        """Time steps with and without communication; then without arithmetic, with a backward that waits as long."""
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
         with_s, without_s = (statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent))
@@ -161,7 +161,7 @@ class StepBench:
         return StrategyArm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
 
     def _fit(self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float) -> list[float]:
-        """Seconds of each counted step; the same numbers on every rank."""
+        """Time each counted step; the same numbers on every rank."""
         clock = StepClock()
         module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s)
         trainer = self.trainer(

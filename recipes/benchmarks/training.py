@@ -1,4 +1,4 @@
-"""Images per second of whole training steps of a ResNet: ours against Lightning's `16-mixed` with torch's fused SGD."""
+"""Images per second of ResNet training: LARS in `16-true` against Lightning's `16-mixed` with torch's fused SGD."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class TrainingRow:
 
     @property
     def median(self) -> float:
-        """Of the samples."""
+        """Median of the samples."""
         return statistics.median(self.images_per_s)
 
 
 def fused_sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """`torch.optim.SGD(fused=True)`, biases and normalisation without decay."""
+    """Make `torch.optim.SGD(fused=True)`, biases and normalisation without decay."""
     groups = param_groups(net, weight_decay=1e-4)
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     return torch.optim.SGD(plain, lr=1e-3, momentum=0.9, fused=True)
 
 
 def fused_lars(net: nn.Module) -> torch.optim.Optimizer:
-    """`LARS(fused=True)`, biases and normalisation without decay and trust ratio."""
+    """Make `LARS(fused=True)`, biases and normalisation without decay and trust ratio."""
     return LARS(param_groups(net, weight_decay=1e-4), lr=1e-3, momentum=0.9, fused=True)
 
 
@@ -60,10 +60,10 @@ ARMS: dict[str, tuple[str, str, Callable[[nn.Module], torch.optim.Optimizer]]] =
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBench:
-    """Times steps of `Trainer.fit` on one device, on images that are there already. Arms take turns in rounds.
+    """Benchmark of `Trainer.fit` on one device, on images in its memory. Arms take turns in rounds.
 
-    Arguments:
-        arms: names of ``ARMS``; the first is the reference.
+    Args:
+        arms: names of `ARMS`; the first is the reference.
         batch_sizes: images per step; None: 256, 512, 1024 and 2048 on a GPU, 8 on a CPU.
         image_size: pixels of a side; None: 224 on a GPU, 64 on a CPU.
         depth: of the ResNet.
@@ -90,7 +90,7 @@ class TrainingBench:
                 raise ValueError(f"`training.arms` (={name}) must be one of {', '.join(ARMS)}: no other is there.")
 
     def run(self, device: torch.device) -> Iterator[TrainingRow]:
-        """Rows of all batches."""
+        """Yield rows of all batch sizes."""
         on_gpu = device.type == "cuda"
         for batch_size in self.batch_sizes or ([256, 512, 1024, 2048] if on_gpu else [8]):
             modules = {name: self._module(name, on_gpu=on_gpu) for name in self.arms}
@@ -119,7 +119,7 @@ class TrainingBench:
         return images, torch.randint(NUM_CLASSES, (batch_size,), generator=generator, device=device)
 
     def _step_s(self, arm: str, module: _Module, batch: tuple[Tensor, Tensor], device: torch.device) -> float:
-        """Seconds of a step, in the mean over the counted steps of one fit."""
+        """Return the mean seconds of a step over the counted steps of one fit."""
         strategy, precision, _ = ARMS[arm]
         clock = _Clock(begin=self.num_warmup_steps, end=self.num_warmup_steps + self.num_steps)
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # lines about devices for every fit
@@ -144,7 +144,7 @@ class TrainingBench:
 
 
 class _Same:
-    """A loader of one batch, many times: nothing is loaded."""
+    """Loader of one batch, many times: nothing is loaded."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:
         self._batch, self._num_batches = batch, num_batches
@@ -170,21 +170,21 @@ class _Module(pl.LightningModule):
 
 
 class _Clock(Callback):
-    """From the begin of one step to the end of another; the device is waited for at both."""
+    """Callback that times from the start of one step to the end of another; both wait for the device."""
 
     def __init__(self, *, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
         self.seconds = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Before the first step that counts."""
+        """Start the clock before the first step that counts."""
         if batch_idx == self.begin:
             self.seconds = -self._now(module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last."""
+        """Stop the clock after the last step."""
         if batch_idx == self.end - 1:
             self.seconds += self._now(module)
 
@@ -199,7 +199,7 @@ HEADER = ("batch", "arm", "images per second", "least to most", "x reference, me
 
 
 def markdown(rows: Sequence[TrainingRow]) -> str:
-    """A table; rates over those of the batch's first arm in the same round.
+    """Format a table; rates over those of the batch's first arm in the same round.
 
     >>> rows = [TrainingRow(batch_size=8, arm=arm, images_per_s=s) for arm, s in (("a", (2.0, 4.0)), ("b", (3.0, 6.0)))]
     >>> print(markdown(rows).splitlines()[-1])

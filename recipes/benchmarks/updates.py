@@ -1,7 +1,7 @@
 """Seconds of one optimizer update, by implementation, at the parameter shapes of known networks.
 
-On CUDA two times are told: the device's, of updates that are all queued before the first begins, and the host's. One
-update between two waits would tell the larger of them, which for few kernels is Python's.
+On CUDA there are two times: the device's, of updates that are all queued before the first begins, and the host's. One
+update between two waits would show the larger of them, which for few kernels is Python's.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class UpdateRow:
 
     @property
     def median_s(self) -> float:
-        """Of the samples."""
+        """Median of the samples."""
         return statistics.median(self.times_s)
 
 
 def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """The floor: `torch.optim.SGD(fused=True)`, float32 weights and gradients; no trust ratio, no half precision."""
+    """Make the floor: `torch.optim.SGD(fused=True)`, fp32 weights and gradients; no trust ratio, no half precision."""
     params = _weights(shapes, device)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -52,7 +52,7 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
 
 
 def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """LAMB's floor: `torch.optim.AdamW(fused=True)`, float32 weights and gradients; no trust ratio."""
+    """Make LAMB's floor: `torch.optim.AdamW(fused=True)`, fp32 weights and gradients; no trust ratio."""
     params = _weights(shapes, device)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -60,7 +60,7 @@ def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Call
 
 
 def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """The usual way: float16 gradients to float32, unscale, check, a foreach LARS, copy back to float16."""
+    """Make the usual chain: float16 gradients to float32, unscale, check, a foreach LARS, copy back to float16."""
     params = _weights(shapes, device)
     halves, grads = _halves(params)
     buffers = [torch.zeros_like(param) for param in params]
@@ -82,7 +82,7 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[
 def ours(
     rule: type[LARS] | type[LAMB], shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool
 ) -> Callable[[], object]:
-    """`LARS` or `LAMB`: scaled float16 gradients to float32 masters and float16 copies, overflow looked for, in one."""
+    """Make `LARS` or `LAMB`: from scaled fp16 gradients to fp32 masters and fp16 copies, with the overflow check."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
@@ -116,11 +116,11 @@ ARMS: dict[str, Callable[[Sequence[tuple[int, ...]], torch.device], Callable[[],
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBench:
-    """Times updates. Arms take turns: each round is one update of every arm.
+    """Benchmark of updates. Arms take turns: each round is one update of every arm.
 
-    Arguments:
-        gradients: names of ``recipes.benchmarks.gradient_sets``.
-        arms: names of ``ARMS``; the first is the reference.
+    Args:
+        gradients: names of `recipes.benchmarks.gradient_sets`.
+        arms: names of `ARMS`; the first is the reference.
         num_rounds, num_warmup: rounds counted, and rounds before them (compilation, first touch of memory).
     """
 
@@ -137,7 +137,7 @@ class UpdateBench:
                     raise ValueError(f"`updates.{key}` (={name}) must be one of {choices}: no other is there.")
 
     def run(self, device: torch.device) -> Iterator[UpdateRow]:
-        """Rows of all networks."""
+        """Yield rows of all networks."""
         for case in self.gradients:
             shapes = GRADIENT_SETS[case]()
             steps = {name: ARMS[name](shapes, device) for name in self.arms}
@@ -162,7 +162,7 @@ MAX_SLEEP_S = 0.2
 
 
 def time_one(step: Callable[[], object], device: torch.device, *, num_in_a_row: int = 1) -> tuple[float, float]:
-    """Seconds of one step, of the device and of the host.
+    """Time one step of the device and of the host.
 
     On CUDA `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host takes: the device
     then goes through them without a gap. They must be less than a thousand launches, which a GPU's queue holds. A step
@@ -195,7 +195,7 @@ HEADER = ("case", "arm", "median ms", "min ms", "quartiles ms", "x reference", "
 
 
 def markdown(rows: Sequence[UpdateRow]) -> str:
-    """A table. `x reference`: medians over that of the case's first arm; beside it the median of the rounds' ratios.
+    """Format a table. `x reference`: medians over the case's first arm; then the median of the rounds' ratios.
 
     `host ms`: the median of the host's, where the device's are counted apart.
     """
@@ -228,7 +228,7 @@ gradients twice, once for norms, and w, v; it writes w, v and the half copy. LAM
 
 
 def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:
-    """Bytes per second, read and written, of copying a tensor."""
+    """Measure the bytes per second, read and written, of copying a tensor."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
     times_s = [time_one(lambda: target.copy_(source), device, num_in_a_row=10)[0] for _ in range(num_samples)]
@@ -236,7 +236,7 @@ def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int 
 
 
 def floor_markdown(rows: Sequence[UpdateRow], bytes_per_s: float) -> str:
-    """How many times as long an arm takes as its bytes at the rate of a copy.
+    """Format how many times as long an arm takes as copying its bytes would.
 
     >>> row = UpdateRow(case="x", arm="lars_fused", num_params=10**6, num_tensors=1, times_s=(0.004, 0.0044, 0.005))
     >>> print(floor_markdown([row], 1e10).splitlines()[-1])
@@ -261,7 +261,7 @@ def _halves(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _foreach_lars(params: Sequence[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> None:
-    """The lists of operations of a public foreach LARS ("lr_outside", "sum"): 60 bytes per parameter."""
+    """Return the lists of operations of a public foreach LARS ("lr_outside", "sum"): 60 bytes per parameter."""
     decay, eta = OPTIONS["weight_decay"], 0.001
     params = [param.detach() for param in params]
     weight_norms, grad_norms = torch._foreach_norm(params), torch._foreach_norm(grads)

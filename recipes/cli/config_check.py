@@ -132,7 +132,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
 
 
 def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value within, with its dotted key.
+    """Yield every value within, with its dotted key.
 
     >>> list(_walk({"a": {"b": 1}, "c": [2]}))
     [('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
@@ -171,7 +171,7 @@ def made(kind: type[T], given: Any, key: str) -> T:
 
 
 def _refusal(errors: list[ErrorDetails], values: Any, prefix: str, why: str) -> WrongValueError:
-    """Of the errors of one argument, those that are deepest within its value, in our words."""
+    """Return, of the errors of one argument, the deepest within its value, in our words."""
     places = [_place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]]
     key, value = max(places, key=lambda place: len(place[0]))
     rules, choices = list[str](), list[str]()
@@ -188,7 +188,7 @@ def _refusal(errors: list[ErrorDetails], values: Any, prefix: str, why: str) -> 
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
-    """The key of an error and what stands there; in `loc` pydantic puts names of types between the keys."""
+    """Return the key of an error and its value; in `loc` pydantic puts names of types between the keys."""
     key = ""
     for part in loc:
         if isinstance(value, dict) and part in value:
@@ -239,7 +239,7 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
         if callable(found):
             return found
         reason = f"that is a {type(found).__name__}"
-    except Exception as error:  # the import of anybody's module may raise anything
+    except Exception as error:  # the import of a user's module may raise anything
         reason = " ".join(str(error).split())
     raise WrongValueError(
         f"{key}._target_",
@@ -250,7 +250,7 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
 
 @functools.cache
 def _arguments_of(target: Any) -> TypeAdapter[Any]:
-    """The schema of a function's arguments, or a class's with those of its bases, which its `**kwargs` may take."""
+    """Return the schema of a function's arguments, or of a class's with its bases', which `**kwargs` may take."""
     hints = dict[str, Any](_HYDRA_KEYS)
     for each in reversed(target.__mro__) if inspect.isclass(target) else [target]:
         if (name := getattr(each, "__name__", "")) in PASSES_ON:
@@ -280,14 +280,14 @@ def _hints_of(function: Any) -> dict[str, Any]:
 
 
 def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
-    """The schema of a mapping that may have these names and others, without any conversion of its values."""
+    """Return the schema of a mapping with these names and others, without any conversion of its values."""
     fields = TypedDict("fields", {name: _fillable(hint) for name, hint in hints.items()}, total=False)  # type: ignore[misc]
     fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
     return TypeAdapter(fields)
 
 
 def _fillable(hint: Any) -> Any:
-    """A type as a configuration can fill it: by a list for a tuple, text for a path, a part for an instance."""
+    """Return a type as a configuration can fill it: a list for a tuple, text for a path, a part for an instance."""
     origin, args = typing.get_origin(hint), tuple(map(_fillable, typing.get_args(hint)))
     kind = origin or hint
     if origin is Literal or kind in (None, type(None), bool, int, float, str, ...):
@@ -308,7 +308,7 @@ def _fillable(hint: Any) -> Any:
 
 
 def _part_or_value(kind: type) -> Any:
-    """The type of what is of a class, or of what a part makes; where anything goes, that is of `OPEN_PACKAGES`."""
+    """Return the type of instances, or of parts that make them; for `Any`, parts of `OPEN_PACKAGES`."""
     words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
 
     def check(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What every recipe does before Hydra makes a directory for it: `hydra.callbacks` of `conf/job.yaml`."""
+"""Hydra callback of every recipe, called before Hydra makes a directory: `hydra.callbacks` of `conf/job.yaml`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from recipes.cli import launch, preflight, stdio
 
 
 class BeforeRun(Callback):
-    """Refuse surroundings that cannot work, in one message; outlive standard output.
+    """Check of the machine, in one message; protection from an end of standard output.
 
     Hydra writes into the run directory before it calls a recipe, and has no words for a directory that takes nothing.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Of a single job."""
+        """Check before a single job."""
         self._look(config, "run")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Of a sweep."""
+        """Check before a sweep."""
         self._look(config, "sweep")
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave the streams as they were."""
+        """Restore the streams."""
         stdio.restore_streams()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave the streams as they were."""
+        """Restore the streams."""
         stdio.restore_streams()
 
     def _look(self, config: DictConfig, mode: str) -> None:

@@ -55,7 +55,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """A name that every rank of a job started by torchrun or SLURM finds alike; else `otherwise`."""
+    """Return a name that is the same on every rank of a job started by torchrun or SLURM; else `otherwise`."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -65,7 +65,7 @@ def launch_id(otherwise: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Make the functions that `conf` uses known; before Hydra composes."""
+    """Register the functions that `conf` uses; before Hydra composes."""
     resolvers: dict[str, Callable[..., Any]] = {
         "launch_id": launch_id,
         "world_from_launcher": world_from_launcher,
@@ -103,7 +103,7 @@ def short_errors() -> Iterator[None]:
 
 
 def message_of(error: Exception) -> str:
-    """What an error says, and where: the key of the part that could not be built, and what of it was given."""
+    """Format an error: what is wrong, the key of the part that could not be built, and what was given."""
     where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
     cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
     notes = ("full_key:", "object_type=", "reference_type=")
@@ -119,7 +119,7 @@ def message_of(error: Exception) -> str:
 
 
 def _given(key: str) -> str:
-    """What of a part was given on the command line: by its message alone nobody would know."""
+    """Return what of a part was given on the command line, which the message alone would not show."""
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
     within = [
@@ -130,7 +130,7 @@ def _given(key: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; None: CUDA's where there is one, else the CPU.
+    """Return the device of that name; None: CUDA's where there is one, else the CPU.
 
     Raises:
         ValueError: There is no such device.
@@ -148,7 +148,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def ignore_lightning_warnings() -> None:
-    """Ignore what Lightning 2.6 does wrong in the eyes of torch 2.13 at every loader: no user can change it."""
+    """Ignore a warning of torch 2.13 at every loader of Lightning 2.6: no user can change it."""
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
@@ -205,7 +205,7 @@ def finish(exit_code: int) -> None:
 
 
 def command_of_this_job() -> list[str]:
-    """The command line, without the script, that makes Hydra compose this very job again and run it alone."""
+    """Return the command line, without the script, that makes Hydra compose exactly this job and run it alone."""
     hydra = HydraConfig.get()
     command = [f"--config-name={hydra.job.config_name}"]
     command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]

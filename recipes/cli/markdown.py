@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned.
+    """Format a table with aligned columns.
 
     >>> print(markdown_table(["lr", "loss"], [["0.1", "1.25"]]))
     | lr  | loss |

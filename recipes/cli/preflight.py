@@ -1,4 +1,4 @@
-"""What a job finds around it, looked at before anything starts: launcher's variables, rendezvous, where it writes.
+"""Checks of the machine before anything starts: launcher's variables, rendezvous, output directory.
 
 Each of these would otherwise show when processes already wait for one another: as a hang until a time-out, or as an
 error of a library that does not know who set what.
@@ -18,41 +18,33 @@ from pathlib import Path
 from typing import Any
 
 PROBE_BYTES = 65536
-"""Written and removed again: a full disk takes the empty file. Ours."""
+"""Bytes written and removed again (our choice): a full disk takes an empty file."""
 
 MIN_DESCRIPTORS = 256
-"""Files and sockets that a process may have open, at least. Ours: of two ranks of the default recipe one has 66, the
+"""Least limit of open files and sockets of a process. Our choice: of two ranks of the default recipe one has 66, the
 other 54, and each further rank takes some more on all of them."""
 
 MANY_DESCRIPTORS = 1 << 16  # where there is no limit
 
-LAUNCH_VARIABLES = (
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS",
-)
+LAUNCH_VARIABLES = "LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PL_GLOBAL_SEED PL_SEED_WORKERS".split()
 """What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others."""
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SECRETS = ("api_key", "apikey", "password", "secret", "access_token")
-"""Ends of names of keys that hold what nobody else may know."""
+"""Ends of names of keys that hold secrets."""
 
 _OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
 
 
 def check_environment(run_dir: str | Path | None, variables: Mapping[str, str] = os.environ) -> None:
-    """Refuse surroundings in which the job cannot run.
+    """Refuse an environment in which the job cannot run.
 
     Args:
         run_dir: Where this process writes; None: it does not.
-        variables: Of the environment.
+        variables: The environment.
 
     Raises:
         ValueError: It names the variable or the directory, and says what to set.
@@ -66,7 +58,7 @@ def check_environment(run_dir: str | Path | None, variables: Mapping[str, str] =
 
 
 def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
-    """The value of a variable that a launcher sets.
+    """Return the value of a variable that a launcher sets.
 
     Raises:
         ValueError: It is no whole number, or below zero.
@@ -140,12 +132,12 @@ sets both, or unset both.
 
 
 def _slurm_starts(variables: Mapping[str, str]) -> bool:
-    """Whether the ranks are tasks of SLURM, as Lightning sees it: not in an interactive shell."""
+    """Return whether the ranks are tasks of SLURM, as Lightning sees it: not in an interactive shell."""
     return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes: int) -> None:
-    """Refuse a rank beyond the trainer's world: others would wait for it in vain, or it for them.
+    """Refuse a rank beyond the trainer's world: ranks would wait for one another in vain.
 
     Raises:
         ValueError: It is.
@@ -193,7 +185,7 @@ WANDB_MODE=offline.
 
 
 def raise_descriptors() -> None:
-    """Let this process, and those that it starts, open as many files as it may: each pair of ranks takes some.
+    """Raise this process's limit of open files, which its children inherit: each pair of ranks takes some.
 
     Raises:
         ValueError: It may not open as many as two ranks need.
@@ -249,7 +241,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
 
 
 def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
-    """Whether this process will listen at `MASTER_PORT`: rank zero, where no agent of torchrun's does so already."""
+    """Return whether this process will listen at `MASTER_PORT`: rank zero, unless torchrun's agent does already."""
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     return all(variables.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))

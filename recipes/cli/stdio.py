@@ -9,19 +9,19 @@ from typing import Any, TextIO, cast
 
 
 class BrokenPipeSafeStream:
-    """A stream of text whose end does not end the run: what cannot be written is dropped, and that is said once.
+    """Stream of text whose end does not end the run: what cannot be written is dropped, after one message.
 
     Args:
         stream: `sys.stdout` or `sys.stderr`.
-        name: For the words.
-        other: Where to say it.
+        name: Name of the stream in the message.
+        other: Stream for the message.
     """
 
     def __init__(self, stream: TextIO, *, name: str, other: Any) -> None:
         self._stream, self._name, self._other = stream, name, other
 
     def write(self, text: str) -> int:
-        """As of any stream; never fails for want of a reader or of space."""
+        """Write as any stream; never fail for want of a reader or of space."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -29,7 +29,7 @@ class BrokenPipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """As of any stream."""
+        """Flush as any stream."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -39,19 +39,17 @@ class BrokenPipeSafeStream:
         return getattr(self._stream, name)
 
     def _let_go(self, error: OSError) -> None:
-        """Point it at nothing, so that neither later words nor the interpreter's last flush fail."""
+        """Point the stream at nothing, so that neither later text nor the interpreter's last flush fails."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
         if self._other is not None:
-            told = (
-                f"{self._name} takes no more ({error.strerror}): nothing is printed there from here on; the run goes on"
-            )
-            print(told, file=self._other, flush=True)
+            rest = "nothing is printed there from here on; the run goes on"
+            print(f"{self._name} takes no more ({error.strerror}): {rest}", file=self._other, flush=True)
 
 
 def outlive_streams() -> None:
-    """Let this process outlive its standard output and error. Once is enough.
+    """Let this process outlive its standard output and error. One call is enough.
 
     Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
     """
@@ -59,12 +57,12 @@ def outlive_streams() -> None:
     for name, words, other in (("stdout", "standard output", "stderr"), ("stderr", "standard error", None)):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, BrokenPipeSafeStream):
-            beside = getattr(sys, other) if other else None
-            setattr(sys, name, BrokenPipeSafeStream(cast(TextIO, stream), name=words, other=beside))
+            where = getattr(sys, other) if other else None
+            setattr(sys, name, BrokenPipeSafeStream(cast(TextIO, stream), name=words, other=where))
 
 
 def restore_streams() -> None:
-    """Undo `last`."""
+    """Undo `outlive_streams`."""
     logging.raiseExceptions = True
     for name in ("stdout", "stderr"):
         if isinstance(stream := getattr(sys, name), BrokenPipeSafeStream):

@@ -1,4 +1,4 @@
-"""How many ranks there are, and how the images of a step are dealt to them: plain arithmetic before anything starts."""
+"""Number of ranks, and shares of a step's images: plain arithmetic before anything starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from recipes.cli.preflight import check_place, whole_number
 
 
 def slurm_started_us() -> bool:
-    """Whether this process is a task of a SLURM job, as Lightning sees it: not in an interactive shell."""
+    """Return whether this process is a task of a SLURM job, as Lightning sees it: not in an interactive shell."""
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
-    """Ranks of the world, from the trainer's arguments.
+    """Count the ranks of the world, from the trainer's arguments.
 
     >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1), num_ranks("auto", 2, "cpu")
     (8, 2, 3, 2)
@@ -43,7 +43,7 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
-    """Ranks of a node (`what="devices"`) or nodes (`"num_nodes"`), from torchrun or SLURM; else `otherwise`.
+    """Return ranks of a node (`what="devices"`) or nodes (`"num_nodes"`), from torchrun or SLURM; else `otherwise`.
 
     SLURM counts where Lightning takes its word too: tasks of a job step that is not an interactive shell.
     """
@@ -60,7 +60,7 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
 
 
 def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
-    """After how many steps ranks ask each other whether one was told to stop.
+    """Return after how many steps ranks ask each other whether one received a stop signal.
 
     On GPUs the host's wait for the answer costs most where steps are short. Steps of many batches last for seconds, and
     the signal's grace is 30 of them.
@@ -94,10 +94,10 @@ def accumulation(
     num_nodes: int,
     accelerator: str = "auto",
 ) -> int:
-    """Batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
+    """Count the batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
 
-    Without a `batch_size_per_rank`, the fewest whose batches are alike and of at most `max_batch_size_per_rank` images;
-    without that either, one.
+    Without a `batch_size_per_rank`, the fewest equal batches of at most `max_batch_size_per_rank` images; without that
+    either, one.
 
     Raises:
         ValueError: It is not a whole number, or an argument is not, or the fewest equal batches are more than twice as
@@ -132,7 +132,7 @@ def accumulation(
 
 
 def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches: int) -> str:
-    """How the images of a step are dealt, in one line.
+    """Format the shares of a step's images in one line.
 
     Raises:
         ValueError: They do not divide.
@@ -148,7 +148,7 @@ def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches:
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
-    """Not just any divisor: a share that is twice a prime would train two images at a time, without a word."""
+    """Return the fewest equal rounds. Not any divisor: a share of twice a prime would train two images at a time."""
     fewest = -(-share // max_batch_size)
     for rounds in range(fewest, 2 * fewest + 1):
         if share % rounds == 0:

@@ -1,1 +1,1 @@
-"""Packs image folders into shards."""
+"""Packing of image folders into shards."""

@@ -1,7 +1,7 @@
-"""Packing an image set into shards: what `recipes/pack.py` does, one split after the other.
+"""Packing of an image set into shards, one split after the other, for `recipes/pack.py`.
 
-Every shard appears whole or not at all, with an index of its own beside it; the index of all is written last. A run
-that was killed therefore goes on behind its last whole shard, and a reader never finds half a set.
+Every shard appears whole or not at all, with an index of its own; the index of all is written last. A run that was
+killed therefore goes on behind its last whole shard, and a reader never finds half a set.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from lightning_hybrid.data.images.shards import (
 from recipes.cli.config_check import CountOrZero, Seed
 
 PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
-NUM_SAMPLES = 64  # ours: images whose mean size tells how many make a shard
+NUM_SAMPLES = 64  # our choice: images whose mean size decides how many make a shard
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What became of one split."""
+    """Result of packing one split."""
 
     split: str
     num_images: int
@@ -55,18 +55,18 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How to pack.
+    """Options of packing, and the run.
 
     Args:
         root: The set as it is unpacked.
         out: Where `<split>/shard-*.bin` and `<split>/index.npz` go.
         splits: Folders of `root`.
-        seed: Of the order in which images are stored.
+        seed: Seed of the order in which images are stored.
         short_side: Images whose short side is longer are resized to it (bilinear, antialiased) and encoded again as
             JPEG; None: every file stays as it is.
-        quality: Of the JPEGs that are encoded again.
-        shard_bytes: About so many in a file.
-        max_corrupt_images: So many images of a split that cannot be decoded are left out and listed in
+        quality: Quality of the JPEGs that are encoded again.
+        shard_bytes: Approximate size of a file.
+        max_corrupt_images: Most images of a split that cannot be decoded and are left out, listed in
             `<split>/corrupt.txt`; more end the run.
         num_threads: None: a thread per core.
         verify: Decode what is not resized as well, to find what is corrupt now rather than in training.
@@ -86,7 +86,7 @@ class Packing:
     def __post_init__(self) -> None:
         if Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
-                f"`out` (={self.out}) must not be `root`: shards beside class folders are one set twice. Set out=..."
+                f"`out` (={self.out}) must not be `root`: shards next to class folders are one set twice. Set out=..."
             )
         for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
             if not least <= getattr(self, name) <= most:
@@ -105,7 +105,7 @@ class Packing:
         return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
 
     def prepared(self, data: bytes) -> bytes:
-        """The bytes to store for an image file.
+        """Return the bytes to store for an image file.
 
         Raises:
             CorruptImageError: It cannot be decoded.
@@ -123,7 +123,7 @@ class Packing:
 
 @dataclass
 class _Split:
-    """One split on its way."""
+    """State of one split while it is packed."""
 
     packing: Packing
     source: ImageFolder
@@ -159,7 +159,7 @@ class _Split:
         )
 
     def _agree_on_plan(self) -> int:
-        """Images per shard; the same as before, or this is another packing."""
+        """Return images per shard; refuse another number than an earlier run's."""
         packing = {name: value for name, value in asdict(self.packing).items() if name in _DECIDES}
         names = crc32_of(self._name(image) for image in range(len(self.source)))
         plan = packing | {"num_images": len(self.source), "names_crc32": names}
@@ -183,18 +183,18 @@ class _Split:
         return num_per_shard
 
     def _name(self, image: int) -> bytes:
-        """`<class>/<file>`."""
+        """Return `<class>/<file>`."""
         return os.fsencode(self.source.name(image)[len(str(self.source.folder)) + 1 :])
 
     def _prepared(self, image: int) -> bytes | str:
-        """The bytes to store, or why there are none."""
+        """Return the bytes to store, or why there are none."""
         try:
             return self.packing.prepared(self.source.read(int(image)))
         except (CorruptImageError, OSError) as error:
             return str(error)
 
     def _part(self, shard: int) -> ShardIndex | None:
-        """The index of a shard that an earlier run finished."""
+        """Return the index of a shard that an earlier run finished."""
         path, index = self.out / shard_name(shard), self._part_path(shard)
         if not index.is_file() or not path.is_file():
             return None
@@ -261,7 +261,7 @@ _DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # of a packing: wha
 
 
 def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: int) -> Iterator[R]:
-    """`map`, by threads, in order, and no more than a few values ahead: results are large.
+    """Map in order by threads, no more than a few values ahead: results are large.
 
     >>> list(mapped_ahead(lambda value: value * value, range(5), num_threads=2))
     [0, 1, 4, 9, 16]

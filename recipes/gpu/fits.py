@@ -1,4 +1,4 @@
-"""Whole fits of a small network: how they end, that nothing was rounded that should not be, and that they resume."""
+"""Whole fits of a small network: that they converge, lose nothing by rounding, and resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Small(pl.LightningModule):
-    """Convolutions in channels_last, three normalisations, sizes that leave gradients at odd addresses, two buffers."""
+    """Network of convolutions in channels_last, three normalisations, gradients at odd addresses, two buffers."""
 
     third: Tensor
     num_steps: Tensor
@@ -47,7 +47,7 @@ class Small(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Cross entropy; nothing is read back."""
+        """Return the cross entropy; nothing is read back."""
         self.num_steps += ONE_STEP
         hidden = self.features(batch[0]).mean(dim=(2, 3))
         if self.on_hidden is not None:
@@ -57,18 +57,18 @@ class Small(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """A forward pass."""
+        """Run a forward pass."""
         self.head(self.features(batch[0]).mean(dim=(2, 3)))
 
     test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """By name."""
+        """Make the optimizer by its name."""
         return OPTIMIZERS[self.optimizer_name](self.parameters(), self.fused)
 
 
 def loader(seed: int = 0) -> DataLoader:
-    """The same batches each time: ten classes, told apart by the brightness of a channel."""
+    """Return the same batches each time: ten classes, distinguished by the brightness of a channel."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (BATCH_SIZE * NUM_BATCHES,), generator=generator)
     images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
@@ -78,7 +78,7 @@ def loader(seed: int = 0) -> DataLoader:
 
 
 def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
-    """Quiet; on CUDA with the same bits each time."""
+    """Make a quiet trainer; on CUDA it gives the same bits each time."""
     quiet: dict[str, Any] = {
         "accelerator": "gpu" if given.on_cuda else "cpu",
         "devices": 1,
@@ -93,7 +93,7 @@ def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
 
 
 def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> dict[str, Tensor]:
-    """Weights and buffers after a whole fit, on the CPU. Whatever `Trainer.fit` raises comes through."""
+    """Return weights and buffers after a whole fit, on the CPU. An error of `Trainer.fit` is raised."""
     data, ckpt_path = settings.pop("data", None), settings.pop("ckpt_path", None)
     trainer_for(given, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
@@ -103,7 +103,7 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
 
 
 def ends_in(precision: str, optimizer: str) -> Callable[[Given], Details]:
-    """A check: by lists and by kernels, it learns, ends, leaves an fp32 module with exact buffers; and both agree."""
+    """Make a check: by lists and by kernels it learns, ends, leaves fp32 with exact buffers; and both agree."""
     return _Ends(precision, optimizer)
 
 
@@ -112,13 +112,13 @@ class _Ends:
         self.precision, self.optimizer = precision, optimizer
 
     def __call__(self, given: Given) -> Details:
-        weights, told = [], []
+        weights, warned = [], []
         for fused in (False, True):
             module = Small(self.optimizer, fused=fused)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 weights.append(short_fit(given, module, self.precision))
-            told += [str(each.message) for each in caught]
+            warned += [str(each.message) for each in caught]
             _is_as_before(module)
             first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
             assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
@@ -127,10 +127,10 @@ class _Ends:
                 getattr(trainer_for(given, self.precision), what)(module, loader())
                 _is_as_before(module)
         apart = max(_apart(weights[0][name], weights[1][name]) for name in weights[0])
-        # Both round alike to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
+        # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
         bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[self.precision]
         assert apart < bound, f"kernels and lists must agree to {bound}, and are {apart:.2g} of a norm apart"
-        return {"told": f"lists and kernels {apart:.1e} apart", "warnings": list(dict.fromkeys(told))}
+        return {"message": f"lists and kernels {apart:.1e} apart", "warnings": list(dict.fromkeys(warned))}
 
 
 def _is_as_before(module: Small) -> None:
@@ -162,13 +162,13 @@ class _SavesOnce(pl.Callback):
 
 
 def resumes(given: Given) -> Details:
-    """A run that was stopped after its first epoch ends with the bits of one that was not."""
+    """Check that a run that was stopped after its first epoch ends with the bits of one that was not."""
     path = given.folder / "first.ckpt"
     for optimizer in ("lars", "lamb"):
         whole = short_fit(given, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
         resumed = short_fit(given, Small(optimizer), "16-true", ckpt_path=path)
         same_bits(resumed, whole, f"{optimizer}, resumed")
-    return {"told": "lars and lamb in 16-true: the same bits"}
+    return {"message": "lars and lamb in 16-true: the same bits"}
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:

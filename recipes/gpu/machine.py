@@ -1,4 +1,4 @@
-"""What a check ran on and from: versions, GPU, commit."""
+"""Versions, GPU and commit of a check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "lightning", "triton", "numpy", "torchmetrics", "pytest", "
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:
-    """Of this machine, and of the checkout around `root`; None for what cannot be learned.
+    """Describe this machine, and the checkout around `root`; None for what is unknown.
 
     >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)

@@ -1,4 +1,4 @@
-"""Runs checks, each in a process of its own with a time limit, and says what became of each."""
+"""Runner of checks, each in a process of its own with a time limit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PRELOADED = [f"recipes.gpu.{name}" for name in ("fits", "speed", "waits", "world
 
 
 class NotHere(Exception):  # noqa: N818  no error
-    """A check asks what this machine cannot answer: it is skipped, for this reason."""
+    """Reason for which this machine cannot answer a check: it is skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a check is told: `device`, "cuda" or "cpu"; an empty `folder` of its own; seconds until it is ended."""
+    """Arguments of a check: `device`, "cuda" or "cpu"; an empty `folder` of its own; seconds until it is ended."""
 
     device: Literal["cuda", "cpu"]
     folder: Path
@@ -40,9 +40,9 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A question about this machine.
+    """Question about this machine.
 
-    `run` returns what it found, as JSON can hold it: `told`, a line for people, and any tables. It raises where the
+    `run` returns what it found, as JSON can hold it: `message`, a line for people, and any tables. It raises where the
     answer is no, or `NotHere`. On a CPU it has as long as on a GPU.
     """
 
@@ -53,21 +53,21 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOutcome:
-    """PASS, FAIL, or SKIP with the reason; `told` is a line, `details` all that was found."""
+    """Result of a check; `message` is a line, the reason of a SKIP; `details` all that was found."""
 
     name: str
-    verdict: Literal["PASS", "FAIL", "SKIP"]
+    status: Literal["PASS", "FAIL", "SKIP"]
     seconds: float
-    told: str
+    message: str
     details: Details = field(default_factory=dict)
 
     def line(self) -> str:
-        """For the terminal.
+        """Format a line for the terminal.
 
-        >>> print(CheckOutcome(name="sums", verdict="FAIL", seconds=1.234, told="not equal").line())
+        >>> print(CheckOutcome(name="sums", status="FAIL", seconds=1.234, message="not equal").line())
         FAIL  sums                          1.2 s  not equal
         """
-        return f"{self.verdict}  {self.name:<26}{self.seconds:>7.1f} s  {self.told}"
+        return f"{self.status}  {self.name:<26}{self.seconds:>7.1f} s  {self.message}"
 
 
 def run_checks(
@@ -78,13 +78,13 @@ def run_checks(
     limit_s: float,
     on_outcome: Callable[[CheckOutcome], None],
 ) -> list[CheckOutcome]:
-    """One check after the other. Where `limit_s` is over, the rest is skipped and says so."""
+    """Run one check after the other; skip the rest when `limit_s` is over."""
     end_s, outcomes = time.monotonic() + limit_s, list[CheckOutcome]()
     for check in checks:
         left_s = min(check.limit_s, end_s - time.monotonic())
         if left_s <= 0:
             outcome = CheckOutcome(
-                name=check.name, verdict="SKIP", seconds=0.0, told="no time left: give more `minutes`"
+                name=check.name, status="SKIP", seconds=0.0, message="no time left: give more `minutes`"
             )
         else:
             outcome = run_one(check, device, out / check.name, limit_s=left_s)
@@ -94,7 +94,7 @@ def run_checks(
 
 
 def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit_s: float) -> CheckOutcome:
-    """In a fresh process, which has ended, with all that it started, when this returns. `folder/log` has its output."""
+    """Run a check in a fresh process, and end that with all that it started. `folder/log` has its output."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").touch()
     answer = folder / "answer.json"
@@ -113,19 +113,19 @@ def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit
     process.kill()
     process.join()
     if code is None:
-        told: Details = {"verdict": "FAIL", "told": f"not done after {limit_s:.0f} s; see {folder / 'log'}"}
+        result: Details = {"status": "FAIL", "message": f"not done after {limit_s:.0f} s; see {folder / 'log'}"}
     elif not answer.exists():
         died = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        told = {"verdict": "FAIL", "told": f"its process ended {died}; see {folder / 'log'}"}
+        result = {"status": "FAIL", "message": f"its process ended {died}; see {folder / 'log'}"}
     else:
-        told = json.loads(answer.read_text())
-    if told["verdict"] == "FAIL":
-        told["details"] = told.get("details", {}) | {"log": (folder / "log").read_text(errors="replace")[-4000:]}
-    return CheckOutcome(name=check.name, seconds=seconds, **told)
+        result = json.loads(answer.read_text())
+    if result["status"] == "FAIL":
+        result["details"] = result.get("details", {}) | {"log": (folder / "log").read_text(errors="replace")[-4000:]}
+    return CheckOutcome(name=check.name, seconds=seconds, **result)
 
 
 def _be(run: Callable[[Given], Details], given: Given) -> None:
-    """The process of a check, and the leader of a group of processes, so that none is left when it has to be ended."""
+    """Be the process of a check, and the leader of a group of processes, so that all of them can be ended."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     with (given.folder / "log").open("wb", buffering=0) as log:
@@ -133,18 +133,18 @@ def _be(run: Callable[[Given], Details], given: Given) -> None:
         os.dup2(log.fileno(), 2)
     try:
         details = run(given)
-        told: Details = {"verdict": "PASS", "told": details.pop("told", ""), "details": details}
+        result: Details = {"status": "PASS", "message": details.pop("message", ""), "details": details}
     except NotHere as reason:
-        told = {"verdict": "SKIP", "told": str(reason)}
+        result = {"status": "SKIP", "message": str(reason)}
     except BaseException as error:
         traceback.print_exc()
         lines = f"{type(error).__name__}: {error}".splitlines()
-        told = {"verdict": "FAIL", "told": lines[0][:300], "details": {"error": traceback.format_exc()[-4000:]}}
+        result = {"status": "FAIL", "message": lines[0][:300], "details": {"error": traceback.format_exc()[-4000:]}}
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     unfinished = given.folder / "answer.tmp"
-    unfinished.write_text(json.dumps(told))
+    unfinished.write_text(json.dumps(result))
     unfinished.rename(given.folder / "answer.json")
     os._exit(0)  # a thread that waits for a rank that is gone keeps no check from its end
 
@@ -153,7 +153,7 @@ def _be(run: Callable[[Given], Details], given: Given) -> None:
 
 
 def keys_from(given: Sequence[str]) -> dict[str, str]:
-    """`out`, `minutes` and `only` of the command line.
+    """Return `out`, `minutes` and `only` of the command line.
 
     >>> keys_from(["out=here", "minutes=2"])
     {'out': 'here', 'minutes': '2'}
@@ -169,7 +169,7 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
 
 
 def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
-    """Those whose names are in `only`, separated by commas; all where it is empty.
+    """Return the checks whose names are in `only`, separated by commas; all where it is empty.
 
     Raises:
         ValueError: there is no check of a name.
@@ -186,17 +186,17 @@ def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
 
 
 def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: Details) -> None:
-    """Everything that was found, with the versions with which it was."""
+    """Write everything that was found, with the versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
     path.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n")
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
-    """All `table`s that checks returned, lists of rows of one kind, in Markdown.
+    """Format all `table`s that checks returned, lists of rows of one form, in Markdown.
 
     >>> found = {"table": [{"arm": "lars", "ms": 0.25}, {"arm": "lamb", "ms": 0.5}]}
-    >>> print(tables([CheckOutcome(name="updates", verdict="PASS", seconds=1.0, told="", details=found)]))
+    >>> print(tables([CheckOutcome(name="updates", status="PASS", seconds=1.0, message="", details=found)]))
     updates
     <BLANKLINE>
     | arm | ms |
@@ -215,22 +215,22 @@ def tables(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:
-    """How many of each.
+    """Count passed, failed and skipped checks.
 
-    >>> summary([CheckOutcome(name="x", verdict="PASS", seconds=0.0, told="")])
+    >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
     '1 passed, 0 failed, 0 skipped.'
     """
-    counts = [sum(outcome.verdict == verdict for outcome in outcomes) for verdict in ("PASS", "FAIL", "SKIP")]
+    counts = [sum(outcome.status == status for outcome in outcomes) for status in ("PASS", "FAIL", "SKIP")]
     return "{} passed, {} failed, {} skipped.".format(*counts)
 
 
 def num_failures(outcomes: Sequence[CheckOutcome]) -> int:
-    """The exit code."""
-    return sum(outcome.verdict == "FAIL" for outcome in outcomes)
+    """Count the failures: the exit code."""
+    return sum(outcome.status == "FAIL" for outcome in outcomes)
 
 
 def limit_s_from(minutes: str) -> float:
-    """The time limit of all checks together.
+    """Return the time limit of all checks together.
 
     Raises:
         ValueError: it is no number above zero.

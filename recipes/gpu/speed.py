@@ -1,4 +1,4 @@
-"""How fast: the update against the memory's bandwidth, a training step against Lightning's own, decoding beside it."""
+"""Speed: updates against the memory's bandwidth, training against Lightning's own, training during decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD_START_CYCLES = 400_000_000  # 0.2 s at 2 GHz, in which the host enqueues al
 
 
 def updates(given: Given) -> Details:
-    """Device time of fused updates and what they should take: their bytes at the rate of a copy; torch's beside them.
+    """Time fused updates and torch's on the device; compare with their bytes at the rate of a copy.
 
     On CUDA: many updates between two events, behind a kernel that lets the host run ahead. LARS and LAMB must take no
     more than 1.3 times their bytes.
@@ -51,21 +51,25 @@ def updates(given: Given) -> Details:
     ratios = {row["arm"]: row["x bytes over bandwidth"] for row in table}
     if given.on_cuda:
         for arm in ("lars_fused", "lamb_fused"):
-            told = f"{arm} must take at most {UPDATE_BOUND} times its bytes over the bandwidth of a copy"
-            assert ratios[arm] <= UPDATE_BOUND, f"{told} ({rate / 1e9:.0f} GB/s), and takes {ratios[arm]}; {table}"
-    told = ", ".join(f"{arm} {ratio}" for arm, ratio in ratios.items())
-    return {"told": f"copy {rate / 1e9:.0f} GB/s; times its bytes: {told}", "table": table, "copy_bytes_per_s": rate}
+            message = f"{arm} must take at most {UPDATE_BOUND} times its bytes over the bandwidth of a copy"
+            assert ratios[arm] <= UPDATE_BOUND, f"{message} ({rate / 1e9:.0f} GB/s), and takes {ratios[arm]}; {table}"
+    message = ", ".join(f"{arm} {ratio}" for arm, ratio in ratios.items())
+    return {
+        "message": f"copy {rate / 1e9:.0f} GB/s; times its bytes: {message}",
+        "table": table,
+        "copy_bytes_per_s": rate,
+    }
 
 
 def device_copy_rate(device: torch.device, *, num_bytes: int) -> float:
-    """Bytes per second, read and written, of copying a tensor."""
+    """Measure the bytes per second, read and written, of copying a tensor."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)[0]
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds of the device, and of the host to enqueue it: medians over samples, each of many calls."""
+    """Time the device, and the host that enqueues: medians over samples, each of many calls."""
     for _ in range(3):  # compiles, and touches memory
         work()
     device_s, host_s = [], []
@@ -94,7 +98,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 class SpeedModule(pl.LightningModule):
-    """A ResNet that learns nothing from random images which are on the device already."""
+    """ResNet that trains on random images in the device's memory."""
 
     def __init__(self, *, is_ours: bool, size: Details) -> None:
         super().__init__()
@@ -102,18 +106,18 @@ class SpeedModule(pl.LightningModule):
         self.is_ours = is_ours
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         return F.cross_entropy(self.net(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Ours: LARS by kernels. Lightning's arm: the cheapest that torch has."""
+        """Make LARS by kernels, or for Lightning's arm the cheapest optimizer of torch."""
         if self.is_ours:
             return LARS(self.parameters(), lr=1.0, weight_decay=5e-5, fused=True)
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
 
 
 class _Clock(pl.Callback):
-    """Images per second after the first steps, by a clock that is read when the device is done."""
+    """Images per second after the first steps, by a clock that waits for the device."""
 
     def __init__(self, size: Details) -> None:
         self.size, self.start_s, self.images_per_s = size, 0.0, 0.0
@@ -129,7 +133,7 @@ class _Clock(pl.Callback):
 
 
 class _Same:
-    """The same batch again and again."""
+    """Loader of the same batch again and again."""
 
     def __init__(self, batch: list[Tensor], num_batches: int) -> None:
         self.batch, self.num_batches = batch, num_batches
@@ -165,7 +169,7 @@ def _images_per_s(given: Given, size: Details, *, is_ours: bool) -> float:
 
 
 def resnet50(given: Given) -> Details:
-    """Images per second of ResNet-50 in turns: 16-true with LARS here, Lightning's 16-mixed with fused SGD there."""
+    """Measure images per second of ResNet-50 in turns: 16-true with LARS, and Lightning's 16-mixed with fused SGD."""
     size, rates = _size(given), dict[str, list[float]](ours=[], lightning=[])
     for _ in range(size["num_rounds"]):
         for arm, samples in rates.items():
@@ -173,16 +177,20 @@ def resnet50(given: Given) -> Details:
     ours, theirs = (statistics.median(samples) for samples in rates.values())
     rows = {arm: [round(sample, 1) for sample in samples] for arm, samples in rates.items()}
     table = [{"arm": arm, "images/s, median": statistics.median(row), "rounds": row} for arm, row in rows.items()]
-    told = f"{ours:.0f} images/s, Lightning's mixed precision {theirs:.0f}: {ours / theirs:.2f} times"
-    assert not given.on_cuda or ours > theirs, f"ours must be faster: {told}; {rows}"
-    return {"told": told if given.on_cuda else f"{told} (a tiny network: no measurement)", "table": table, "size": size}
+    message = f"{ours:.0f} images/s, Lightning's mixed precision {theirs:.0f}: {ours / theirs:.2f} times"
+    assert not given.on_cuda or ours > theirs, f"ours must be faster: {message}; {rows}"
+    return {
+        "message": message if given.on_cuda else f"{message} (a tiny network: no measurement)",
+        "table": table,
+        "size": size,
+    }
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
 def decoding(given: Given) -> Details:
-    """Images per second of training on images that are there, alone and while threads of this process decode.
+    """Measure images per second of training on images in memory, alone and while threads of this process decode.
 
     The decoded images are dropped: what is seen is what the threads take from the thread that trains.
     """
@@ -201,7 +209,7 @@ def decoding(given: Given) -> Details:
     thread.start()
     start_s = time.perf_counter()
     try:
-        beside = _images_per_s(given, size, is_ours=True)
+        both = _images_per_s(given, size, is_ours=True)
     finally:
         stop.set()
         thread.join()
@@ -214,16 +222,16 @@ def decoding(given: Given) -> Details:
     only = num_only / (time.perf_counter() - only_s)
     table = [
         {"what": "training alone", "images/s": round(alone, 1)},
-        {"what": "training beside decoding", "images/s": round(beside, 1)},
-        {"what": "decoding beside training", "images/s": round(decoded, 1)},
+        {"what": "training during decoding", "images/s": round(both, 1)},
+        {"what": "decoding during training", "images/s": round(decoded, 1)},
         {"what": "decoding alone", "images/s": round(only, 1)},
     ]
-    told = f"training keeps {beside / alone:.0%} of its rate beside decoding, decoding {decoded / only:.0%} of its own"
-    return {"told": told, "table": table}
+    message = f"training has {both / alone:.0%} of its rate during decoding, decoding {decoded / only:.0%} of its own"
+    return {"message": message, "table": table}
 
 
 def _decoded(given: Given, size: Details) -> Callable[[], Iterable[Sequence[Tensor]]]:
-    """Batches without end, as `ImageNetDataModule` decodes them, from photographs that libraries bring along."""
+    """Make batches without end, as `ImageNetDataModule` decodes them, from photographs that libraries contain."""
     try:
         from recipes.benchmarks.photos import write_photos
     except ImportError as error:

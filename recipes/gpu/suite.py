@@ -1,4 +1,4 @@
-"""The tests that need a GPU, by pytest in a process of its own."""
+"""Tests that need a GPU, by pytest in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
 
 def gpu_tests(given: Given) -> Details:
-    """`pytest -m gpu`: none fails."""
+    """Run `pytest -m gpu`; none may fail."""
     if not given.on_cuda:
         raise NotHere("the tests of `-m gpu` need one")
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
@@ -21,4 +21,4 @@ def gpu_tests(given: Given) -> Details:
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     assert done.returncode == 0, f"{lines[-1]}: {'; '.join(failed)[:250]}"
-    return {"told": lines[-1].strip("= ")}
+    return {"message": lines[-1].strip("= ")}

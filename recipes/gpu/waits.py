@@ -1,4 +1,4 @@
-"""Who waits for whom: that no stream reads too early, and where the host waits for the device."""
+"""Waits between streams: that no stream reads too early, and where the host waits for the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEN_MS_OF_CYCLES = 20_000_000  # at 2 GHz
 
 
 def waits(given: Given) -> Details:
-    """Whoever reads a tensor too early is caught: all that writes on a stream is late by 10 ms, and doubles or halves.
+    """Detect reads that come too early: every write on a stream is late by 10 ms, and doubles or halves.
 
     In turns: what the sum hands back, what backward hands to the sum, what the prefetcher hands to the step, what a
     checkpoint copies. Each must end with the bits of a run in which the host waits for the device at every such place.
@@ -61,12 +61,12 @@ def waits(given: Given) -> Details:
     weight.add_(1)
     host.wait()
     assert (copied == 2).all(), f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
-    told = "sum, backward, prefetcher and checkpoint wait"
-    return {"told": told if given.on_cuda else f"{told} (a CPU has no streams: the arithmetic alone was tried)"}
+    message = "sum, backward, prefetcher and checkpoint wait"
+    return {"message": message if given.on_cuda else f"{message} (no streams on a CPU: the arithmetic alone was tried)"}
 
 
 class _Doubled:
-    """A loader whose batches are changed where the prefetcher moves them."""
+    """Loader whose batches change where the prefetcher moves them."""
 
     def __init__(self, batches: DataLoader, change: Callable[[Tensor], Tensor]) -> None:
         self.batches, self.change = batches, change
@@ -78,18 +78,18 @@ class _Doubled:
         return len(self.batches)
 
     def on_device(self, batch: Any) -> Any:
-        """What `DevicePrefetcher` calls on its stream."""
+        """Double what `DevicePrefetcher` moves, on its stream."""
         return [self.change(batch[0]), batch[1]]
 
 
 @contextmanager
 def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Every sum is changed where its last stage ran."""
+    """Change every sum where its last stage ran."""
     original = CommEngine.submit
 
-    def submit(self: CommEngine, flat: Tensor, **told: Any) -> Any:
-        finish = told.pop("finish", lambda flat: flat)
-        return original(self, flat, finish=lambda flat: finish(change(flat)), **told)
+    def submit(self: CommEngine, flat: Tensor, **settings: Any) -> Any:
+        finish = settings.pop("finish", lambda flat: flat)
+        return original(self, flat, finish=lambda flat: finish(change(flat)), **settings)
 
     CommEngine.submit = submit  # type: ignore[method-assign]
     try:
@@ -114,7 +114,7 @@ def _synchronize(given: Given) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes, on a CPU, what would make the host wait on CUDA."""
+    """Mode that notes, on a CPU, what would make the host wait on CUDA."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Reads(TorchDispatchMode):
 
 
 class _Watches(pl.Callback):
-    """Counts waits by file and line, from the start of step 4 to the end of the last but one of the epoch."""
+    """Callback that counts waits by file and line, from the start of step 4 to the last but one of the epoch."""
 
     def __init__(self, given: Given) -> None:
         self.given, self.places = given, Counter[str]()
@@ -156,7 +156,7 @@ class _Watches(pl.Callback):
         self._catching.__exit__(None, None, None)
 
     def _note(self, message: Any = "synchronizing", *args: Any, **kwargs: Any) -> None:
-        """A warning of torch's that the host waits, or a read: by the innermost line that is not torch's own."""
+        """Note a wait that torch warns of, or a read, by the innermost line outside torch."""
         if "synchroniz" in str(message):
             frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
             self.places[f"{_short(frames[-1].filename)}:{frames[-1].lineno}"] += 1
@@ -167,7 +167,7 @@ def _short(filename: str) -> str:
 
 
 def who_waits(given: Given) -> Details:
-    """In three steps no line of the library's waits for the device, with kernels; all lines that do, by optimizer."""
+    """Check that in three steps with kernels no line of the library waits for the device; list all that do."""
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
         watch = _Watches(given)
@@ -176,4 +176,4 @@ def who_waits(given: Given) -> Details:
     ours = [f"{row['where']} ({row['optimizer']})" for row in table if row["where"].startswith("lightning_hybrid/")]
     if given.on_cuda:  # a CPU is asked at will
         assert not ours, f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
-    return {"told": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others", "table": table}
+    return {"message": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others", "table": table}

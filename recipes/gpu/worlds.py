@@ -1,4 +1,4 @@
-"""Ranks: all algorithms on one rank, four ranks on one device, and, where there are more GPUs, NCCL and a dead rank."""
+"""Checks with ranks: all algorithms on one rank, four ranks on one device; with more GPUs, NCCL and a dead rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMED_WITHIN_S = 60.0
 
 
 class _OneRank:
-    """In place of `CommGroups`, which needs no group for one rank: every stage has the world's, of this rank alone."""
+    """Stand-in for `CommGroups` with one rank: every stage has the world's group, of this rank alone."""
 
     topology = Topology(rank=0, nodes=((0,),))
 
@@ -50,7 +50,7 @@ class _OneRank:
 
 
 def one_rank(given: Given) -> Details:
-    """All four algorithms through the backend's communicators of one rank: the sum is the tensor, bit for bit."""
+    """Run all four algorithms through the backend's communicators of one rank: the sum is the tensor, bit for bit."""
     backend = "nccl" if given.on_cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     for algorithm, sum_ in SUMS.items():
@@ -61,11 +61,11 @@ def one_rank(given: Given) -> Details:
                 sum_(flat, cast(Any, _OneRank()))
                 assert torch.equal(flat, expected), f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
     dist.destroy_process_group()
-    return {"told": f"{', '.join(SUMS)} over {backend}"}
+    return {"message": f"{', '.join(SUMS)} over {backend}"}
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small ones, so that sums are exact in every dtype; another row for each rank."""
+    """Return small integers, whose sums are exact in every dtype; another row for each rank."""
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
 
 
@@ -73,12 +73,12 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
 
 
 def four_ranks(given: Given) -> Details:
-    """Four ranks of one device over Gloo, as two nodes of two: sums and whole fits of every algorithm."""
+    """Run four ranks of one device over Gloo, as two nodes of two: sums and whole fits of every algorithm."""
     return _all_algorithms(given, backend="gloo", num_ranks=4, devices_per_host=1)
 
 
 def nccl(given: Given) -> Details:
-    """The same on a GPU per rank, over NCCL, as two nodes of one host."""
+    """Run the same on a GPU per rank, over NCCL, as two nodes of one host."""
     num_ranks = _num_gpus_for_ranks(given)
     return _all_algorithms(given, backend="nccl", num_ranks=num_ranks, devices_per_host=num_ranks)
 
@@ -91,8 +91,8 @@ def _num_gpus_for_ranks(given: Given) -> int:
 
 
 def _all_algorithms(given: Given, *, backend: str, num_ranks: int, devices_per_host: int) -> Details:
-    told = {"backend": backend, "devices_per_host": devices_per_host}
-    run, limit_s = partial(_sums_and_fits, told), 0.9 * given.limit_s
+    setup = {"backend": backend, "devices_per_host": devices_per_host}
+    run, limit_s = partial(_sums_and_fits, setup), 0.9 * given.limit_s
     answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=devices_per_host)
     table = []
     for algorithm in SUMS:
@@ -104,16 +104,16 @@ def _all_algorithms(given: Given, *, backend: str, num_ranks: int, devices_per_h
         table.append({"algorithm": algorithm, "ranks": num_ranks, "seconds": seconds, "error": error})
     failed = [f"{row['algorithm']}: {row['error']}" for row in table if row["error"]]
     assert not failed, f"{num_ranks} ranks over {backend}: {'; '.join(failed)}"
-    return {"told": f"{num_ranks} ranks as two nodes over {backend}: {', '.join(SUMS)}", "table": table}
+    return {"message": f"{num_ranks} ranks as two nodes over {backend}: {', '.join(SUMS)}", "table": table}
 
 
-def _sums_and_fits(told: Details, given: Given, rank: int, num_ranks: int) -> Details:
-    """On each rank, for each algorithm: exact sums, and a fit in which each rank has other images."""
+def _sums_and_fits(setup: Details, given: Given, rank: int, num_ranks: int) -> Details:
+    """Check on each rank, for each algorithm, exact sums, and a fit in which each rank has other images."""
     answer = {}
     for algorithm in SUMS:
         start_s, module, error = time.monotonic(), Small("lars"), ""
         try:
-            trainer = _trainer(algorithm, told, given, num_ranks, callbacks=[_Sums(algorithm)])
+            trainer = _trainer(algorithm, setup, given, num_ranks, callbacks=[_Sums(algorithm)])
             trainer.fit(module, loader(seed=rank))
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[:300]
@@ -122,12 +122,12 @@ def _sums_and_fits(told: Details, given: Given, rank: int, num_ranks: int) -> De
     return answer
 
 
-def _trainer(algorithm: Any, told: Details, given: Given, num_ranks: int, **settings: Any) -> pl.Trainer:
-    devices = told["devices_per_host"]
+def _trainer(algorithm: Any, setup: Details, given: Given, num_ranks: int, **settings: Any) -> pl.Trainer:
+    devices = setup["devices_per_host"]
     strategy = HybridAllReduceStrategy(
         algorithm=algorithm,
         ranks_per_node=num_ranks // 2,
-        process_group_backend=told["backend"],
+        process_group_backend=setup["backend"],
         bucket_bytes=2048,  # several, so that they overtake one another if they can
         loss_scale=2.0**10,
         timeout=timedelta(seconds=30),
@@ -137,7 +137,7 @@ def _trainer(algorithm: Any, told: Details, given: Given, num_ranks: int, **sett
 
 
 class _Sums(pl.Callback):
-    """Before training, when the process group is there: sums whose result is known."""
+    """Callback that checks known sums before training, when the process group exists."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
@@ -170,12 +170,12 @@ def _weights(tensor: Tensor) -> Tensor:
 
 
 def dead_rank(given: Given) -> Details:
-    """`kill -9` of one of two ranks in backward: the other ends in an error that names it, in seconds."""
+    """Send `kill -9` to one of two ranks in backward: the other ends in an error that names it, in seconds."""
     num_ranks = _num_gpus_for_ranks(given) if given.on_cuda else 2
     backend = "nccl" if given.on_cuda else "gloo"
-    told = {"backend": backend, "devices_per_host": num_ranks}
+    setup = {"backend": backend, "devices_per_host": num_ranks}
     killed = given.folder / "killed_s"
-    run = partial(_loses_a_rank, told, killed)
+    run = partial(_loses_a_rank, setup, killed)
     limit_s = 0.9 * given.limit_s
     answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, may_die=(KILLED_RANK,))
     killed_s, table = float(killed.read_text()), []
@@ -187,10 +187,10 @@ def dead_rank(given: Given) -> Details:
             assert is_named, f"rank {rank} must name rank {KILLED_RANK}, and said: {answer['error'][:300]}"
             assert after_s < NAMED_WITHIN_S, f"rank {rank} took {after_s:.1f} s to notice"
     slowest_s = max(row["seconds until its error"] for row in table)
-    return {"told": f"{backend}: every other rank named the dead one within {slowest_s} s", "table": table}
+    return {"message": f"{backend}: every other rank named the dead one within {slowest_s} s", "table": table}
 
 
-def _loses_a_rank(told: Details, killed: Path, given: Given, rank: int, num_ranks: int) -> Details:
+def _loses_a_rank(setup: Details, killed: Path, given: Given, rank: int, num_ranks: int) -> Details:
     count = [0]
 
     def die(grad: Tensor) -> None:
@@ -201,7 +201,7 @@ def _loses_a_rank(told: Details, killed: Path, given: Given, rank: int, num_rank
 
     module = Small("lars", on_hidden=die if rank == KILLED_RANK else None)
     try:
-        _trainer("hierarchical", told, given, num_ranks).fit(module, loader(seed=rank))
+        _trainer("hierarchical", setup, given, num_ranks).fit(module, loader(seed=rank))
     except Exception as error:
         return {"noticed_s": time.monotonic(), "error": f"{type(error).__name__}: {error}"}
     return {"noticed_s": time.monotonic(), "error": "no error at all"}
@@ -221,7 +221,7 @@ def run_world(
     per_host: int | None = None,
     may_die: tuple[int, ...] = (),
 ) -> list[Details]:
-    """What `run(given, rank, num_ranks)` returned on each rank. An error of any rank's, or its death, is one here.
+    """Return what `run(given, rank, num_ranks)` returned on each rank; raise the error or death of any rank.
 
     `per_host`: ranks on what counts as a host, each with a device of its own; None: all. The others share the devices.
     """
@@ -258,15 +258,15 @@ def run_world(
 
 
 def _be_rank(run: Run, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int) -> None:
-    """A rank's process, in the group of its check's, with what torchrun would tell it: one host, or one per rank."""
+    """Be a rank's process in its check's group, with torchrun's variables: one host, or one per rank."""
     os.setpgid(0, group)
     with (given.folder / f"rank{rank}.log").open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
-    told = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
-    told |= {"GROUP_RANK": rank // per_host, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    variables = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
+    variables |= {"GROUP_RANK": rank // per_host, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="gpu_check")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

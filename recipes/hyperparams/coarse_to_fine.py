@@ -1,7 +1,7 @@
 """Coarse-to-fine search: a wide grid, then ever finer ones around the best (Jia et al. 2018, arXiv:1807.11205).
 
 The authors say that they first took large steps to find a good region and refined there, not how many or how large;
-grid, zoom and rounds are therefore the user's, and the defaults ours.
+grid, zoom and rounds are therefore the user's, and the defaults our choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, best_of
 from recipes.hyperparams.trial_pool import Limits, TrialPool
 
 MAX_VALUES = 1000
-"""Of an axis; ours: nobody trains as often."""
+"""Most values of an axis (our choice): no search trains as often."""
 
 Point = Mapping[str, float]
 """A value for each key that is searched."""
@@ -61,13 +61,13 @@ class Axis:
 
     @property
     def spacing(self) -> float:
-        """From one value to the next: a factor on the logarithmic scale, else a difference."""
+        """Step from one value to the next: a factor on the logarithmic scale, else a difference."""
         if self.scale == "log":
             return float((self.high / self.low) ** (1 / (self.num - 1)))
         return (self.high - self.low) / (self.num - 1)
 
     def values(self) -> tuple[float, ...]:
-        """From `low` to `high`, to six digits."""
+        """Return the values from `low` to `high`, to six digits."""
         return tuple(self._at(self.low, index, self.spacing) for index in range(self.num))
 
     def _at(self, start: float, index: int, spacing: float) -> float:
@@ -75,7 +75,7 @@ class Axis:
         return float(f"{value:.6g}")
 
     def around(self, centre: float, *, level: int, zoom: int) -> tuple[float, float, float]:
-        """One finer value on each side of `centre`: the spacing is that of the grid, divided `zoom ** level` times.
+        """Return `centre` and one finer value on each side: the grid's spacing, divided `zoom ** level` times.
 
         >>> Axis(key="lr", low=0.01, high=100.0, num=3).around(1.0, level=1, zoom=2)
         (0.1, 1.0, 10.0)
@@ -85,12 +85,12 @@ class Axis:
         return self._at(centre, -1, spacing), centre, self._at(centre, 1, spacing)
 
     def is_edge(self, value: float) -> bool:
-        """Whether the best of the first grid may lie outside of it."""
+        """Return whether the best of the first grid may lie outside of it."""
         return value <= self.low or value >= self.high
 
 
 def axes_from(config: Mapping[str, Any], *, above: str = "") -> list[Axis]:
-    """Axes from nested keys, as in a configuration: what has `low` and `high` is one.
+    """Make axes from nested keys, as in a configuration: what has `low` and `high` is one.
 
     Raises:
         ValueError: There is none, or a value where an axis should be.
@@ -116,7 +116,7 @@ def axes_from(config: Mapping[str, Any], *, above: str = "") -> list[Axis]:
 
 
 def overrides_of(point: Point) -> tuple[str, ...]:
-    """As on the command line.
+    """Format a point as overrides of the command line.
 
     >>> overrides_of({"optim.lr": 0.5, "optim.weight_decay": 1e-4})
     ('optim.lr=0.5', 'optim.weight_decay=0.0001')
@@ -125,7 +125,7 @@ def overrides_of(point: Point) -> tuple[str, ...]:
 
 
 def axis_values_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, float]:
-    """The reverse of `overrides_of`, for the keys that are searched; the last of several wins.
+    """Parse overrides into values of the searched keys, as `overrides_of` made them; the last of several wins.
 
     >>> axis_values_of(["seed=3", "optim.lr=0.5"], ["optim.lr"])
     {'optim.lr': 0.5}
@@ -135,12 +135,12 @@ def axis_values_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, f
 
 
 def grid(axes: Sequence[Axis]) -> list[Point]:
-    """Every combination of the axes' values."""
+    """Return every combination of the axes' values."""
     return _product(axes, [axis.values() for axis in axes])
 
 
 def finer_grid(axes: Sequence[Axis], best: Point, *, level: int, zoom: int) -> list[Point]:
-    """The neighbours of `best` on a grid `zoom ** level` times finer than the first, and `best` itself.
+    """Return the neighbours of `best` on a grid `zoom ** level` times finer than the first, and `best` itself.
 
     It goes past the ends of the first grid if the best was there.
     """
@@ -155,7 +155,7 @@ def _product(axes: Sequence[Axis], values: Iterable[Iterable[float]]) -> list[Po
 def median_limits(
     outcomes: Iterable[TrialOutcome], *, fractions: Sequence[float], mode: Mode, min_trials: int
 ) -> Limits:
-    """The median rule: where a trial must be, after each fraction of its run, not to be stopped as a loser.
+    """Return the median rule: the objective below which a trial is stopped, after each fraction of its run.
 
     The limit is the median of the objectives, at their first validation at or after the fraction, of all trials that
     ended before, the stopped ones included (Golovin et al. 2017, "Google Vizier"). Where fewer than `min_trials` of
@@ -180,7 +180,7 @@ def median_limits(
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping:
-    """When losers are stopped; see `median_limits`.
+    """Options of early stopping; see `median_limits`.
 
     Raises:
         ValueError: A fraction that is not between 0 and 1.
@@ -200,7 +200,7 @@ class Stopping:
 
 @dataclass(frozen=True, kw_only=True)
 class CoarseToFine:
-    """A first grid over all axes; then rounds on the neighbours of the best so far, `zoom` times finer each.
+    """Grid over all axes; then rounds on the neighbours of the best so far, `zoom` times finer each.
 
     Attributes:
         num_rounds: The first included.
@@ -220,7 +220,7 @@ class CoarseToFine:
                 raise ValueError(f"`backend.{name}` (={value}) must be a whole number, at least {least}.")
 
     def search(self, axes: Sequence[Axis], run: Callable[[list[Point]], list[TrialOutcome] | None], mode: Mode) -> bool:
-        """Run it all; false if the time ended before.
+        """Run the search; return false if the time ended before.
 
         Args:
             axes: What to search.
@@ -246,7 +246,7 @@ class CoarseToFine:
 
 
 class TrialRunner:
-    """Runs points through a pool, but for those that the log has; stops losers by the median rule.
+    """Callable that runs points through a pool, except those in the log, and stops losers by the median rule.
 
     Args:
         pool: Runs trials.
@@ -273,7 +273,7 @@ class TrialRunner:
         self.rounds: list[list[TrialOutcome]] = []
 
     def seen(self) -> list[TrialOutcome]:
-        """Every outcome of this search so far, once each."""
+        """Return every outcome of this search so far, once each."""
         return list({outcome.key: outcome for outcomes in self.rounds for outcome in outcomes}.values())
 
     def _limits(self) -> Limits:
@@ -283,7 +283,7 @@ class TrialRunner:
         return median_limits(self.seen(), fractions=stop.fractions, mode=self.mode, min_trials=stop.min_trials)
 
     def __call__(self, points: Sequence[Point]) -> list[TrialOutcome] | None:
-        """A round: outcomes of all points, in their order; None if the time ended before."""
+        """Run a round; return the outcomes of all points in their order, or None if the time ended before."""
         trials = [(*self.fixed, *overrides_of(point)) for point in points]
         known = [outcome for trial in trials if (outcome := self.log.of(trial)) is not None]
         self.rounds.append(known)

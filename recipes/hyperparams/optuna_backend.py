@@ -1,4 +1,4 @@
-"""Optuna as the back end of a search: it is asked for points and told outcomes."""
+"""Optuna as the back end of a search: it proposes points and receives outcomes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from recipes.hyperparams.trial_log import Mode, TrialOutcome, rank_of
 
 @dataclass(frozen=True, kw_only=True)
 class OptunaSearch:
-    """`num_trials` points of Optuna's default sampler (TPE), between `low` and `high` of each axis; `num` is not used.
+    """Search by Optuna's default sampler (TPE) between `low` and `high` of each axis; `num` is not used.
 
-    A search that goes on asks from the beginning,
-    with the same seed, and is told what is known, so that nothing is run twice. A trial that diverged or failed is
-    told as infinitely bad, one that was stopped as pruned.
+    A search that resumes asks from the beginning, with the same seed, and reports what the log has, so that nothing
+    runs twice. A trial that diverged or failed is reported as infinitely bad, one that was stopped as pruned.
 
     Attributes:
-        num_trials: In all.
-        seed: Of the sampler.
-        num_at_a_time: Points asked for before any of them is told: as many as there are workers.
+        num_trials: Trials in all.
+        seed: Seed of the sampler.
+        num_at_a_time: Points asked for before any outcome is reported: as many as there are workers.
 
     Raises:
         ValueError: Not a whole number of trials above zero, or optuna is not there.
@@ -44,7 +43,7 @@ class OptunaSearch:
         run: Callable[[list[Point]], list[TrialOutcome] | None],
         mode: Mode,
     ) -> bool:
-        """Run it all; false if the time ended before. Arguments as in `CoarseToFine.search`."""
+        """Run the search; return false if the time ended before. Arguments as in `CoarseToFine.search`."""
         optuna = _optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(

@@ -1,4 +1,4 @@
-"""What a search found: a table of all trials, best first, and a picture of each round."""
+"""Result of a search: a table of all trials, best first, and a picture of each round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes.hyperparams.trial_log import Mode, TrialOutcome, best_of, rank_of
 
 
 def markdown(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode) -> str:
-    """A row for each trial, best first; a trial that came up in several rounds stands under its first."""
+    """Format a row for each trial, best first; a trial of several rounds stands under its first."""
     keys = [axis.key for axis in axes]
     first_round: dict[str, int] = {}
     outcomes: dict[str, TrialOutcome] = {}
@@ -41,7 +41,7 @@ def markdown(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, 
 
 
 def edges(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, mode: Mode) -> list[str]:
-    """Keys whose best value lies at an end of the range, or beyond it: the range should be wider."""
+    """Return the keys whose best value lies at an end of the range, or beyond it: the range should be wider."""
     best = best_of([outcome for found in rounds for outcome in found], mode=mode)
     if best is None:
         return []
@@ -52,7 +52,7 @@ def edges(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, mod
 def picture(
     rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
 ) -> Figure:
-    """A row for each round, a panel for each axis: objective against value; what was lost is a cross at the top."""
+    """Draw a row for each round, a panel for each axis: objective against value; a cross at the top: no value."""
     shown = [found for found in rounds if found] or [[]]
     figure = Figure(figsize=(5 * len(axes), 3.2 * len(shown)), layout="constrained")
     figure.suptitle(title)
@@ -94,7 +94,7 @@ def write_search(
     mode: Mode,
     title: str,
 ) -> None:
-    """`table.md` and `search.png` in `folder`."""
+    """Write `table.md` and `search.png` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(markdown(rounds, axes, objective=objective, mode=mode) + "\n")
     picture(rounds, axes, objective=objective, mode=mode, title=title).savefig(folder / "search.png", dpi=100)

@@ -1,4 +1,4 @@
-"""Which trials answer the question, and in which order: tune each arm's learning rate, then test it over seeds."""
+"""Trials of a study, in their order: tune each arm's learning rate, then test it over seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyArm:
-    """One way to train.
+    """Way to train.
 
     Attributes:
         overrides: What makes it.
@@ -41,7 +41,7 @@ class StudyArm:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """One way to compute.
+    """Way to compute.
 
     Attributes:
         overrides: What makes it.
@@ -56,7 +56,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """An arm at one precision and batch: a mean and a deviation of the table."""
+    """Arm at one precision and batch: a mean and a deviation of the table."""
 
     arm: str
     precision: str
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How every learning rate is tuned; see `coarse_to_fine.CoarseToFine`."""
+    """Options of the tuning of every learning rate; see `coarse_to_fine.CoarseToFine`."""
 
     __pydantic_config__ = STRICT
 
@@ -127,7 +127,7 @@ class Study:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Study:
-        """From the keys `study`, `tuning` and `seeds` of a configuration as plain data.
+        """Make a study from the keys `study`, `tuning` and `seeds` of a configuration as plain data.
 
         Raises:
             ValueError: As the class, or a key is missing, unknown or of the wrong type.
@@ -138,11 +138,11 @@ class Study:
 
     @property
     def main_arms(self) -> list[str]:
-        """Those that are run in every precision, or take another's rate; the others take a part out."""
+        """Arms that run in every precision, or take another's rate; the others take a part out."""
         return [name for name, arm in self.arms.items() if arm.precisions is None or arm.lr_of is not None]
 
     def cells(self) -> Iterator[Cell]:
-        """In the order in which they are run: tuned arms before those that take their rates over; parts out last."""
+        """Return the cells in the order of running: tuned arms, those that take their rates over, ablations."""
         main = self.main_arms
         in_order = sorted(main, key=lambda name: self.arms[name].lr_of is not None)
         for names in (in_order, [name for name in self.arms if name not in main]):
@@ -156,39 +156,39 @@ class Study:
                             yield Cell(arm=name, precision=precision_name, batch_size=batch_size)
 
     def overrides(self, cell: Cell) -> tuple[str, ...]:
-        """What all runs of a cell share."""
+        """Return what all runs of a cell share."""
         arm = self.arms[cell.arm]
         arm = self.arms[arm.lr_of] if arm.lr_of else arm
         return (*arm.overrides, *self.precisions[cell.precision].overrides, f"global_batch_size={cell.batch_size}")
 
     def axis(self, cell: Cell) -> Axis:
-        """Of the learning rate."""
+        """Return the axis of the learning rate."""
         arm = self.arms[cell.arm]
         return Axis(key=LR, low=arm.low, high=arm.high, num=self.tuning.num)
 
     def run_tuning(self, cell: Cell, pool: TrialPool, log: TrialLog, tell: Callable[[TrialOutcome], None]) -> bool:
-        """Search the learning rate of a cell; false if the time ended before."""
+        """Search the learning rate of a cell; return false if the time ended before."""
         fixed = (*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0")
         run = TrialRunner(pool, log, fixed=fixed, mode=self.tuning.mode, tell=tell)
         backend = CoarseToFine(num_rounds=self.tuning.num_rounds, zoom=self.tuning.zoom)
         return backend.search([self.axis(cell)], run, self.tuning.mode)
 
     def tuned(self, cell: Cell, log: TrialLog) -> TrialOutcome | None:
-        """The best tuning trial of a cell that the log knows."""
+        """Return the best tuning trial of a cell in the log."""
         return best_of(self._tried(cell, log), mode=self.tuning.mode)
 
     def is_end(self, cell: Cell, lr: float, log: TrialLog) -> bool:
-        """Whether no rate beyond ``lr``, on one side, was tried for a cell: the best may lie there."""
+        """Return whether no rate beyond `lr`, on one side, was tried for a cell: the best may lie there."""
         rates = [axis_values_of(outcome.overrides, [LR])[LR] for outcome in self._tried(cell, log)]
         return lr <= min(rates) or lr >= max(rates)
 
     def _tried(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
-        """The tuning trials of a cell that the log knows."""
+        """Return the tuning trials of a cell in the log."""
         fixed = {*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0"}
         return [o for o in log.outcomes.values() if len(o.overrides) == len(fixed) + 1 and fixed <= set(o.overrides)]
 
     def lr(self, cell: Cell, log: TrialLog) -> float | None:
-        """The rate of a cell: tuned, or scaled from one that was; None if no trial of the tuning was done."""
+        """Return the rate of a cell: tuned, or scaled from a tuned one; None if no trial of the tuning was done."""
         arm = self.arms[cell.arm]
         if arm.lr_of is not None:
             smallest = min(self.batch_sizes)
@@ -198,24 +198,24 @@ class Study:
         return None if best is None else axis_values_of(best.overrides, [LR])[LR]
 
     def tests(self, cell: Cell, lr: float) -> list[tuple[str, ...]]:
-        """The trials behind a mean of the table."""
+        """Return the overrides of the trials behind a mean of the table."""
         return [(*self.overrides(cell), *overrides_of({LR: lr}), f"seed={seed}") for seed in self.seeds]
 
     def results(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
-        """Those of them that have ended."""
+        """Return the outcomes of those tests that have ended."""
         lr = self.lr(cell, log)
         trials = [] if lr is None else self.tests(cell, lr)
         return [outcome for trial in trials if (outcome := log.of(trial)) is not None]
 
     def run(self, pool: TrialPool, log: TrialLog, tell: Callable[[str, TrialOutcome], None]) -> bool:
-        """Everything that the log does not know yet; false if the time ended before."""
+        """Run everything that is not in the log; return false if the time ended before."""
         for cell in self.cells():
             name = f"{cell.arm}, {cell.precision}, batch {cell.batch_size}"
 
-            def told(outcome: TrialOutcome, name: str = name) -> None:
+            def say_trial(outcome: TrialOutcome, name: str = name) -> None:
                 tell(name, outcome)
 
-            if self.arms[cell.arm].lr_of is None and not self.run_tuning(cell, pool, log, told):
+            if self.arms[cell.arm].lr_of is None and not self.run_tuning(cell, pool, log, say_trial):
                 return False
             lr = self.lr(cell, log)
             if lr is None:
@@ -223,7 +223,7 @@ class Study:
             waiting = [trial for trial in self.tests(cell, lr) if log.of(trial) is None]
             for outcome in pool.run(waiting):
                 log.append(outcome)
-                told(outcome)
+                say_trial(outcome)
             if any(log.of(trial) is None for trial in waiting):
                 return False
         return True

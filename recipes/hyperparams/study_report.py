@@ -1,4 +1,4 @@
-"""Tables and picture of a study: accuracy against batch, one line per arm; rates that were tuned; differences."""
+"""Tables and picture of a study: accuracy against batch, one line per arm; tuned rates; differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEST_ACC = "test/acc"
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Of several seeds.
+    """Accuracy over several seeds.
 
     Attributes:
         mean: Of all runs.
@@ -37,7 +37,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, outcomes: Sequence[TrialOutcome], *, chance: float) -> Accuracy | None:
-        """None if there is no run.
+        """Make it from outcomes; None if there is no run.
 
         >>> runs = [TrialOutcome(overrides=(), status="done", metrics={"test/acc": acc}) for acc in (0.9, 0.8, 0.7)]
         >>> accuracy = Accuracy.of([*runs, TrialOutcome(overrides=(), status="diverged")], chance=0.1)
@@ -62,7 +62,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of two means, in accuracy.
+    """Difference of two mean accuracies.
 
     Attributes:
         mean: First less second.
@@ -74,7 +74,7 @@ class Difference:
 
     @classmethod
     def of(cls, one: Accuracy, other: Accuracy) -> Difference:
-        """First less second.
+        """Subtract the second from the first.
 
         >>> one = Accuracy(mean=0.9, deviation=0.03, num_runs=9, num_lost=0)
         >>> str(Difference.of(one, Accuracy(mean=0.8, deviation=0.04, num_runs=16, num_lost=0)))
@@ -88,7 +88,7 @@ class Difference:
 
 
 def accuracies(study: Study, log: TrialLog) -> dict[Cell, Accuracy]:
-    """Of every cell whose tests have all ended."""
+    """Return the accuracy of every cell whose tests have all ended."""
     results = {cell: study.results(cell, log) for cell in study.cells()}
     found = {
         cell: Accuracy.of(outcomes, chance=study.chance)
@@ -99,7 +99,7 @@ def accuracies(study: Study, log: TrialLog) -> dict[Cell, Accuracy]:
 
 
 def _lines(study: Study) -> list[tuple[str, str]]:
-    """Arm and precision of each line, in the order of the configuration."""
+    """Return arm and precision of each line, in the order of the configuration."""
     there = {(cell.arm, cell.precision) for cell in study.cells()}
     return [(arm, precision) for arm in study.arms for precision in study.precisions if (arm, precision) in there]
 
@@ -109,7 +109,7 @@ def _batch_names(study: Study) -> list[str]:
 
 
 def markdown(study: Study, log: TrialLog) -> str:
-    """Accuracies, rates, and the differences that the claims are about."""
+    """Format accuracies, rates, and the differences that the claims are about."""
     found = accuracies(study, log)
 
     def row(arm: str, precision: str, text: Any) -> list[str]:
@@ -169,7 +169,7 @@ def _difference_rows(study: Study, found: dict[Cell, Accuracy]) -> list[list[str
 
 
 def picture(study: Study, log: TrialLog) -> Figure:
-    """A panel per precision, a line per arm; bars are standard deviations. One more for what was taken out."""
+    """Draw a panel per precision, a line per arm; bars are standard deviations. One more panel for ablations."""
     found = accuracies(study, log)
     main = study.main_arms
     others = [arm for arm in study.arms if arm not in main]
@@ -202,7 +202,7 @@ def picture(study: Study, log: TrialLog) -> Figure:
 
 
 def write_study(folder: Path, study: Study, log: TrialLog, *, environment: dict[str, Any]) -> None:
-    """`table.md`, `accuracy.png` and `environment.json` in `folder`."""
+    """Write `table.md`, `accuracy.png` and `environment.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{study.title}\n\n{markdown(study, log)}\n")
     write_json(folder / "environment.json", environment)

@@ -1,4 +1,4 @@
-"""A trial is a configuration of `recipes/train.py` with some keys changed, run in the process that asks for it."""
+"""Trial of a configuration of `recipes/train.py` with some keys changed, in the process that asks for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @contextmanager
 def _no_other_hydra() -> Iterator[None]:
-    """Put the search's own Hydra away: it composes one configuration per process, and its own is not a trial's."""
+    """Remove the search's own Hydra: it composes one configuration per process, and not a trial's."""
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         yield
@@ -41,7 +41,7 @@ def _no_other_hydra() -> Iterator[None]:
 
 
 def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
-    """`conf/train.yaml` with overrides, checked for holes.
+    """Compose `conf/train.yaml` with overrides, and check it for holes.
 
     Raises:
         ValueError: A `???` is left, or the trial would need several processes.
@@ -59,7 +59,7 @@ def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
 
 
 class Watch(Callback):
-    """End a trial that has lost: at a loss that is not finite, or at an objective behind its limit.
+    """Callback that ends a trial that has lost: a loss that is not finite, or an objective behind its limit.
 
     Validation may be as rare as the trial likes; a limit is looked at in the first one at or after its fraction. The
     training loss is read every `log_every_n_steps` steps and at the end.
@@ -84,7 +84,7 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the loss, as often as a log would."""
+        """Check the loss, as often as a log would."""
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if is_last or trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             loss = float(outputs["loss"])
@@ -92,7 +92,7 @@ class Watch(Callback):
                 self._end(trainer, "diverged", f"train/loss is {loss} at step {trainer.global_step}")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the objective, and compare."""
+        """Note the objective, and compare it with its limit."""
         is_on_the_way = trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
         if not is_on_the_way or self.status != "done" or self.objective not in trainer.callback_metrics:
             return
@@ -110,7 +110,7 @@ class Watch(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTrial:
-    """Fit, validate, and test unless `trainer.limit_test_batches` is 0; see `trial_pool.Runner`.
+    """Runner that fits, validates, and tests unless `trainer.limit_test_batches` is 0; see `trial_pool.Runner`.
 
     Attributes:
         base: Overrides of every trial; a trial's own come after them.
@@ -165,7 +165,7 @@ class TrainTrial:
 
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """End the process group that a trial began, and take back what its launcher left in the environment."""
+    """End the process group that a trial began, and restore the environment that its launcher changed."""
     before, had_group = dict(os.environ), torch.distributed.is_initialized()
     try:
         yield
@@ -177,7 +177,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 def _quieten() -> None:
-    """A line about devices and loaders for every trial would bury what the search says."""
+    """Silence a line about devices and loaders for every trial, which would bury what the search prints."""
     launch.ignore_lightning_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -185,7 +185,7 @@ def _quieten() -> None:
 
 
 def common_of(base: tuple[str, ...], own: tuple[str, ...] = ()) -> Any:
-    """The configuration that all trials have in common, as plain data, to be compared with that of another day.
+    """Return the configuration that all trials share, as plain data, to be compared with an earlier search's.
 
     Args:
         base: Overrides of every trial.

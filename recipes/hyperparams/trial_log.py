@@ -1,4 +1,4 @@
-"""What a search keeps of each trial: one line of JSON per trial that ended, so that none is ever run twice."""
+"""Log of a search: one line of JSON per trial that ended, so that none runs twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOutcome:
-    """How one trial ended.
+    """Result of one trial.
 
     Attributes:
         overrides: What this trial's configuration has instead of the study's; they name the trial.
@@ -38,12 +38,12 @@ class TrialOutcome:
 
     @property
     def key(self) -> str:
-        """See `key_of`."""
+        """Name of the trial; see `key_of`."""
         return key_of(self.overrides)
 
 
 def key_of(overrides: Iterable[str]) -> str:
-    """Twelve letters that name a set of overrides, in whatever order they come.
+    """Return twelve letters that name a set of overrides, in whatever order they come.
 
     >>> key_of(["optim.lr=1", "seed=0"]) == key_of(["seed=0", "optim.lr=1"])
     True
@@ -52,7 +52,7 @@ def key_of(overrides: Iterable[str]) -> str:
 
 
 def rank_of(outcome: TrialOutcome, *, mode: Mode = "min") -> tuple[int, float]:
-    """Sort key, best first: finished trials by value, then stopped ones by value, then the diverged and the failed.
+    """Return a sort key, best first: finished trials by value, then stopped ones by value, then the rest.
 
     >>> lost = TrialOutcome(overrides=("a",), status="diverged", reason="loss is nan")
     >>> slow = TrialOutcome(overrides=("b",), status="stopped", value=0.1)
@@ -68,13 +68,13 @@ def rank_of(outcome: TrialOutcome, *, mode: Mode = "min") -> tuple[int, float]:
 
 
 def best_of(outcomes: Iterable[TrialOutcome], *, mode: Mode = "min") -> TrialOutcome | None:
-    """The best trial that was done; None if none was. Of equals the first."""
+    """Return the best trial that was done; None if none was. Of equals the first."""
     done = [outcome for outcome in outcomes if rank_of(outcome, mode=mode)[0] == 0]
     return min(done, key=lambda outcome: rank_of(outcome, mode=mode), default=None)
 
 
 class TrialLog:
-    """The trials that ended, in memory and in a file that is only ever appended to.
+    """Trials that ended, in memory and in a file that only grows.
 
     A line is written when a trial has ended, and not before: one that was killed leaves nothing and is run again. The
     half line of a write that was killed is dropped.
@@ -102,11 +102,11 @@ class TrialLog:
             self.path.write_text(whole)
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                told = json.loads(line)
-                found = told.pop("fingerprint")
-                told["overrides"] = tuple(told["overrides"])
-                told["curve"] = tuple(tuple(point) for point in told["curve"])
-                outcome = TrialOutcome(**told)
+                values = json.loads(line)
+                found = values.pop("fingerprint")
+                values["overrides"] = tuple(values["overrides"])
+                values["curve"] = tuple(tuple(point) for point in values["curve"])
+                outcome = TrialOutcome(**values)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"`{self.path}` line {number} (={line[:60]!r}) must be a trial: {error}. Take the line out: its "
@@ -121,19 +121,19 @@ class TrialLog:
             self.outcomes[outcome.key] = outcome
 
     def append(self, outcome: TrialOutcome) -> None:
-        """Keep a trial that ended."""
+        """Add a trial that ended."""
         self.outcomes[outcome.key] = outcome
         line = json.dumps(asdict(outcome) | {"fingerprint": self.fingerprint})
         with open(self.path, "a") as file:
             file.write(line + "\n")
 
     def of(self, overrides: Iterable[str]) -> TrialOutcome | None:
-        """The trial with these overrides, if it has ended."""
+        """Return the trial with these overrides, if it has ended."""
         return self.outcomes.get(key_of(overrides))
 
 
 def fingerprint_of(settings: Any) -> str:
-    """Eight letters that change with the settings, which must be plain data.
+    """Return eight letters that change with the settings, which must be plain data.
 
     >>> fingerprint_of({"a": 1, "b": 2}) == fingerprint_of({"b": 2, "a": 1})
     True
@@ -142,7 +142,7 @@ def fingerprint_of(settings: Any) -> str:
 
 
 def check_mode(mode: str) -> Mode:
-    """`min` or `max`.
+    """Return `min` or `max`.
 
     Raises:
         ValueError: Another word.

@@ -1,4 +1,4 @@
-"""Run trials in processes that import everything once and then take one trial after the other."""
+"""Pool of processes that import everything once and then take one trial after the other."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Limits = tuple[tuple[float, float], ...]
 
 
 class Runner(Protocol):
-    """Runs one trial; it travels to other processes, so it must be picklable."""
+    """Callable that runs one trial; it travels to other processes, so it must be picklable."""
 
     def __call__(self, overrides: tuple[str, ...], limits: Limits) -> TrialOutcome:
         """Run the trial with these overrides."""
 
 
 def run_safely(runner: Runner, overrides: tuple[str, ...], limits: Limits) -> TrialOutcome:
-    """The runner's outcome; an error of the trial is an outcome too, and ends nothing else."""
+    """Return the runner's outcome; an error of the trial is an outcome too, and ends nothing else."""
     began_s = time.perf_counter()
     try:
         outcome = runner(overrides, limits)
@@ -59,7 +59,7 @@ class _Worker:
         self.connection.send((overrides, limits))
 
     def result(self) -> TrialOutcome:
-        """What came; a process that died is a failed trial."""
+        """Return what came; a process that died is a failed trial."""
         assert self.overrides is not None
         try:
             outcome: TrialOutcome = self.connection.recv()
@@ -79,7 +79,7 @@ class _Worker:
 
 
 class TrialPool:
-    """Runs trials, at most `num_workers` at a time; leave it as a context manager to end its processes.
+    """Pool of at most `num_workers` trials at a time; as a context manager it ends its processes.
 
     Args:
         runner: Runs one trial.
@@ -107,11 +107,11 @@ class TrialPool:
         self._workers.clear()
 
     def is_out_of_time(self) -> bool:
-        """Whether no further trial may be started."""
+        """Return whether no further trial may start."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def run(self, trials: Iterable[Sequence[str]], limits_now: Callable[[], Limits] = tuple) -> Iterator[TrialOutcome]:
-        """Outcomes as they come.
+        """Yield outcomes as they come.
 
         Args:
             trials: The overrides of each; taken from the front.

@@ -1,1 +1,1 @@
-"""What `simulate` and `tune` need: layers, scenarios, reports."""
+"""Layers, scenarios and reports for `simulate` and `tune`."""

@@ -1,4 +1,4 @@
-"""Measure when a network's gradients get ready on one device, for `recipes/simulate.py profile=...`.
+"""Times at which a network's gradients get ready on one device, for `recipes/simulate.py profile=...`.
 
 python -m recipes.planning.gradient_timing model=resnet50 batch_size_per_rank=64 hydra.run.dir=profile
 python recipes/simulate.py profile=profile/profile.json num_nodes=256
@@ -43,7 +43,7 @@ KEYS: dict[str, Any] = {
 def time_gradients(
     model: nn.Module, images: Tensor, labels: Tensor, *, dtype: torch.dtype, num_steps: int, num_warmup: int
 ) -> StepWorkload:
-    """Medians of forward and of the times between gradients, on the device of ``images``; no optimizer.
+    """Return medians of forward and of the times between gradients, on the device of `images`; no optimizer.
 
     On CUDA the device's own clock is read, by events: the host waits for nothing within a step.
     """
@@ -94,7 +94,7 @@ def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="planning/gradient_timing")
 def main(cfg: DictConfig) -> None:
-    """Measure; write ``profile.json``."""
+    """Measure; write `profile.json`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         device = launch.device_of(cfg.device)
@@ -104,8 +104,8 @@ def main(cfg: DictConfig) -> None:
         dtype = getattr(torch, cfg.dtype)
     work = time_gradients(model, images, labels, dtype=dtype, num_steps=cfg.num_steps, num_warmup=cfg.num_warmup)
     folder = Path(cfg.run_dir)
-    told = {"work": asdict(work), "batch_size_per_rank": cfg.batch_size_per_rank} | environment()
-    write_json(folder / "profile.json", told)
+    content = {"work": asdict(work), "batch_size_per_rank": cfg.batch_size_per_rank} | environment()
+    write_json(folder / "profile.json", content)
     print(f"step {work.alone_s:.4g} s, backward {work.backward_s:.4g} s; written to {folder / 'profile.json'}")
 
 

@@ -1,4 +1,4 @@
-"""What one rank computes in a step of a network: which gradient is ready when."""
+"""Work of one rank in a step of a network: which gradient is ready when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD_SHARE = 1 / 3  # of a step's arithmetic: backward makes two products for
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A module with parameters of its own: elements of each, in their order, and FLOPs of one image's forward."""
+    """Module with parameters of its own: elements of each, in their order, and FLOPs of one image's forward."""
 
     name: str
     numels: tuple[int, ...]
@@ -27,10 +27,10 @@ class Layer:
 
 
 def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
-    """The layers in the order in which forward runs them.
+    """Return the layers in the order in which forward runs them.
 
-    Counted on the meta device, where nothing is computed. Only products are counted (``models/flops.py``), so
-    normalisation and activations cost nothing by themselves: their time goes to the products beside them.
+    Counted on the meta device, where nothing is computed. Only products are counted (`models/flops.py`), so
+    normalisation and activations cost nothing by themselves: their time goes to the products next to them.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
     >>> [(layer.name, layer.numels, layer.forward_flops) for layer in layers_of(net, (3, 4, 4))]
@@ -62,10 +62,10 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
 def work_of(
     layers: Sequence[Layer], *, batch_size: int, images_per_s: float, update_s: float = 0.0, input_s: float = 0.0
 ) -> StepWorkload:
-    """A step of ``batch_size`` images on a device that alone does ``images_per_s``, spread by FLOPs over the layers.
+    """Return a step of `batch_size` images on a device that alone does `images_per_s`, spread over layers by FLOPs.
 
     Forward is a third of it; backward goes from the last layer to the first, and in a layer the last tensor is ready
-    first. ``images_per_s`` is a measured rate, or achieved FLOP/s over FLOPs per image.
+    first. `images_per_s` is a measured rate, or achieved FLOP/s over FLOPs per image.
     """
     if not images_per_s > 0 or not batch_size > 0:
         raise ValueError(
@@ -85,28 +85,29 @@ def work_of(
 
 
 def measured_work(path: Path, *, batch_size: int) -> StepWorkload:
-    """What ``recipes/planning/gradient_timing.py`` measured, at this batch.
+    """Return what `recipes/planning/gradient_timing.py` measured, at this batch.
 
-    Raises ``ValueError`` for another batch than was measured.
+    Raises:
+        ValueError: Another batch was measured.
     """
-    told = json.loads(path.read_text())
-    if told["batch_size_per_rank"] != batch_size:
+    content = json.loads(path.read_text())
+    if content["batch_size_per_rank"] != batch_size:
         raise ValueError(
-            f"`batch_size_per_rank` (={batch_size}) must be that of the profile, {told['batch_size_per_rank']}: times "
-            f"of another batch are not known. Measure anew with batch_size_per_rank={batch_size}."
+            f"`batch_size_per_rank` (={batch_size}) must be that of the profile, {content['batch_size_per_rank']}: "
+            f"times of another batch are not known. Measure again with batch_size_per_rank={batch_size}."
         )
-    work = told["work"]
+    work = content["work"]
     gradients = tuple((numel, time_s) for numel, time_s in work.pop("gradients"))
     return StepWorkload(gradients=gradients, **work)
 
 
 def flops_per_image(layers: Sequence[Layer]) -> int:
-    """Of a training step, three times those of forward."""
+    """Return the FLOPs of a training step, three times those of forward."""
     return 3 * sum(layer.forward_flops for layer in layers)
 
 
 def vgg16() -> nn.Module:
-    """VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), for published measurements of it; 138,357,544 parameters.
+    """Make VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), 138,357,544 parameters.
 
     >>> with torch.device("meta"):
     ...     sum(parameter.numel() for parameter in vgg16().parameters())

@@ -1,4 +1,4 @@
-"""A training run to be planned, at any scale; and the search for its best plan."""
+"""Training run to be planned, at any scale; and the search for its best plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipes.planning.layers import Layer, layers_of, measured_work, work_of
 class Scenario:
     """Network, device, cluster and plan; arguments as in conf/simulate.yaml.
 
-    ``measured``: what a rank computes, instead of ``images_per_s`` spread over ``layers``.
+    `measured`: what a rank computes, instead of `images_per_s` spread over `layers`.
     """
 
     layers: tuple[Layer, ...]
@@ -50,7 +50,7 @@ class Scenario:
         return self.cluster.world_size * self.batch_size_per_rank
 
     def work(self) -> StepWorkload:
-        """Of one rank. The input of a node feeds its ranks alike."""
+        """Return the work of one rank. All ranks of a node share its input."""
         node_batch = self.batch_size_per_rank * self.cluster.ranks_per_node
         input_s = 0.0 if self.input_images_per_s is None else node_batch / self.input_images_per_s
         if self.measured is not None:
@@ -64,7 +64,7 @@ class Scenario:
         )
 
     def run(self) -> Outcome:
-        """Simulate it."""
+        """Simulate the scenario."""
         return simulate(
             self.work(),
             self.cluster,
@@ -79,14 +79,14 @@ class Scenario:
         )
 
     def at(self, num_ranks: int) -> Scenario:
-        """The same with so many ranks: whole nodes, and part of one below."""
+        """Return the scenario with this number of ranks: whole nodes, or part of one."""
         per_node = min(self.cluster.ranks_per_node, num_ranks)
         cluster = replace(self.cluster, ranks_per_node=per_node, num_nodes=-(-num_ranks // per_node))
         return replace(self, cluster=cluster)
 
 
 def rate_of(cfg: DictConfig, model_name: str) -> float:
-    """Images per second of one device alone.
+    """Return images per second of one device alone.
 
     Raises:
         ValueError: It is nowhere given.
@@ -101,7 +101,7 @@ def rate_of(cfg: DictConfig, model_name: str) -> float:
 
 
 def scenario_of(cfg: DictConfig) -> Scenario:
-    """What the configuration describes."""
+    """Make the scenario of a configuration."""
     measured = None
     if cfg.profile is not None:
         measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
@@ -129,11 +129,11 @@ def scenario_of(cfg: DictConfig) -> Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Tries every algorithm with every bucket size, and says what each costs.
+    """Search over every algorithm with every bucket size.
 
-    Arguments:
+    Args:
         algorithms: null is the plan's choice by bytes.
-        bucket_bytes: caps; ``num_buckets`` of the plan is 1, so that they are what counts.
+        bucket_bytes: caps; `num_buckets` of the plan is 1, so that they are what counts.
         num_shown: how many to tell of.
     """
 
@@ -142,7 +142,7 @@ class Search:
     num_shown: CountOrZero = 5
 
     def run(self, scenario: Scenario) -> list[Candidate]:
-        """All that differ, the best first; of equals the one with fewer buckets."""
+        """Return all plans that differ, the best first; of equals the one with fewer buckets."""
         plans = [
             with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]
             for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes)

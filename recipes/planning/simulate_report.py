@@ -1,4 +1,4 @@
-"""What the simulator found: tables, a picture, JSON and a timeline."""
+"""Result of the simulator: tables, a picture, JSON and a timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """One scale of the curve. ``least_s``: what no all-reduce of all gradients can beat between these nodes."""
+    """Scale on the curve. `least_s`: what no all-reduce of all gradients can beat between these nodes."""
 
     num_ranks: int
     step_s: float
@@ -34,7 +34,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """A simulated run."""
+    """Simulated run."""
 
     scenario: Scenario
     outcome: Outcome
@@ -49,7 +49,7 @@ class SimulationReport:
 
     @classmethod
     def of(cls, scenario: Scenario, cfg: DictConfig) -> SimulationReport:
-        """Simulate all that is asked for."""
+        """Simulate all that the configuration asks for."""
         search = None if cfg.search is None else instantiate(cfg.search)
         return cls(
             scenario=scenario,
@@ -65,7 +65,7 @@ class SimulationReport:
         )
 
     def numbers(self) -> dict[str, float]:
-        """The run in numbers; energy and price where the cluster has rates for them."""
+        """Return the run in numbers; energy and price where the cluster has rates for them."""
         scenario, outcome = self.scenario, self.outcome
         steps = self.images_per_epoch / scenario.global_batch_size
         hours = self.epochs * steps * outcome.step_s / 3600
@@ -90,7 +90,7 @@ class SimulationReport:
         return found
 
     def markdown(self) -> str:
-        """Run, buckets, scaling and plans."""
+        """Format run, buckets, scaling and plans."""
         scenario = self.scenario
         lines = [f"{self.about}; {scenario.cluster.num_nodes} nodes", "", "| what | value |", "|---|---|"]
         lines += [f"| {name} | {value:.6g} |" for name, value in self.numbers().items()]
@@ -119,9 +119,9 @@ class SimulationReport:
         return "\n".join(lines)
 
     def write(self, folder: Path, config: dict[str, Any]) -> None:
-        """Everything, in ``folder``."""
+        """Write all files into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        told = {
+        content = {
             "config": config,
             "environment": environment(),
             "numbers": self.numbers(),
@@ -129,13 +129,13 @@ class SimulationReport:
             "scaling": [asdict(point) for point in self.curve],
             "plans": [asdict(candidate) for candidate in self.candidates],
         }
-        write_json(folder / "simulate.json", told)
+        write_json(folder / "simulate.json", content)
         (folder / "table.md").write_text(self.markdown() + "\n")
         to_trace(self.outcome).write(folder / "trace" / "rank-0.json", rank=0)
         self.picture().savefig(folder / "simulate.png", dpi=90)
 
     def picture(self) -> Figure:
-        """The timeline of one step, and efficiency over ranks."""
+        """Draw the timeline of one step, and efficiency over ranks."""
         figure = Figure(figsize=(13, 4.2), layout="constrained")
         timeline, scaling = figure.subplots(1, 2, width_ratios=(2, 1))
         work, first = self.scenario.work(), self.outcome.first
@@ -169,7 +169,7 @@ class SimulationReport:
 
 
 def scaling_point(scenario: Scenario) -> ScalingPoint:
-    """One scale."""
+    """Simulate one scale."""
     outcome = scenario.run()
     num_bytes = sum(bucket.num_bytes for bucket in outcome.buckets)
     return ScalingPoint(
@@ -183,7 +183,7 @@ def scaling_point(scenario: Scenario) -> ScalingPoint:
 
 
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
-    """The best plan, and what the runners-up and the worst cost more."""
+    """Format the best plan, and what the runners-up and the worst cost more."""
     best = candidates[0]
     lines = [f"best plan: {best} ({best.num_buckets} of them); the others, by what a step takes more:", ""]
     lines += ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""What `recipes/tune.py` found: tables, a description for conf/cluster, a plan, a picture and JSON."""
+"""Result of `recipes/tune.py`: tables, a description for conf/cluster, a plan, a picture and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
-    """A calibration, and the plans for one step on it."""
+    """Calibration, and the plans for one step on it."""
 
     samples: Measurements
     world: MeasuredSetup
@@ -51,7 +51,7 @@ class TuneReport:
         *,
         network: str,
     ) -> TuneReport:
-        """Fit and choose. ``network``: whose gradients."""
+        """Fit and choose. `network`: whose gradients."""
         found = calibrate(samples, world)
         transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"
         about = cfg.about or f"{world.num_nodes} nodes x {world.ranks_per_node} ranks, {transport}"
@@ -71,7 +71,7 @@ class TuneReport:
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """Links, sums, plans, and what the user should know."""
+        """Format links, sums, plans, and notes to the user."""
         found = self.found
         lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
         lines += [
@@ -107,7 +107,7 @@ class TuneReport:
         return "\n".join([*lines, "", self.why()])
 
     def why(self) -> str:
-        """The plan, and what the runners-up, the library's own and the worst cost more."""
+        """Format the plan, and what the runners-up, the library's default and the worst cost more."""
         best = self.plans[0]
         ours = next(candidate for candidate in self.plans if candidate.plan == self.base)
         shown = list(dict.fromkeys([*self.plans[: self.num_shown], ours, self.plans[-1]]))
@@ -129,7 +129,7 @@ class TuneReport:
         return "\n".join([*lines, "", f"of {len(self.plans)} plans that were simulated, the last is the slowest"])
 
     def usage(self, folder: Path) -> str:
-        """What to do with the files."""
+        """Format how to use the files."""
         return "\n".join(
             [
                 f"written to {folder.resolve()}; use it by",
@@ -141,9 +141,9 @@ class TuneReport:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path, config: dict[str, Any]) -> None:
-        """``cluster/<name>.yaml``, ``plan.json``, ``summary.json``, ``table.md``, ``tune.png``."""
+        """Write `cluster/<name>.yaml`, `plan.json`, `summary.json`, `table.md`, `tune.png`."""
         (folder / "cluster").mkdir(parents=True, exist_ok=True)
-        told = {
+        content = {
             "config": config,
             "environment": environment(),
             "world": asdict(self.world),
@@ -154,14 +154,14 @@ class TuneReport:
             "plans": [asdict(candidate) for candidate in self.plans],
             "samples": [asdict(case) | {"times_s": times_s} for case, times_s in sorted(self.samples.times_s.items())],
         }
-        write_json(folder / "summary.json", told)
+        write_json(folder / "summary.json", content)
         (folder / "cluster" / f"{self.name}.yaml").write_text(self.description())
         (folder / "plan.json").write_text(self.plans[0].plan.to_json() + "\n")
         (folder / "table.md").write_text(self.markdown() + "\n")
         self.picture().savefig(folder / "tune.png", dpi=90)
 
     def description(self) -> str:
-        """The cluster in the form of conf/cluster, with the source of each number."""
+        """Format the cluster as in conf/cluster, with the source of each number."""
         found, cluster, transport = self.found, self.found.cluster, self.found.cluster.transport
         inside, across = _interval(found.inside), _interval(found.across)
         nodes = "${num_nodes}" if found.across is not None else "1 # links between nodes were not measured"
@@ -202,7 +202,7 @@ class TuneReport:
         return "\n".join(lines) + "\n"
 
     def picture(self) -> Figure:
-        """Messages with their lines, and sums with what the described cluster says."""
+        """Draw messages with their lines, and sums with the predictions of the described cluster."""
         figure = Figure(figsize=(13, 5), layout="constrained")
         messages, sums = figure.subplots(1, 2)
         for place, fit in (("inside", self.found.inside), ("across", self.found.across)):
@@ -249,7 +249,7 @@ def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
 
 
 def _interval(fit: LineFit | None) -> str:
-    """What a comment in the description says of a link."""
+    """Format the comment on a link in the description."""
     if fit is None:
         return "not measured"
     (low_s, high_s), (slow, fast) = fit.latency_interval_s, fit.rate_interval_bytes_per_s
@@ -260,7 +260,7 @@ def _interval(fit: LineFit | None) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A number as YAML 1.1 knows one, which wants a point before an exponent; lists and null as JSON.
+    """Format a value for YAML 1.1, which wants a point before an exponent; lists and null as JSON.
 
     >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0)
     ('1.25e-05', '2.0e+10', 'null', '0.0')

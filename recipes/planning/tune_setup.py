@@ -1,4 +1,4 @@
-"""What `recipes/tune.py` needs before it measures: clear refusals, ranks that agree, and the step to plan for."""
+"""Preparation of `recipes/tune.py`: clear refusals, ranks that agree, and the step to plan for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KEYS: dict[str, Any] = {
 
 
 def check_tune_keys(cfg: DictConfig) -> None:
-    """Refuse what no measuring can mend, before any rank is started.
+    """Refuse, before any rank is started, what would make the measurement useless.
 
     Raises:
         ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
@@ -76,7 +76,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
 
 
 def configured_work(cfg: DictConfig) -> StepWorkload:
-    """The step to plan for: as measured by a profile, by a rate, or gradients that nothing hides."""
+    """Return the step to plan for: of a profile, of a rate, or gradients that nothing hides."""
     if cfg.profile is not None:
         return measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
     with torch.device("meta"):
@@ -89,33 +89,35 @@ def configured_work(cfg: DictConfig) -> StepWorkload:
 
 
 def strategy(timeout_s: float) -> DDPStrategy:
-    """That starts or joins the ranks, and does not wait for ever for one that does not come."""
+    """Make the strategy that starts or joins the ranks, and does not wait for ever."""
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
 
 
 def connect(fabric: Fabric, asked: Measurement) -> Topology:
-    """Start or join the ranks; who shares a node with whom.
+    """Start or join the ranks; return which ranks share a node.
 
-    Collective. Raises:
-        ValueError: They do not find each other, were asked for different things, or nodes are not alike.
+    Collective.
+
+    Raises:
+        ValueError: They do not find each other, were asked for different things, or nodes are not equal.
     """
     try:
         fabric.launch()
         topology = Topology.discover()
-        told: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(told, asdict(asked))
+        answers: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(answers, asdict(asked))
     except RuntimeError as error:
         raise ValueError(
             f"`world` (={fabric.world_size} ranks) must be able to connect: {str(error).splitlines()[0]}. Are all "
             f"ranks started, within {asked.timeout_s:g} s of each other? Do they reach each other on the interface "
             "that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the host's name?"
         ) from error
-    check_same_on_all_ranks(told)
+    check_same_on_all_ranks(answers)
     validate(topology)
     return topology
 
 
-def check_same_on_all_ranks(told: list[dict[str, Any]]) -> None:
+def check_same_on_all_ranks(answers: list[dict[str, Any]]) -> None:
     """Refuse ranks that would measure different things, and so wait for each other in different places.
 
     >>> check_same_on_all_ranks([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
@@ -123,28 +125,28 @@ def check_same_on_all_ranks(told: list[dict[str, Any]]) -> None:
     ValueError: `measure.dtype` (='float32' on rank 1) must be the same on all ranks: it is 'float16' on rank 0. Start \
 every rank with the same command.
     """
-    for rank, values in enumerate(told):
+    for rank, values in enumerate(answers):
         for name, value in values.items():
-            if value != told[0][name]:
+            if value != answers[0][name]:
                 raise ValueError(
                     f"`measure.{name}` (={value!r} on rank {rank}) must be the same on all ranks: it is "
-                    f"{told[0][name]!r} on rank 0. Start every rank with the same command."
+                    f"{answers[0][name]!r} on rank 0. Start every rank with the same command."
                 )
 
 
 def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
-    """What an earlier run measured, and on what.
+    """Return what an earlier run measured, and on what.
 
     Raises:
         ValueError: It is no summary of one.
     """
     try:
-        told = json.loads(Path(path).read_text())
+        answers = json.loads(Path(path).read_text())
         times_s = {
             Microbenchmark(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one["times_s"]
-            for one in told["samples"]
+            for one in answers["samples"]
         }
-        return Measurements(times_s=times_s, took_s=told["took_s"]), MeasuredSetup(**told["world"])
+        return Measurements(times_s=times_s, took_s=answers["took_s"]), MeasuredSetup(**answers["world"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"`samples` (={path}) must be the summary.json that recipes/tune.py wrote: {error!r}. Leave it out to "
@@ -153,17 +155,17 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
 
 
 def world_of(topology: Topology, device: torch.device, asked: Measurement, *, inside: Any) -> MeasuredSetup:
-    """What is measured on. Collective: every rank tells its machine and its cores."""
+    """Describe the setup. Collective: every rank sends its machine and its cores."""
     mine = (host_identity()[:2], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    told: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(told, mine)
-    is_one_machine = len({machine for machine, _ in told}) == 1
+    answers: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(answers, mine)
+    is_one_machine = len({machine for machine, _ in answers}) == 1
     return MeasuredSetup(
         num_nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node or 1,
         on_cuda=device.type == "cuda",
         itemsize=ITEMSIZE[asked.dtype],
-        num_shared_cores=told[0][1] if is_one_machine and device.type == "cpu" else None,
+        num_shared_cores=answers[0][1] if is_one_machine and device.type == "cpu" else None,
         is_interleaved=any(node != tuple(range(node[0], node[-1] + 1)) for node in topology.nodes),
         inside=inside,
     )

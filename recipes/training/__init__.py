@@ -1,1 +1,1 @@
-"""What `train` needs: the module, its configuration, resume, tracking."""
+"""Module, configuration, resume and tracking of `train`."""

@@ -21,7 +21,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
-    """Everything a run needs, checked as far as it can be before any process is started."""
+    """Build everything a run needs, checked as far as possible before any process is started."""
     config_check.check(cfg, keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     data: pl.LightningDataModule = instantiate(cfg.data)

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(pl.LightningModule):
-    """Train a network to name the class of an image.
+    """Module that trains a network to name the class of an image.
 
     Args:
         model: Images `"batch channels height width"` -> logits `"batch num_classes"`.
@@ -87,17 +87,17 @@ class Classifier(pl.LightningModule):
         self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
+        """Return logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
         logits: Tensor = self.model(images.contiguous(memory_format=self.memory_format))
         return logits.float()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross entropy of this rank's batch, with smoothed labels where asked."""
+        """Return the cross entropy of this rank's batch, with smoothed labels where asked."""
         images, labels = batch
         return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss on the plain labels and accuracy; the metrics add up over batches and ranks."""
+        """Log loss on the plain labels and accuracy; the metrics add up over batches and ranks."""
         images, labels = batch
         logits = self(images)
         self.val_loss(F.cross_entropy(logits, labels), weight=len(labels))
@@ -109,7 +109,7 @@ class Classifier(pl.LightningModule):
             self.log(m.VAL_ACC_TOP5, self.val_acc_top5, on_step=False, on_epoch=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Accuracy, top-1 and top-5."""
+        """Log accuracy, top-1 and top-5."""
         images, labels = batch
         logits = self(images)
         self.test_acc(logits, labels)
@@ -119,7 +119,7 @@ class Classifier(pl.LightningModule):
             self.log(m.TEST_ACC_TOP5, self.test_acc_top5, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Optimizer on the parameter groups, schedule over all steps of the run."""
+        """Make the optimizer on the parameter groups, and the schedule over all steps of the run."""
         groups = param_groups(self.model, weight_decay=self.weight_decay)
         rank_zero_info(groups.report())
         adapted, excluded = groups
@@ -133,10 +133,10 @@ class Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _num_steps(self) -> tuple[int, int]:
-        """Steps of an epoch, and of the run.
+        """Return the steps of an epoch, and of the run.
 
         Not `trainer.estimated_stepping_batches`: that makes Lightning 2.6 keep a loader from before the checkpoint is
-        read, and a run resumed in mid-epoch then begins its epoch anew, without a word.
+        read, and a run resumed in mid-epoch then begins its epoch again, without a word.
         """
         trainer = self.trainer
         num_batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]

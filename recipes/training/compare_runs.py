@@ -1,4 +1,4 @@
-"""Several runs: their curves over steps and over time, what they ended with, and how their configurations differ."""
+"""Comparison of runs: curves over steps and over time, final metrics, differing configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_THE_PLACE = ("run_dir", "default_root_dir", "dirpath", "save_dir")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run wrote: `summary.json` and `curves.json` of its directory."""
+    """Finished run: `summary.json` and `curves.json` of its directory."""
 
     name: str
     folder: Path
@@ -40,11 +40,11 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Flat, keys as on the command line."""
+        """Flat configuration, keys as on the command line."""
         return html_page.flatten(self.summary["config"] or {})
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
-        """A curve against seconds since training began; between two steps whose time is known, on the line."""
+        """Return a curve against seconds since training began, interpolated between steps whose time is known."""
         known = self.curves.get(m.ELAPSED_S, ())
         if not known:
             return []
@@ -57,7 +57,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) -> list[Run]:
-    """The runs of these folders, in their order.
+    """Read the runs of these folders, in their order.
 
     Raises:
         ValueError: No folder, one that is given twice or is no run's, a file that is torn, a name too few or too many.
@@ -76,12 +76,12 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
             f"`names` (={list(names)}) must hold one name of its own for each of {len(folders)} runs, in the order of "
             "`runs`. Leave it out to have the folders' names."
         )
-    told = names if names is not None else short_names(places)
-    return [read_run(place, name=name) for place, name in zip(places, told, strict=True)]
+    labels = names if names is not None else short_names(places)
+    return [read_run(place, name=name) for place, name in zip(places, labels, strict=True)]
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """One run.
+    """Read one run.
 
     Raises:
         ValueError: The folder is none, or no run's; a file is torn or not a run's.
@@ -100,7 +100,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"`runs` (={path}) must be whole: {error}. The file was cut or changed after the run had written it; "
-                "leave this run out, or run it again with resume=auto, which writes it anew."
+                "leave this run out, or run it again with resume=auto, which writes it again."
             ) from error
         found.append(content)
     summary, curves = found
@@ -111,7 +111,7 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """What tells folders apart: their paths below the one that all are in.
+    """Return names that distinguish folders: their paths below the one that contains all.
 
     >>> short_names([Path("/runs/a/0"), Path("/runs/b/0")]), short_names([Path("/runs/a")])
     (['a/0', 'b/0'], ['a'])
@@ -124,7 +124,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Configuration keys whose values differ, or that some runs do not have (None); not those of the place."""
+    """Return configuration keys whose values differ, None where a run has none; not those of the place."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     found = {}
@@ -137,7 +137,7 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Metric -> its last value in each run, and beside it, where one is best, that; None where a run has none."""
+    """Return, by metric, each run's last value, and its best where one is best; None where a run has none."""
     names = dict.fromkeys(name for run in runs for name in run.summary["metrics"])
     found = {}
     for name in names:
@@ -148,7 +148,7 @@ def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def text_table(runs: Sequence[Run]) -> str:
-    """Final accuracy, throughput and time, for the terminal."""
+    """Format final accuracy, throughput and time for the terminal."""
     rows: list[tuple[str, ...]] = [("run", "steps", "val/acc best", "test/acc", "images/s", "time s")]
     for run in runs:
         best, metrics = run.summary["best"], run.summary["metrics"]
@@ -169,7 +169,7 @@ def text_table(runs: Sequence[Run]) -> str:
 
 
 def picture(runs: Sequence[Run]) -> Figure:
-    """Each curve over steps in the upper row, over seconds in the lower."""
+    """Draw each curve over steps in the upper row, over seconds in the lower."""
     figure = Figure(figsize=(4.5 * len(PANELS), 8), layout="constrained")
     panels = figure.subplots(2, len(PANELS))
     for column, (title, name) in enumerate(PANELS):
@@ -197,11 +197,11 @@ def _draw(axes: Axes, label: str, curves: Sequence[tuple[str, Sequence[tuple[flo
 
 
 def html(runs: Sequence[Run], png: bytes, *, title: str) -> str:
-    """The page: picture, final metrics, differing keys, the runs' folders."""
+    """Format the page: picture, final metrics, differing keys, the runs' folders."""
     names = [run.name for run in runs]
     metrics = [(name, *values) for name, values in final_metrics(runs).items()]
     differing = [(key, *values) for key, values in differing_keys(runs).items()]
-    same = "The configurations are the same." if all(run.config for run in runs) else "Not every run kept its own."
+    same = "The configurations are the same." if all(run.config for run in runs) else "Not every run saved its own."
     folders = [(run.name, run.folder, run.summary.get("environment", {}).get("commit")) for run in runs]
     sections = [
         html_page.png_picture(png, alt="curves of all runs over steps and over seconds"),
@@ -215,14 +215,14 @@ def html(runs: Sequence[Run], png: bytes, *, title: str) -> str:
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:
-    """``report.html``, which needs no other file, ``report.png`` and ``report.json`` in ``folder``."""
+    """Write `report.html`, which needs no other file, `report.png` and `report.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     png = html_page.png_of(picture(runs))
-    told = {
+    content = {
         "runs": [{"name": run.name, "folder": str(run.folder)} for run in runs],
         "final_metrics": final_metrics(runs),
         "differing_keys": differing_keys(runs),
     }
     (folder / "report.png").write_bytes(png)
-    write_json(folder / "report.json", told)
+    write_json(folder / "report.json", content)
     (folder / "report.html").write_text(html(runs, png, title=title))

@@ -1,4 +1,4 @@
-"""Rows of metrics that a resumed run neither repeats nor leaves out."""
+"""Logger of metrics as CSV, which a resumed run neither repeats nor leaves out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 
 
 class _Writer(ExperimentWriter):
-    """Lightning's, whose file is always whole: a kill or a full disk loses no row that was there.
+    """Lightning's writer, with a file that is always whole: a kill or a full disk loses no row of it.
 
     Rows that the disk does not take stay here until it does; training goes on.
     """
@@ -25,7 +25,7 @@ class _Writer(ExperimentWriter):
     is_failing = False
 
     def save(self) -> None:
-        """Write what came since the last time."""
+        """Write the new rows."""
         if not self.metrics:
             return
         path = Path(self.metrics_file_path)
@@ -49,13 +49,13 @@ class _Writer(ExperimentWriter):
 
 
 class CSVRows(CSVLogger):
-    """Lightning's `CSVLogger`, whose file a resumed run goes on in.
+    """Lightning's `CSVLogger`, with a file that a resumed run continues.
 
     Lightning's deletes what an earlier run has left in the file. This keeps the rows that the checkpoint knows, and
     drops those that were written after it: the resumed run writes them again.
 
     Args:
-        num_rows_kept: Rows of the file that the checkpoint knows; 0 = begin anew.
+        num_rows_kept: Rows of the file that the checkpoint knows; 0 = a new file.
         **kwargs: As in `CSVLogger`.
     """
 
@@ -67,7 +67,7 @@ class CSVRows(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The writer; at the first call, the file is cut to the kept rows."""
+        """Writer; the first access cuts the file to the rows that the checkpoint knows."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = _part_of(path)
@@ -91,13 +91,13 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """One row more."""
+        """Log one more row."""
         super().log_metrics(metrics, step)
         self.num_rows += 1
 
     @rank_zero_only
     def sync(self) -> None:
-        """All rows so far on the disk, as the checkpoint that counts them will be."""
+        """Write all rows so far to the disk, as the checkpoint that counts them will be."""
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
@@ -106,7 +106,7 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """As Lightning's; rows that are lost are counted."""
+        """Close as Lightning does; warn of the number of lost rows."""
         super().finalize(status)
         if self._experiment is not None and self._experiment.metrics:
             rank_zero_warn(
@@ -115,7 +115,7 @@ class CSVRows(CSVLogger):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header; none where there is no file."""
+    """Read the rows of a CSV file with a header; none where there is no file."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -123,7 +123,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str], *, is_moved: bool = True) -> None:
-    """Write a CSV file whole or not at all; with `is_moved=False` beside its place, for the caller to move it."""
+    """Write a CSV file whole or not at all; with `is_moved=False` next to its place, for the caller to move it."""
     part = _part_of(path)
     try:
         with part.open("w", newline="") as file:
@@ -140,7 +140,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str], *, is
 
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """All of the rows, or none."""
+    """Append all of the rows, or none."""
     num_bytes = path.stat().st_size
     try:
         with path.open("a", newline="") as file:
@@ -155,7 +155,7 @@ def _part_of(path: Path) -> Path:
 
 
 def num_rows_of(logger: Any) -> int | None:
-    """Rows that a logger has; None for those that are not asked."""
+    """Count the rows that a logger has; None for loggers without a count."""
     if isinstance(logger, CSVRows):
         logger.sync()
         return logger.num_rows
@@ -166,7 +166,7 @@ def num_rows_of(logger: Any) -> int | None:
 
 
 def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """What Lightning will log of the step just made, where it has not yet.
+    """Return what Lightning will log of the step just made, where it has not yet.
 
     `ModelCheckpoint` writes after a step before Lightning 2.6 hands the step's metrics to the loggers: a run that is
     resumed from there never would.
@@ -183,7 +183,7 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:
-    """Let a logger of a resumed run count on from the checkpoint, and log what the checkpoint came before."""
+    """Let a logger of a resumed run count on from the checkpoint, and log the row that the checkpoint preceded."""
     if num_rows and type(logger).__name__ == "WandbLogger":
         logger.experiment.log({}, step=num_rows)
     if row is not None:

@@ -54,7 +54,7 @@ TRAIN_KEYS: dict[str, Any] = {
 
 
 def model_for(data: pl.LightningDataModule, cfg: DictConfig) -> nn.Module:
-    """The configured network, after a forward without memory or arithmetic: whether it takes what `data` gives.
+    """Make the configured network, and refuse it where it does not take what `data` gives.
 
     Raises:
         ValueError: It does not, or it has fewer logits than `data` has classes.

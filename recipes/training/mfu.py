@@ -1,4 +1,4 @@
-"""What share of a device's arithmetic a run makes use of: the two numbers that the metric needs."""
+"""Model FLOPs utilisation: the two numbers that the metric needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.models import peak_flops_per_s, training_flops_per_image
 
 
 def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
-    """Give `TrainingMetrics` counted operations per image and the device's peak, where it has none and both are known.
+    """Give `TrainingMetrics` counted operations per image and the device's peak, where it has none.
 
     What the configuration gives stays. Not where processes are forked: asking for the device's name starts CUDA, which
     a fork does not survive.
@@ -29,13 +29,13 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
 
 
 def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
-    """Channels, height and width of what the network sees; None where the configuration does not say."""
+    """Return channels, height and width of the input; None where the configuration does not say."""
     size = cfg.data.get("image_size") or cfg.model.get("image_size")
     return (cfg.model.get("in_channels", 3), size, size) if isinstance(size, int) else None
 
 
 def _operands(precision: object) -> torch.dtype:
-    """Of the matrix products: half under autocast too.
+    """Return the dtype of the matrix products: half under autocast too.
 
     >>> _operands("16-mixed"), _operands("bf16-true"), _operands(32)
     (torch.float16, torch.bfloat16, torch.float32)

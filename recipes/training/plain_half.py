@@ -1,4 +1,4 @@
-"""A plain half-precision model without masters and without loss scaling: what the masters are compared with."""
+"""Plain half-precision model without masters and without loss scaling, for comparison with masters."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class PlainHalfModel(HalfPrecision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Lightning's, and the mode."""
+        """Return Lightning's context, and the mode."""
         with super().forward_context(), Fp16MatmulEmulation():
             yield

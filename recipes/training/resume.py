@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, of the same configuration, and the same on every rank."""
+"""Choice of the checkpoint to resume: the newest whole one, of the same configuration, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hybrid.checkpoint.file import (
 )
 
 NO_INFLUENCE = {"model.checkpoint_activations"}
-"""Keys of what is kept that change no number of a run."""
+"""Saved keys that change no number of a run."""
 
 
 # ---- which -----------------------------------------------------------------------------------------------------------
@@ -30,19 +30,19 @@ NO_INFLUENCE = {"model.checkpoint_activations"}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCandidate:
-    """A file that looks like a checkpoint of a whole training state."""
+    """File that looks like a checkpoint of a whole training state."""
 
     path: Path
     global_step: int
 
     @property
     def age(self) -> tuple[int, int]:
-        """The larger, the newer: by steps, and among those of one step by the clock."""
+        """Sort key, larger for the newer: by steps, and among those of one step by the clock."""
         return self.global_step, self.path.stat().st_mtime_ns
 
 
 def checkpoint(cfg: DictConfig) -> str | None:
-    """The checkpoint that `resume` asks for, once it is known to fit; None = begin anew.
+    """Return the checkpoint that `resume` asks for, once it is known to fit; None = start from scratch.
 
     Raises:
         ValueError: There is no such file, none of those there is whole, or it is of another configuration.
@@ -69,12 +69,12 @@ def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Of all checkpoints in `folder` the one of the most steps whose checksum is right; None if there is no checkpoint.
+    """Return the checkpoint in `folder` of the most steps whose checksum is right; None if there is no checkpoint.
 
     Damaged ones, and such as hold more than plain data, are named in a warning and passed over.
 
     Raises:
-        ValueError: There are some, and none is whole: to begin anew without a word would write over them.
+        ValueError: There are some, and none is whole: a new run would write over them without a word.
     """
     paths = {path.resolve() for path in folder.glob("*.ckpt") if path.is_file()}
     refused: list[str] = []
@@ -90,14 +90,14 @@ def newest_whole(folder: Path) -> Path | None:
         return candidate.path
     if refused:
         raise ValueError(
-            f"`resume` (=auto) found no whole checkpoint in {folder}: {' '.join(refused)} Begin anew with resume=null, "
-            "or name another checkpoint."
+            f"`resume` (=auto) found no whole checkpoint in {folder}: {' '.join(refused)} Begin again with "
+            "resume=null, or name another checkpoint."
         )
     return None
 
 
 def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
-    """How far the checkpoint is, of which little is read; None for weights alone, and for what cannot be read."""
+    """Read how far the checkpoint is; None for weights alone, and for what cannot be read."""
     try:
         content = load_unchecked(path, map_location="cpu", mmap=True)
     except (DamagedCheckpointError, RefusedCheckpointError) as error:
@@ -112,22 +112,22 @@ def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
 
 
 class Configuration(Callback):
-    """Keep what a resumed run must have alike in the checkpoint.
+    """Callback that saves, in the checkpoint, the configuration that a resumed run must have.
 
     Args:
-        kept: Parts of the configuration, as plain data.
+        kept: Saved parts of the configuration, as plain data.
     """
 
     def __init__(self, kept: dict[str, Any]) -> None:
         self.kept = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """The configuration."""
+        """Return the configuration."""
         return {"kept": self.kept}
 
 
 def kept_configuration(cfg: DictConfig) -> dict[str, Any] | None:
-    """What `Configuration` would keep of this run; None where it is taken out."""
+    """Return what `Configuration` would save of this run; None where it is taken out."""
     node = (cfg.callbacks or {}).get("configuration")
     return None if node is None else cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))
 
@@ -149,12 +149,12 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         raise ValueError(
             f"`{key}` (={new.get(key)}) must be that of the checkpoint (={old.get(key)}): {path} is of another run, "
             f"and its weights, optimizer state and schedule would not be what this configuration leads to.{also} Set "
-            f"{key}={old.get(key)}, or begin anew in another directory: hydra.run.dir=..., without `resume`."
+            f"{key}={old.get(key)}, or begin again in another directory: hydra.run.dir=..., without `resume`."
         )
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """Dotted keys at which two configurations differ.
+    """Return dotted keys at which two configurations differ.
 
     >>> differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 0}, "e": 4})
     ['a.c', 'd', 'e']
@@ -175,7 +175,7 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class SameCheckpoint(Callback):
-    """Compare over ranks what each will resume from, before it does. Every rank must have this callback.
+    """Callback that compares over ranks what each will resume from. Every rank must have it.
 
     Each rank looks into the run directory by itself. Where that is not one directory, or one that some see late, ranks
     would go on from different places, or wait for others for ever.
@@ -184,21 +184,21 @@ class SameCheckpoint(Callback):
         ckpt_path: What this rank resumes from.
 
     Raises:
-        ValueError: In `setup`, on every rank alike: says what each found.
+        ValueError: In `setup`, on every rank: says what each found.
     """
 
     def __init__(self, ckpt_path: str | None) -> None:
         self.ckpt_path = ckpt_path
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Compare. Collective."""
+        """Compare the checkpoints of all ranks. Collective."""
         if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
             return
         found: list[str | None] = [None] * trainer.world_size
         dist.all_gather_object(found, None if self.ckpt_path is None else mark_of(Path(self.ckpt_path)))
         if len(set(found)) > 1:
-            told = "; ".join(f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(found[:8]))
+            marks = "; ".join(f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(found[:8]))
             raise ValueError(
-                f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank, and is not: {told}. Let "
+                f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank, and is not: {marks}. Let "
                 "hydra.run.dir be a directory that all nodes share, or give each the same file by resume=<path>."
             )

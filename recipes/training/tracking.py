@@ -1,4 +1,4 @@
-"""One run, one tracker: what it is told, how a resumed run goes on in it, and words for a server out of reach."""
+"""Tracker of a run: what it receives, how a resumed run continues in it, and errors for a server out of reach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP_METRIC = "trainer/global_step"
 
 
 class TrackerRun(Callback):
-    """Keep in the checkpoint how far the run's loggers are, so that a resumed run goes on there.
+    """Callback that saves in the checkpoint how far the loggers are, so that a resumed run continues there.
 
     The id of the tracker's run; of W&B's, where it sends or writes anything. The rows that CSV and W&B have: what a
     killed run logged after the checkpoint is dropped from the CSV, and written again with the same numbers by W&B. And
@@ -41,11 +41,11 @@ class TrackerRun(Callback):
         self._resumed: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Know whose loggers to ask."""
+        """Note the trainer whose loggers are asked."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on where the checkpoint was."""
+        """Continue where the checkpoint was."""
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 num_rows = self._resumed.get("num_rows", {}).get(type(logger).__name__)
@@ -53,7 +53,7 @@ class TrackerRun(Callback):
         self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The id (None without a tracker that has one), rows by logger, the row to come."""
+        """Return the id (None without a tracker that has one), rows by logger, the row to come."""
         trainer = self._trainer
         state: dict[str, Any] = {"run_id": self.run_id}
         if trainer is not None and trainer.loggers:
@@ -65,20 +65,20 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A run that was begun has an id by now; one with another logger keeps that of the checkpoint for later."""
+        """Restore; a run that began has an id by now; one with another logger saves the checkpoint's for later."""
         self._resumed = state_dict
         if self.run_id is None:
             self.run_id = state_dict["run_id"]
 
 
 def kept_run_id(ckpt_path: str | None) -> str | None:
-    """The id in a checkpoint; None where it has none. Raises as `kept_state`."""
+    """Return the run id in a checkpoint; None where it has none. Raises as `kept_state`."""
     found: str | None = kept_state(ckpt_path).get("run_id")
     return found
 
 
 def kept_state(ckpt_path: str | None) -> dict[str, Any]:
-    """What `TrackerRun` left in a checkpoint, of which nothing else is read; nothing where it has none.
+    """Return what `TrackerRun` saved in a checkpoint, of which nothing else is read; nothing where it has none.
 
     Raises:
         ValueError: The file is no checkpoint.
@@ -95,13 +95,13 @@ def kept_state(ckpt_path: str | None) -> dict[str, Any]:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"`resume` (={ckpt_path}) must be a whole checkpoint of Lightning's: {reason}. Give one that was saved in "
-            "full, or leave `resume` out to begin anew."
+            "full, or leave `resume` out to begin again."
         ) from error
     return found
 
 
 def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:
-    """The configured logger; W&B's goes on with the run of the checkpoint, unless `logger.id` names another.
+    """Make the configured logger; W&B's continues the run of the checkpoint, unless `logger.id` names another.
 
     Where wandb is not installed metrics go to a CSV file, with a warning: it is the default logger, not a wish.
 
@@ -128,7 +128,7 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
 
 
 def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> None:
-    """Tell loggers and report what the run is, before training: resolved configuration, overrides, state of the code.
+    """Give loggers and report resolved configuration, overrides and state of the code, before training.
 
     W&B's run begins here, while nothing waits for this process yet.
 
@@ -136,15 +136,15 @@ def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> 
         ValueError: W&B refuses the key, or cannot be reached.
     """
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    told = config | {"overrides": list(overrides), "code": code_state(Path(__file__).parent)}
+    content = config | {"overrides": list(overrides), "code": code_state(Path(__file__).parent)}
     for logger in trainer.loggers:
         with _words_for_wandb():
-            logger.log_hyperparams(told)
+            logger.log_hyperparams(content)
         if "wandb" in sys.modules and type(logger).__name__ == "WandbLogger":
             _begin_wandb(trainer, logger)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunReport):
-            callback.config, callback.overrides = config, told["overrides"]
+            callback.config, callback.overrides = config, content["overrides"]
             callback.code_dir = Path(__file__).parent
 
 

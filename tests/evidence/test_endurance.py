@@ -1,4 +1,4 @@
-"""What grows is told from what does not, and a short run holds what it held."""
+"""What grows is distinguished from what does not, and a short run holds what it held."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sampled(slope_per_step, *, noise=0.0, begin=1e8, num_steps=5000):
 @pytest.mark.parametrize(
     ("slope", "verdict"), [(0.0, "steady"), (100.0, "steady"), (600.0, "grows"), (-600.0, "steady")]
 )
-def test_growth_is_told_from_noise(slope, verdict):
+def test_growth_is_distinguished_from_noise(slope, verdict):
     """100 bytes a step are allowed, 256 are the limit; the noise is as large as the growth of a thousand steps."""
     trend = growth_report.trend_of(sampled(slope, noise=2e5), rank=0, quantity="private_bytes")
     assert trend.verdict == verdict
@@ -73,7 +73,7 @@ def test_a_watch_needs_a_whole_number_of_steps(tmp_path):
 
 def test_what_is_held_is_counted():
     before = process_state()
-    with open("/dev/null") as _, mmap.mmap(-1, 2**25) as held:  # pages that nobody had before
+    with open("/dev/null") as _, mmap.mmap(-1, 2**25) as held:  # pages that no process had before
         held[:: mmap.PAGESIZE] = bytes(2**25 // mmap.PAGESIZE)
         during = process_state()
     assert during["num_fds"] - before["num_fds"] == 1

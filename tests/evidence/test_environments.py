@@ -39,7 +39,7 @@ def test_an_error_in_words_holds_and_is_quoted():
         (GOES_ON, ProgramExit([None], "accuracy", 1.0), "process 0 still ran"),
     ],
 )
-def test_what_breaks_a_promise_is_told(case, ended, problem):
+def test_what_breaks_a_promise_is_reported(case, ended, problem):
     outcome = environment_outcome(case, ended)
     assert not outcome.is_held
     assert problem in outcome.detected_by

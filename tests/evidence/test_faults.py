@@ -1,4 +1,4 @@
-"""Injected faults are judged by what ranks wrote: a broken promise is seen, a kept one is not doubted."""
+"""Injected faults are judged by what ranks wrote: a broken promise is seen, one that holds is not doubted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_error_that_says_all_it_should_in_time_holds():
         ([rank(ERROR), None], {"injected_s": None}, "the fault was never injected"),
     ],
 )
-def test_what_breaks_a_promise_of_an_error_is_told(ranks, settings, problem):
+def test_what_breaks_a_promise_of_an_error_is_reported(ranks, settings, problem):
     outcome = judged(NAMED, ranks, **settings)
     assert not outcome.is_held
     assert problem in outcome.detected_by
@@ -97,7 +97,7 @@ def test_the_dead_rank_is_not_asked_but_the_others_must_end_as_if_nothing_had_ha
     assert not judged(SURVIVED, [rank(), None]).is_held
 
 
-def test_ranks_alike_need_no_weights_of_an_undisturbed_run_but_their_own():
+def test_equal_ranks_need_no_weights_of_an_undisturbed_run_but_their_own():
     alike = replace(SURVIVED, has_same_weights=False)
     assert judged(alike, [rank(weights=8), rank(weights=8)]).is_held
     assert not judged(alike, [rank(weights=8), rank()]).is_held
@@ -233,7 +233,7 @@ def sleep_on_rank_one(spec):
 
 @pytest.mark.slow  # two processes that import torch
 @pytest.mark.long
-def test_a_rank_that_never_ends_is_ended_and_told():
+def test_a_rank_that_never_ends_is_ended_and_reported():
     told = OneHost(num_ranks=2).run(sleep_on_rank_one, {"a": 1}, limit_s=20.0)
     assert told.still_ran == [1]
     assert told.ranks[0]["a"] == 1

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KNOWN = {  # weights, masters, gradients, optimizer
     ("32-true", "adamw"): (4, 0, 4, 8),
     ("32-true", "sgd"): (4, 0, 4, 4),
-    ("16-true", "adamw"): (2, 4, 4, 8),  # fp32 gradients for the step; the buckets of 2 are found beside them
+    ("16-true", "adamw"): (2, 4, 4, 8),  # fp32 gradients for the step; the buckets of 2 are found next to them
     ("16-true", "sgd"): (2, 4, 4, 4),
 }
 
@@ -61,7 +61,7 @@ def test_census_finds_weights_masters_gradients_and_state(tmp_path):
         expected = KNOWN[row["precision"], row["optimizer"]]
         for owner, known in zip(("weights", "masters", "gradients", "optimizer"), expected, strict=True):
             assert held[owner] == pytest.approx(known, abs=0.05), (row["precision"], row["optimizer"], owner)
-        # Buckets: DDP keeps them beside fp32 gradients, and here beside what was made of them. The rest is small.
+        # Buckets: DDP holds them next to fp32 gradients, and here next to what was made of them. The rest is small.
         buckets = 4 if row["precision"] == "32-true" else 2
         assert buckets + 0.2 < held["communication and rest"] < buckets + 0.3  # 64 KiB of it are the samples
     assert (tmp_path / "table.md").read_text().count("|") > 40

@@ -1,1 +1,1 @@
-"""Times what a checkpoint costs a step: `python -m tests.evidence.checkpoint_cost`."""
+"""Cost of a checkpoint to a step: `python -m tests.evidence.checkpoint_cost`."""

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a step, by ways of writing it: `python -m tests.evidence.checkpoint_cost`."""
+"""Cost of a checkpoint to a step, by ways of writing it: `python -m tests.evidence.checkpoint_cost`."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ def main(cfg: DictConfig) -> None:
     config, folder = config_and_folder(cfg)
     samples = bench_checkpoints.samples(checkpoint, folder / "checkpoints", num_repeats=cfg.num_repeats)
     table = bench_checkpoints.markdown(samples, bench_checkpoints.num_bytes_of(checkpoint))
-    told = {"config": config, "environment": environment(), "samples": samples}
-    write_json(folder / "checkpoint.json", told)
+    content = {"config": config, "environment": environment(), "samples": samples}
+    write_json(folder / "checkpoint.json", content)
     (folder / "table.md").write_text(table + "\n")
     print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)
 

@@ -1,4 +1,4 @@
-"""How long a step waits for a checkpoint, how much slower steps are while one is written, and what that adds up to."""
+"""Wait of a step for a checkpoint, slowdown of steps while it is written, and the sum of both."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from recipes.cli.markdown import markdown_table
 
 
 class NoCheckpointIO(TorchCheckpointIO):
-    """Writes nothing: what is measured all the same is the noise."""
+    """Plugin that writes nothing: what is measured with it is the noise."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 WAYS: dict[str, Callable[[], CheckpointIO]] = {
@@ -35,11 +35,11 @@ WAYS: dict[str, Callable[[], CheckpointIO]] = {
 }
 MAX_WAIT_S = 60.0
 AFTER_S = 0.3
-"""Ours: what follows the rename is a second sync of the directory."""
+"""Our choice: what follows the rename is a second sync of the directory."""
 
 
 def training_state(model: nn.Module) -> dict[str, Any]:
-    """Weights, and SGD's momentum for each: what a checkpoint of a training run is made of."""
+    """Return weights, and SGD's momentum for each, as in a checkpoint of a training run."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -48,7 +48,7 @@ def training_state(model: nn.Module) -> dict[str, Any]:
 
 
 def num_bytes_of(checkpoint: dict[str, Any]) -> int:
-    """Of its tensors.
+    """Count the bytes of its tensors.
 
     >>> num_bytes_of(training_state(nn.Linear(2, 1)))
     24
@@ -60,7 +60,7 @@ def num_bytes_of(checkpoint: dict[str, Any]) -> int:
 
 
 def samples(checkpoint: dict[str, Any], folder: Path, *, num_repeats: int) -> dict[str, list[dict[str, float]]]:
-    """What a checkpoint costs, for each way.
+    """Measure what a checkpoint costs, for each way.
 
         stall_s       the call
         durable_s     until the file is there
@@ -85,7 +85,7 @@ def samples(checkpoint: dict[str, Any], folder: Path, *, num_repeats: int) -> di
 
 
 def _sample(io: CheckpointIO, checkpoint: dict[str, Any], path: Path) -> dict[str, float]:
-    """Steps are counted for `AFTER_S` longer than the file takes, as the thread has something left to do."""
+    """Measure one way; steps are counted for `AFTER_S` longer than the file takes, as the thread works on."""
     alone_s, alone_cpu_s = (statistics.median(column) for column in zip(*(_step_s() for _ in range(40)), strict=True))
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     io.save_checkpoint(checkpoint, path)
@@ -112,7 +112,7 @@ _ONE, _OTHER = torch.randn(512, 512), torch.randn(512, 512)
 
 
 def _step_s() -> tuple[float, float]:
-    """The arithmetic of a small step: seconds by the clock, and of the processor."""
+    """Run the arithmetic of a small step; return seconds by the clock, and of the processor."""
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     for _ in range(4):
         torch.mm(_ONE, _OTHER)
@@ -120,7 +120,7 @@ def _step_s() -> tuple[float, float]:
 
 
 def markdown(taken: dict[str, list[dict[str, float]]], num_bytes: int) -> str:
-    """Medians and ranges.
+    """Format medians and ranges.
 
     >>> sample = {"stall_s": 0.1, "durable_s": 1, "slowdown": 1.5, "lost_s": 0.2, "lost_cpu_s": 0.3, "step_s": 0.01}
     >>> " ".join(markdown({"a": [sample]}, 2**20).splitlines()[-1].split())

@@ -1,1 +1,1 @@
-"""Looks for growth over thousands of steps: `python -m tests.evidence.endurance`."""
+"""Search for growth over thousands of steps: `python -m tests.evidence.endurance`."""

@@ -1,4 +1,4 @@
-"""Train for long and see whether anything grows: `python -m tests.evidence.endurance`."""
+"""Long training that shows whether anything grows: `python -m tests.evidence.endurance`."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ KEYS: dict[str, Any] = {
 
 
 def train(overrides: list[str], folder: Path) -> Path:
-    """Run `recipes/train.py` in processes of its own; the folder of its samples.
+    """Run `recipes/train.py` in processes of its own; return the folder of its samples.
 
     Raises:
         ValueError: It failed.
@@ -39,14 +39,14 @@ def train(overrides: list[str], folder: Path) -> Path:
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/endurance")
 def main(cfg: DictConfig) -> None:
-    """Train, or take the samples of a run; write ``endurance.json``, ``table.md``, ``endurance.png``."""
+    """Train, or take the samples of a run; write `endurance.json`, `table.md`, `endurance.png`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         config, folder = config_and_folder(cfg)
         where = train(config["train"], folder / "train") if config["samples"] is None else Path(config["samples"])
-        told = {"config": config, "environment": environment()}
+        head = {"config": config, "environment": environment()}
         samples = growth_report.read_samples(where)
-        table = growth_report.write_report(folder, samples, warmup_steps=cfg.warmup_steps, told=told)
+        table = growth_report.write_report(folder, samples, warmup_steps=cfg.warmup_steps, head=head)
     print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)
 
 

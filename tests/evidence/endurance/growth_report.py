@@ -1,4 +1,4 @@
-"""Whether anything grows with the steps of a run: robust slopes of what `endurance_watch.ProcessWatch` wrote."""
+"""Growth with the steps of a run: robust slopes of what `process_watch.ProcessWatch` wrote."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Sample = Mapping[str, float | None]
 
 CONFIDENCE = 0.95
 NUM_BLOCKS = 40
-"""Medians of so many stretches of the run are fitted: neighbouring samples are alike, and would count as many."""
+"""Number of stretches of the run whose medians are fitted: neighbouring samples are not independent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """What a quantity may grow by in a step and still count as steady: `per_step`, and a `share` of its median a run.
+    """Growth in a step at which a quantity counts as steady: `per_step`, and a `share` of its median a run.
 
-    Counts may not grow at all. 256 bytes a step (ours) are 1 GiB in four million steps, hundreds of times the longest
-    recipe; 2 % of the processor time (ours) is less than two runs of the same differ by on a shared machine. The time
-    by the clock is told and not judged: it is longer whenever somebody else computes.
+    Counts may not grow at all. 256 bytes a step (our choice) are 1 GiB in four million steps, hundreds of times the
+    longest recipe; 2 % of the processor time (our choice) is less than two equal runs differ by on a shared machine.
+    The time by the clock is reported and not judged: it grows whenever another process computes.
     """
 
     per_step: float = 0.0
@@ -49,7 +49,7 @@ ALLOWANCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """How a quantity of one rank went with the steps.
+    """Change of a quantity of one rank with the steps.
 
     Attributes:
         begin, end: Median of the first block, and of the last.
@@ -72,7 +72,7 @@ class Trend:
 
 
 def trend_of(samples: Sequence[Sample], *, rank: int, quantity: str) -> Trend:
-    """The trend of a quantity: the median slope between any two blocks, which single outliers do not move.
+    """Return the trend of a quantity: the median slope between any two blocks, robust against outliers.
 
         slope = median over i < j of (y_j - y_i) / (x_j - x_i)
 
@@ -115,14 +115,14 @@ def trend_of(samples: Sequence[Sample], *, rank: int, quantity: str) -> Trend:
 
 
 def _blocks(points: Sequence[tuple[Any, float]]) -> list[tuple[float, float]]:
-    """Medians of steps and values of at most `NUM_BLOCKS` stretches of equal length."""
+    """Return medians of steps and values of at most `NUM_BLOCKS` stretches of equal length."""
     size = max(1, len(points) // NUM_BLOCKS)
     stretches = [points[start : start + size] for start in range(0, len(points) - size + 1, size)]
     return [tuple(statistics.median(column) for column in zip(*each, strict=True)) for each in stretches]
 
 
 def read_samples(folder: Path) -> dict[int, list[Sample]]:
-    """Samples of every rank, by rank.
+    """Read the samples of every rank, by rank.
 
     Raises:
         ValueError: There are none, or a line is torn.
@@ -141,7 +141,7 @@ def read_samples(folder: Path) -> dict[int, list[Sample]]:
 
 
 def trends_of(samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int) -> list[Trend]:
-    """Of every quantity and rank, without the first `warmup_steps` steps."""
+    """Return the trends of every quantity and rank, without the first `warmup_steps` steps."""
     counted = {rank: [s for s in rows if (s["step"] or 0) > warmup_steps] for rank, rows in samples.items()}
     sampled = {quantity for rows in samples.values() for sample in rows for quantity in sample}
     kept = [quantity for quantity in QUANTITIES if quantity in sampled]
@@ -149,7 +149,7 @@ def trends_of(samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int) -> 
 
 
 def markdown(trends: Sequence[Trend]) -> str:
-    """A row for each quantity and rank."""
+    """Format a row for each quantity and rank."""
     header = ["quantity", "rank", "begin", "end", "most", "growth in 1,000 steps [95 %]", "verdict"]
     rows = []
     for trend in trends:
@@ -167,7 +167,7 @@ def _amount(quantity: str, value: float) -> str:
 
 
 def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *, warmup_steps: int) -> Figure:
-    """A panel for each quantity, a line for each rank; grey: the warm-up, which is not judged."""
+    """Draw a panel for each quantity, a line for each rank; grey: the warm-up, which is not judged."""
     figure = Figure(figsize=(16, 10), layout="constrained")
     for axes, quantity in zip(figure.subplots(2, 5).flat, QUANTITIES, strict=True):
         unit, scale = {"bytes": ("MiB", 2**-20), "s": ("ms", 1e3)}.get(quantity.rpartition("_")[2], ("", 1.0))
@@ -187,11 +187,11 @@ def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *,
 
 
 def write_report(
-    folder: Path, samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int, told: Mapping[str, Any]
+    folder: Path, samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int, head: Mapping[str, Any]
 ) -> str:
     """Write `endurance.json`, `table.md` and `endurance.png`; return the table."""
     trends = trends_of(samples, warmup_steps=warmup_steps)
-    found = {**told, "warmup_steps": warmup_steps, "trends": [asdict(trend) for trend in trends]}
+    found = {**head, "warmup_steps": warmup_steps, "trends": [asdict(trend) for trend in trends]}
     write_json(folder / "endurance.json", found)
     (folder / "table.md").write_text(markdown(trends) + "\n")
     picture(samples, trends, warmup_steps=warmup_steps).savefig(folder / "endurance.png", dpi=90)

@@ -1,4 +1,4 @@
-"""What a process holds while it trains: memory, threads, open files, sockets, groups; and how long steps take."""
+"""Resources of a process in training: memory, threads, open files, sockets, groups; and times of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUANTITIES = {
 
 
 def process_state() -> dict[str, float]:
-    """What this process holds now; everything of `QUANTITIES` but times.
+    """Return what this process holds now; everything of `QUANTITIES` but times.
 
     Raises:
         ValueError: There is no `/proc` to read, as on systems that are not Linux.
@@ -66,7 +66,7 @@ def process_state() -> dict[str, float]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines `name: number ...`."""
+    """Parse lines `name: number ...`."""
     pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
     return {name: int(words[0]) for name, value in pairs if (words := value.split()) and words[0].isdigit()}
 
@@ -79,7 +79,7 @@ def _link(entry: str) -> str:
 
 
 class ProcessWatch(Callback):
-    """Every rank writes what it holds to `<directory>/rank-<r>.jsonl`, a line each `every_n_steps` steps.
+    """Callback that writes what each rank holds to `<directory>/rank-<r>.jsonl`, every `every_n_steps` steps.
 
     The garbage collector runs before each count, so what is counted is held, and not merely not yet collected.
 
@@ -103,13 +103,13 @@ class ProcessWatch(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin the file anew."""
+        """Start a new file."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._path(trainer).write_text("")
         self._last_step = trainer.global_step
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The step around a validation is not timed."""
+        """Leave the step around a validation out of the times."""
         self._began_s = None
 
     on_train_epoch_end = on_validation_start
@@ -117,7 +117,7 @@ class ProcessWatch(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Time; at times sample."""
+        """Time the step; sample every `every_n_steps`."""
         if trainer.global_step == self._last_step:  # accumulating gradients
             return
         self._last_step = trainer.global_step

@@ -1,1 +1,1 @@
-"""Starts programs in bad environments and reads what they say: `python -m tests.evidence.environments`."""
+"""Programs in bad environments, and what they report: `python -m tests.evidence.environments`."""

@@ -1,4 +1,4 @@
-"""Start programs in bad environments and read what they say: `python -m tests.evidence.environments`."""
+"""Programs in bad environments, and what they report: `python -m tests.evidence.environments`."""
 
 import shutil
 from typing import Any
@@ -19,7 +19,7 @@ KEYS: dict[str, Any] = {"about": str | None, "only": list[str] | None, "run_dir"
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/environments")
 def main(cfg: DictConfig) -> None:
-    """One program, or its ranks, for each case; print each as it ends, write the table. Status 1 where one broke."""
+    """Run one program, or its ranks, for each case; print each, write the table. Exit with 1 where one broke."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         cases = fault_table.chosen_of(CASES, cfg.only)

@@ -1,4 +1,4 @@
-"""Environments, and what is promised of each; see `trials`."""
+"""Environments, and the promise for each; see `trials`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment, and what becomes of a program in it.
+    """Environment, and the expected end of a program in it.
 
-    ``names``: all of these must be said. ``goes_on``: exit code 0; otherwise the program must end in an error, in
-    words. ``variables``: of all processes; None: unset. ``ranks``: further ones of each process that is started.
-    ``wrapper``: a command that the program's is appended to. ``needs``: of the machine. In variables and overrides
+    `names`: all of these must be said. `goes_on`: exit code 0; otherwise the program must end in an error, in
+    words. `variables`: of all processes; None: unset. `ranks`: further ones of each process that is started.
+    `wrapper`: a command that the program's is appended to. `needs`: of the machine. In variables and overrides
     <FREE> and <TAKEN> are ports, <RUN> the run directory, <SHIM> a library whose clock is a year ahead.
     """
 
@@ -37,10 +37,10 @@ def _sh(script: str, *before: str) -> tuple[str, ...]:
 
 
 def _rank(rank: int, world_size: int, **more: str) -> dict[str, str]:
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<FREE>", "TORCHELASTIC_RUN_ID": "trial"}
-    return {**{name: str(value) for name, value in told.items()}, **where, **more}
+    return {**{name: str(value) for name, value in variables.items()}, **where, **more}
 
 
 CSV, ALONE = ("logger=csv",), ("logger=csv", "trainer.devices=1")

@@ -1,8 +1,8 @@
-"""Whole programs in environments that cannot work, or that only look so, and what a user is told.
+"""Whole programs in environments that cannot work, or only seem so, and what a user reads.
 
 Each case is `python recipes/<program>.py` as a user starts it, a run of three steps where it trains. Either it ends in
-words, without a traceback: then these name what was wrong with the environment, before a limit of time. Or it goes on
-to the end, with a word where something was lost.
+an error without a traceback, which names what was wrong with the environment, before a limit of time. Or it goes on to
+the end, with a message where something was lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ time_t time(time_t *now) {
 
 
 class FillDisk(Callback):
-    """Leave no byte on the disk of `folder` before a step.
+    """Callback that leaves no byte on the disk of `folder` before a step.
 
     Args:
         folder: Of the run.
@@ -71,7 +71,7 @@ class FillDisk(Callback):
         self.folder, self.step = Path(folder), step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
-        """Once."""
+        """Fill the disk once."""
         if trainer.global_step == self.step and trainer.is_global_zero:
             with (self.folder / "ballast").open("wb", buffering=0) as file:
                 try:
@@ -82,14 +82,14 @@ class FillDisk(Callback):
 
 
 class ProgramExit:
-    """How the processes of a case ended: exit codes, None for one that had to be ended, and all that they said."""
+    """End of the processes of a case: exit codes, None for one that had to be killed, and all output."""
 
-    def __init__(self, codes: list[int | None], told: str, seconds: float) -> None:
-        self.codes, self.told, self.seconds = codes, told, seconds
+    def __init__(self, codes: list[int | None], output: str, seconds: float) -> None:
+        self.codes, self.output, self.seconds = codes, output, seconds
 
 
 def environment_outcomes(folder: Path, cases: Sequence[Environment]) -> Iterator[FaultOutcome]:
-    """All cases that this machine can do, each as it ends; the others are named in a line."""
+    """Yield outcomes of all cases that this machine can do; print the names of the others."""
     for index, case in enumerate(cases):
         if missing := [tool for tool in case.needs if not _has(tool)]:
             print(f"left out: {case.fault}: this machine has no {', '.join(missing)}", flush=True)
@@ -98,7 +98,7 @@ def environment_outcomes(folder: Path, cases: Sequence[Environment]) -> Iterator
 
 
 def environment_outcome(case: Environment, ended: ProgramExit) -> FaultOutcome:
-    """Whether the promise was kept, by exit codes and words."""
+    """Judge whether the promise was held, by exit codes and output."""
     problems = [
         f"process {place} still ran after {case.limit_s:g} s" for place, c in enumerate(ended.codes) if c is None
     ]
@@ -106,17 +106,17 @@ def environment_outcome(case: Environment, ended: ProgramExit) -> FaultOutcome:
         problems += [f"exit code {code}" for code in ended.codes if code not in (0, None)]
     elif all(code == 0 for code in ended.codes):
         problems.append("no process ended in an error")
-    problems += [f"does not say {name!r}" for name in case.names if name not in ended.told]
-    problems += ["a traceback"] if "Traceback (most recent" in ended.told else []
-    lines = [line.strip() for line in ended.told.splitlines() if line.strip()]
-    told = [line for line in lines if any(name in line for name in case.names)] or ["nothing to say"]
+    problems += [f"does not say {name!r}" for name in case.names if name not in ended.output]
+    problems += ["a traceback"] if "Traceback (most recent" in ended.output else []
+    lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
+    heard = [line for line in lines if any(name in line for name in case.names)] or ["nothing to say"]
     last = lines[-1] if lines else ""
     return FaultOutcome(
         promise="goes on" if case.goes_on else "ends in words",
         fault=case.fault,
         phase=case.phase,
         where=f"recipes/{case.program}.py",
-        detected_by=(f"{'; '.join(problems)}: {last}" if problems else told[0].removeprefix("error: "))[:LINE],
+        detected_by=(f"{'; '.join(problems)}: {last}" if problems else heard[0].removeprefix("error: "))[:LINE],
         seconds=None if case.goes_on else ended.seconds,
         lost=case.lost,
         is_held=not problems,
@@ -124,11 +124,11 @@ def environment_outcome(case: Environment, ended: ProgramExit) -> FaultOutcome:
 
 
 def run_programs(case: Environment, folder: Path) -> ProgramExit:
-    """Start its processes, wait for all, end those that are left."""
+    """Start the processes of a case, wait for all, kill the rest at the limit."""
     folder.mkdir(parents=True)
     run_dir = folder / case.run_dir
     if case.wrapper:
-        run_dir.mkdir(parents=True)  # somebody may mount there
+        run_dir.mkdir(parents=True)  # the wrapper may mount there
     with ExitStack() as stack:
         words = {"FREE": _free_port(), "TAKEN": _taken_port(stack), "SHIM": "", "RUN": str(run_dir), "ROOT": str(ROOT)}
         if any("SHIM" in str(value) for rank in case.ranks for value in rank.values()):
@@ -151,8 +151,8 @@ def run_programs(case: Environment, folder: Path) -> ProgramExit:
             )  # fmt: skip
             processes.append(process)
         codes = [_wait(process, begun_s + case.limit_s) for process in processes]
-        told = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
-    text = "\n".join(map(str, told)).replace(str(run_dir), "<run directory>").replace(f"{ROOT}/", "")
+        texts = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
+    text = "\n".join(map(str, texts)).replace(str(run_dir), "<run directory>").replace(f"{ROOT}/", "")
     return ProgramExit(codes, text, time.monotonic() - begun_s)
 
 
@@ -185,7 +185,7 @@ def _taken_port(stack: ExitStack) -> str:
 
 
 def _shim(folder: Path) -> str:
-    """A library that puts a process's clock a year ahead."""
+    """Build a library that puts a process's clock a year ahead."""
     (folder / "clock.c").write_text(SHIM)
     made = folder / "clock.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(made), str(folder / "clock.c"), "-ldl"], check=True)
@@ -193,7 +193,7 @@ def _shim(folder: Path) -> str:
 
 
 def _has(tool: str) -> bool:
-    """Whether this machine has a program, or lets us have namespaces of our own."""
+    """Return whether this machine has a program, or allows namespaces."""
     if tool not in ("--mount", "--net"):
         return shutil.which(tool) is not None
     with tempfile.TemporaryDirectory() as folder:

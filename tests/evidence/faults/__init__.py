@@ -1,1 +1,1 @@
-"""Injects faults into short runs and judges what every rank says: `python -m tests.evidence.faults`."""
+"""Faults in short runs, and the errors of every rank: `python -m tests.evidence.faults`."""

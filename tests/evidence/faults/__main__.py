@@ -1,4 +1,4 @@
-"""Inject faults into short runs and see that every promise holds: `python -m tests.evidence.faults`."""
+"""Faults injected into short runs, and whether every promise holds: `python -m tests.evidence.faults`."""
 
 import signal
 import sys
@@ -29,7 +29,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/faults")
 def main(cfg: DictConfig) -> None:
-    """One short run for each case; print each as it ends, write the table. Ends with status 1 where one broke."""
+    """Run one short run for each case; print each, write the table. Exit with status 1 where one broke."""
     launch.ignore_lightning_warnings()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks that were stopped do not outlive this
     with launch.short_errors():

@@ -1,7 +1,7 @@
-"""One fault: where it is put in, what is promised of it, how it is run, and how the outcome is judged.
+"""Fault: where it is injected, what is promised, how it is run, and how the outcome is judged.
 
-Steps, phases and ranks are ours. Waits of collectives are limited to ``timeout_s``; an error may take this and what the
-roll call and a silent store cost (``ALLOWED_S``).
+Steps, phases and ranks are our choice. Waits of collectives are limited to `timeout_s`; an error may take this and what
+the status collection and a silent store cost (`ALLOWED_S`).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from tests.evidence.faults.table import FaultOutcome
 from tests.evidence.faults.world import OneHost, RunOutcome
 
 ALLOWED_S = 25.0
-"""Beyond the timeout: four words of 5 s that the store leaves unanswered, and as long as a failed engine may close."""
+"""Time beyond the timeout: four questions of 5 s that the store leaves unanswered, and the close of a failed engine."""
 
 START_S = 60.0
-"""For processes to start and the steps before the fault; a case that needs more is ended, and its promise not held."""
+"""Time for processes to start and the steps before the fault; a case that needs more is ended, and fails."""
 
 MOST_TRIES = 2
-"""For a run that never came to its fault, as on a machine so busy that the ranks did not meet in time."""
+"""Runs of a case that never came to its fault, as on a machine so busy that the ranks did not meet in time."""
 
 LINE = 150
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultCase:
-    """A fault, where it is injected, and what is promised.
+    """Fault, where it is injected, and what is promised.
 
-    ``kind``: a method of ``faults_inject.Inject``. ``host_link``: what ``spoil_link`` is told for the host of ``rank``.
-    ``mended_after_s``: when the link is whole again; None: never. ``is_survived``: the run ends, with the very weights
-    of an undisturbed one if ``has_same_weights``. Else every rank that can must end in an error that contains each of
-    ``names``, in which RANK and HOST stand for the rank's number and its host's name, and none of ``never_says``.
-    ``no_answer``: the rank itself cannot say anything. ``own_names``: what it says, where that is its own error; None:
-    ``names``. ``warns``: words that must stand in one warning of a rank. ``everywhere``: the fault is on every rank.
+    `kind`: a method of `inject.Inject`. `host_link`: arguments of `spoil_link` for the host of `rank`.
+    `mended_after_s`: when the link is whole again; None: never. `is_survived`: the run ends, with the weights of an
+    undisturbed one if `has_same_weights`. Else every rank that can must end in an error that contains each of `names`,
+    in which RANK and HOST stand for the rank's number and its host's name, and none of `never_says`. `no_answer`: the
+    rank itself cannot answer. `own_names`: names in its own error; None: `names`. `warns`: texts of which each must be
+    in one warning of a rank. `everywhere`: the fault is on every rank.
     """
 
     fault: str
@@ -64,11 +64,11 @@ class FaultCase:
 
     @property
     def promise(self) -> str:
-        """In the table."""
+        """Promise, in the words of the table."""
         if not self.is_survived:
             return "named on every rank"
-        told = "told" if self.warns else ("same bits" if self.has_same_weights else "ranks alike")
-        return f"{'the others end' if self.no_answer else 'survived'}, {told}"
+        how = "told" if self.warns else ("same bits" if self.has_same_weights else "ranks alike")  # as in the records
+        return f"{'the others end' if self.no_answer else 'survived'}, {how}"
 
 
 def run_cases(cases: Sequence[FaultCase], worlds: Sequence[OneHost]) -> Generator[FaultOutcome]:
@@ -99,9 +99,9 @@ def run_cases(cases: Sequence[FaultCase], worlds: Sequence[OneHost]) -> Generato
 
 
 def run_case(case: FaultCase, world: OneHost, weights: int | None = None) -> tuple[FaultOutcome, int | None]:
-    """Inject it; the outcome, and a fingerprint of the weights where they are the same on all ranks.
+    """Inject the fault; return the outcome, and a hash of the weights where all ranks have the same.
 
-    ``weights``: of an undisturbed run, to be compared with.
+    `weights`: of an undisturbed run, to be compared with.
     """
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
@@ -109,30 +109,30 @@ def run_case(case: FaultCase, world: OneHost, weights: int | None = None) -> tup
     spec["rank"] = None if case.everywhere else case.rank
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
-        told = world.run(train_rank, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
-        if told.injected_s is not None:
+        run = world.run(train_rank, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
+        if run.injected_s is not None:
             break
-    alike = {None if one is None else one["weights"] for one in told.ranks}
+    hashes = {None if one is None else one["weights"] for one in run.ranks}
     outcome = fault_outcome(
-        case, told, host=world.host_name(world.host_of(case.rank)), no_answer=no_answer, weights=weights
+        case, run, host=world.host_name(world.host_of(case.rank)), no_answer=no_answer, weights=weights
     )
-    return outcome, alike.pop() if len(alike) == 1 else None
+    return outcome, hashes.pop() if len(hashes) == 1 else None
 
 
 def fault_outcome(
-    case: FaultCase, told: RunOutcome, *, host: str, no_answer: Sequence[int] = (), weights: int | None = None
+    case: FaultCase, run: RunOutcome, *, host: str, no_answer: Sequence[int] = (), weights: int | None = None
 ) -> FaultOutcome:
-    """Whether the promise was held, by what the ranks wrote."""
-    living = {rank: one for rank, one in enumerate(told.ranks) if rank not in no_answer}
-    problems = [f"rank {rank} still ran" for rank in told.still_ran]
+    """Judge whether the promise was held, by what the ranks wrote."""
+    living = {rank: one for rank, one in enumerate(run.ranks) if rank not in no_answer}
+    problems = [f"rank {rank} still ran" for rank in run.still_ran]
     problems += [f"rank {rank} left no word" for rank, one in living.items() if one is None]
     words = {rank: one for rank, one in living.items() if one is not None}
     errors = {rank: one["error"] for rank, one in words.items() if one["error"]}
     seconds = None
-    if told.injected_s is None:
+    if run.injected_s is None:
         problems.append("the fault was never injected")
     elif errors:
-        seconds = max(one["time_s"] for one in words.values()) - told.injected_s
+        seconds = max(one["time_s"] for one in words.values()) - run.injected_s
     problems += _not_survived(case, words, weights) if case.is_survived else _not_named(case, words, host)
     if not case.is_survived and seconds is not None and seconds > case.timeout_s + ALLOWED_S:
         problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
@@ -140,7 +140,7 @@ def fault_outcome(
     heard = {name: [text for text in warned if _filled(name, case, host) in text] for name in case.warns}
     problems += [f"no rank warns {_filled(name, case, host)!r}" for name, texts in heard.items() if not texts]
     seen = [*errors.values(), *(texts[0] for texts in heard.values() if texts), "all ranks end with the same weights"]
-    where = f"host {host}" if case.host_link else f"rank {case.rank} of {len(told.ranks)}"
+    where = f"host {host}" if case.host_link else f"rank {case.rank} of {len(run.ranks)}"
     return FaultOutcome(
         promise=case.promise,
         fault=case.fault,
@@ -154,7 +154,7 @@ def fault_outcome(
 
 
 def _not_survived(case: FaultCase, words: dict[int, dict[str, Any]], weights: int | None) -> list[str]:
-    """What is wrong where every rank that can should have ended as if nothing had happened."""
+    """List what is wrong where every rank that can should have ended as without a fault."""
     problems = [f"rank {rank}: {one['error']}" for rank, one in words.items() if one["error"]]
     problems += [
         f"rank {rank} made {one['num_steps']} of {case.num_steps} steps"
@@ -170,7 +170,7 @@ def _not_survived(case: FaultCase, words: dict[int, dict[str, Any]], weights: in
 
 
 def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> list[str]:
-    """What is wrong where every rank that can should have ended in an error that says who is the cause."""
+    """List what is wrong where every rank that can should have ended in an error that names the cause."""
     problems = []
     for rank, one in words.items():
         error = one["error"]
@@ -190,7 +190,7 @@ def _filled(name: str, case: FaultCase, host: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """The first ``LINE`` characters of an error, from where it is ours.
+    """Return the first `LINE` characters of an error, from where the library's own message starts.
 
     >>> shorten("RuntimeError: [enforce fail] comm: rank 1 does not answer")
     'comm: rank 1 does not answer'

@@ -1,4 +1,4 @@
-"""Faults of ranks and links, and what is promised of each: an error on every rank that names the cause; or none."""
+"""Faults of ranks and links, and the promise for each: an error on every rank that names the cause; or none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVER = ("end of fit", "teardown")
 
 
 def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
-    """One of each kind: rank 0, which keeps the store; another of its host; another host's leader; the last.
+    """Return a rank of each kind: 0, which hosts the store; another of its host; another host's leader; the last.
 
     >>> kinds_of_rank(4, 2), kinds_of_rank(2, 2), kinds_of_rank(16, 8)
     ([0, 1, 2, 3], [0, 1], [0, 1, 8, 15])
@@ -28,7 +28,7 @@ def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
 
 
 def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
-    """All of them, for a world of so many ranks; the first is the run that nothing happens to."""
+    """Return all cases, for a world of `num_ranks`; the first is the run without a fault."""
     last = num_ranks - 1
     found = [FaultCase(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
     for phase in PHASES:
@@ -69,7 +69,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
 
 
 def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
-    """A rank that says nothing any more."""
+    """Make the case of a rank that no longer answers."""
     common: dict[str, Any] = {"fault": fault, "kind": kind, "rank": rank, "phase": phase, "no_answer": True}
     if phase in OVER:
         return FaultCase(is_survived=True, lost="nothing", **common)
@@ -79,7 +79,7 @@ def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
 
 
 def cases_of_links(num_ranks: int) -> list[FaultCase]:
-    """Those that need links between hosts."""
+    """Return the cases that need links between hosts."""
     last = num_ranks - 1
     cut, lossy = (("loss", 1.0),), (("loss", 0.02),)
     common: dict[str, Any] = {"kind": "nothing", "rank": last, "pause_s": 0.2}

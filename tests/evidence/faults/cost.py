@@ -1,8 +1,8 @@
-"""What the checks cost of a training step of ResNet-50: `python -m tests.evidence.faults.cost`.
+"""Cost of the checks in a training step of ResNet-50: `python -m tests.evidence.faults.cost`.
 
-One rank trains on noise with LARS in fp16; the clock stands around every hook of the watch, and around what a rank
-computes for a comparison. On a CPU, which queues nothing, that is what they cost. It counts the processor's seconds of
-this process, so that other work on the machine does not count. The 16 bytes that a comparison sends are not in it.
+One rank trains on noise with LARS in fp16; the clock surrounds every hook of the monitor, and what a rank computes
+for a comparison. On a CPU, which queues nothing, that is what they cost. It counts the processor's seconds of this
+process, so that other work on the machine does not count. The 16 bytes that a comparison sends are left out.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Module(pl.LightningModule):
         self.net = ResNet()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         return F.cross_entropy(self.net(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """With momentum."""
+        """Make LARS with momentum."""
         return LARS(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Times(Callback):
-    """Seconds of every step, and of a fingerprint of all that a rank holds."""
+    """Callback that times every step, and a hash of all that a rank holds."""
 
     def __init__(self) -> None:
         self.steps_s: list[float] = []
@@ -62,11 +62,11 @@ class Times(Callback):
         self.num_bytes = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """The step begins."""
+        """Start the clock."""
         self._began_s = time.process_time()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """It has ended; now what a comparison computes."""
+        """Stop the clock; then time what a comparison computes."""
         self.steps_s.append(time.process_time() - self._began_s)
         began_s = time.process_time()
         fingerprint = Fingerprint(torch.device("cpu"))
@@ -77,7 +77,7 @@ class Times(Callback):
 
 
 class TimedWatch(NumericsMonitor):
-    """Seconds in its own hooks: at steps that are logged, and at others."""
+    """Monitor that times its own hooks: at steps that are logged, and at others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ class TimedWatch(NumericsMonitor):
         self.others_s: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Timed."""
+        """Time the hook."""
         self._start_s = _seconds_of(super().on_train_batch_start, *args)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Timed."""
+        """Time the hook."""
         took_s = _seconds_of(super().on_train_batch_end, trainer, *args) + self._start_s
         (self.others_s if trainer.global_step % EVERY else self.logged_s).append(took_s)
 
@@ -138,9 +138,13 @@ def main() -> None:
         folder = Path(sys.argv[1])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "cost.md").write_text(table + "\n")
-        told = {"environment": environment(Path(__file__).parent), "steps_s": times.steps_s, "checks_s": times.checks_s}
-        told |= {"watch_logged_s": watch.logged_s, "watch_others_s": watch.others_s}
-        write_json(folder / "cost.json", told)
+        content = {
+            "environment": environment(Path(__file__).parent),
+            "steps_s": times.steps_s,
+            "checks_s": times.checks_s,
+        }
+        content |= {"watch_logged_s": watch.logged_s, "watch_others_s": watch.others_s}
+        write_json(folder / "cost.json", content)
 
 
 def _row(what: str, runs_s: float, per_step_s: float, step_s: float) -> list[str]:

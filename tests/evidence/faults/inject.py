@@ -1,4 +1,4 @@
-"""Makes a fault happen: what is done to a rank, and in which phase of its training."""
+"""Injection of a fault: what is done to a rank, and in which phase of its training."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PHASES = (
     "teardown",  # while the engine is closed
 )
 AT_CONSTRUCTION = tuple(f"has_another_{what}" for what in ("plan", "seed", "network", "version", "order"))
-"""Kinds that no phase waits for: ``faults_rank.train`` sees to them."""
+"""Kinds without a phase: `rank.train_rank` injects them."""
 
 
 class Inject(Callback):
-    """Makes the fault of ``spec`` happen: ``kind`` on ``rank`` in ``step`` or later, at its ``phase``; notes when.
+    """Callback that injects the fault of `spec`: `kind` on `rank` in `step` or later, at its `phase`; notes when.
 
     Last in the list of callbacks, so that at the end of training the others' collectives are done.
     """
@@ -50,43 +50,43 @@ class Inject(Callback):
     # ---- phases ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Phase ``setup``."""
+        """Reach phase `setup`."""
         self._reach(trainer, "setup", step=0)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The model is wrapped."""
+        """Inject what needs the wrapped model."""
         if self._after_setup is not None:
             self._after_setup(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sums run in threads of their own: what sees to them is put in place."""
+        """Wrap the stages, for phases within a sum: stages run in threads of their own."""
         if self.spec["phase"] in OF_A_SUM and self.spec["rank"] in (None, trainer.global_rank):
-            lanes: Any = trainer.strategy._engine._carrier  # type: ignore[attr-defined]
-            lanes._has_run = self._before_a_stage(trainer, lanes._has_run)
+            threads: Any = trainer.strategy._engine._carrier  # type: ignore[attr-defined]
+            threads._has_run = self._before_a_stage(trainer, threads._has_run)
 
     def _before_a_stage(self, trainer: pl.Trainer, has_run: Callable[..., bool]) -> Callable[..., bool]:
         phase = self.spec["phase"]
 
-        def reached(lane: Any, piece: Any) -> bool:
-            flight = piece.flight
+        def reached(thread: Any, chunk: Any) -> bool:
+            bucket = chunk.flight
             is_here = {
-                OF_A_SUM[0]: flight.bucket.index == 0 and lane.is_first,
-                OF_A_SUM[1]: flight.bucket.index > 0 and not flight.is_last and lane.successor is None,
-                OF_A_SUM[2]: flight.is_last and lane.successor is None,
+                OF_A_SUM[0]: bucket.bucket.index == 0 and thread.is_first,
+                OF_A_SUM[1]: bucket.bucket.index > 0 and not bucket.is_last and thread.successor is None,
+                OF_A_SUM[2]: bucket.is_last and thread.successor is None,
             }
             try:
                 if is_here[phase]:
                     self._reach(trainer, phase)
             except torch.OutOfMemoryError as error:
-                flight.check = partial(_raise, error)  # where a stage's own errors come from, once it begins
-            return has_run(lane, piece)
+                bucket.check = partial(_raise, error)  # where a stage's own errors come from, once it begins
+            return has_run(thread, chunk)
 
         return reached
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Phase ``forward``; for ``backward`` a hook is put in place. Batches that are to be bad become so."""
+        """Reach phase `forward`; hook a gradient for `backward`; spoil the batch where asked."""
         self._reach(trainer, "forward")
         if self._spoil_batch is not None:
             self._spoil_batch(batch)
@@ -94,19 +94,19 @@ class Inject(Callback):
             middle_of(trainer).register_hook(lambda _: self._reach(trainer, "backward"))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Phase ``update``."""
+        """Reach phase `update`."""
         self._reach(trainer, "update")
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Phase ``validation``."""
+        """Reach phase `validation`."""
         self._reach(trainer, "validation")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Phase ``between epochs``."""
+        """Reach phase `between epochs`."""
         self._reach(trainer, "between epochs")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Phase ``end of fit``; for ``teardown`` a trap is laid."""
+        """Reach phase `end of fit`; for `teardown` wrap the watchdog's end."""
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
             watch: Any = trainer.strategy._engine._watch  # type: ignore[attr-defined]
@@ -132,68 +132,68 @@ class Inject(Callback):
     # ---- of a rank ---------------------------------------------------------------------------------------------------
 
     def nothing(self, trainer: pl.Trainer) -> None:
-        """None here: a link's, or none at all. Time for whoever spoils the link."""
+        """Do nothing here, for a fault of a link or none; give time to spoil the link."""
         time.sleep(self.spec.get("pause_s", 0.0))
 
     def dies(self, trainer: pl.Trainer) -> None:
-        """As by the kernel, out of memory of the host."""
+        """Die as by the kernel, out of memory of the host."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stops(self, trainer: pl.Trainer) -> None:
-        """The whole process stands still: a debugger, a machine that swaps."""
+        """Stop the whole process: a debugger, a machine that swaps."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hangs(self, trainer: pl.Trainer) -> None:
-        """The thread never comes back, the training's or a stage's: a file system, a lock."""
+        """Block the thread of the training, or of a stage, for good: a file system, a lock."""
         time.sleep(3600)
 
     def lags(self, trainer: pl.Trainer) -> None:
-        """It does come back."""
+        """Block the thread for a while."""
         time.sleep(3.0)
 
     def raises(self, trainer: pl.Trainer) -> None:
-        """No memory on the device."""
+        """Raise an error: no memory on the device."""
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
     def other_plan(self, trainer: pl.Trainer) -> None:
-        """A bucket's plan changes in memory: another way of cutting it up, which other ranks do not follow."""
+        """Change the plan of buckets in memory: other chunks, which other ranks do not follow."""
         engine: Any = trainer.strategy._engine  # type: ignore[attr-defined]
         for key, bucket in engine._buckets.items():
             engine._buckets[key] = replace(bucket, num_chunks=bucket.num_chunks + 1)
 
     def reseeds_the_data(self, trainer: pl.Trainer) -> None:
-        """The next epoch comes in another order: somebody seeds by the clock, or by the rank."""
+        """Change the order of the next epoch: someone seeds by the clock, or by the rank."""
         loader: Any = trainer.train_dataloader
         loader.sampler.seed += 1
 
     # ---- of one rank's model -----------------------------------------------------------------------------------------
 
     def master_bit_flips(self, trainer: pl.Trainer) -> None:
-        """The lowest bit of one weight's mantissa, as by a cosmic ray."""
+        """Flip the lowest bit of one weight's mantissa, as by a cosmic ray."""
         weight = middle_of(trainer)
         masters = getattr(trainer.precision_plugin, "masters", None)
-        twin = None if masters is None else masters.pair_of(weight)
-        _flip(weight if twin is None else twin.master)
+        pair = None if masters is None else masters.pair_of(weight)
+        _flip(weight if pair is None else pair.master)
 
     def half_bit_flips(self, trainer: pl.Trainer) -> None:
-        """The same in the fp16 copy that the forward reads."""
+        """Flip the same in the fp16 copy that the forward reads."""
         _flip(middle_of(trainer))
 
     def momentum_bit_flips(self, trainer: pl.Trainer) -> None:
-        """The highest bit of the mantissa, in the optimizer's state: the lowest may vanish in the next rounding."""
+        """Flip the highest bit of the mantissa in the optimizer's state: the lowest may vanish in rounding."""
         _flip(trainer.optimizers[0].state[middle_of(trainer)]["momentum_buffer"], bit=22)
 
     def loads_another_checkpoint(self, trainer: pl.Trainer) -> None:
-        """As a stale file on one host: DDP brings the weights into line, and nobody the masters."""
+        """Load other masters, as from a stale file on one host: DDP synchronises only the weights."""
         self._after_setup = self.master_bit_flips
 
     def layer_overflows(self, trainer: pl.Trainer) -> None:
-        """Weights so large that what the layer puts out is beyond half precision."""
+        """Set weights so large that the layer's output is beyond half precision."""
         with torch.no_grad():
             middle_of(trainer).fill_(6e4)
 
     def layer_dies(self, trainer: pl.Trainer) -> None:
-        """A bias so low that the ReLU behind it never opens again."""
+        """Set a bias so low that the ReLU behind it never opens again."""
         layer = trainer.lightning_module.get_submodule(MIDDLE)
         assert isinstance(layer, nn.Linear)
         with torch.no_grad():
@@ -202,7 +202,7 @@ class Inject(Callback):
     # ---- of numbers --------------------------------------------------------------------------------------------------
 
     def nan_once(self, trainer: pl.Trainer) -> None:
-        """The loss of one batch."""
+        """Make the loss of one batch nan."""
 
         def spoil(loss: Tensor) -> Tensor:
             _spoil_loss(trainer, lambda loss: loss)
@@ -211,19 +211,19 @@ class Inject(Callback):
         _spoil_loss(trainer, spoil)
 
     def nan_for_good(self, trainer: pl.Trainer) -> None:
-        """The loss of every batch from now on."""
+        """Make the loss of every batch from now on nan."""
         _spoil_loss(trainer, lambda loss: loss * float("nan"))
 
     def overflows_now_and_then(self, trainer: pl.Trainer) -> None:
-        """Every second step's gradients, whatever the scale: the scale falls to its floor and stays there."""
+        """Overflow every second step's gradients: the scale falls to its floor and stays there."""
         _spoil_loss(trainer, lambda loss: loss * float("inf") if trainer.global_step % 2 else loss)
 
     def zero_gradients(self, trainer: pl.Trainer) -> None:
-        """A loss that does not depend on the weights."""
+        """Make the loss independent of the weights."""
         _spoil_loss(trainer, lambda loss: 0.0 * loss)
 
     def inf_in_one_batch(self, trainer: pl.Trainer) -> None:
-        """One value of one image."""
+        """Make one value of one image infinite."""
 
         def spoil(batch: Any) -> None:
             self._spoil_batch = None
@@ -232,11 +232,11 @@ class Inject(Callback):
         self._spoil_batch = spoil
 
     def inf_in_images(self, trainer: pl.Trainer) -> None:
-        """The same in every batch from now on."""
+        """Make one value of every batch from now on infinite."""
         self._spoil_batch = _put_inf
 
     def nan_in_labels(self, trainer: pl.Trainer) -> None:
-        """Labels as probabilities, one of them nan, in every batch from now on."""
+        """Replace labels by probabilities, one of them nan, in every batch from now on."""
 
         def spoil(batch: Any) -> None:
             batch[1] = F.one_hot(batch[1], 4).float()
@@ -245,7 +245,7 @@ class Inject(Callback):
         self._spoil_batch = spoil
 
     def label_out_of_range(self, trainer: pl.Trainer) -> None:
-        """A class that there is not."""
+        """Set a label that is no class."""
 
         def spoil(batch: Any) -> None:
             batch[1][3] = 99
@@ -263,7 +263,7 @@ def _put_inf(batch: Any) -> None:
 
 
 def _flip(tensor: Tensor, bit: int = 0) -> None:
-    """In memory, unseen by torch's count of writes."""
+    """Flip a bit in memory, without torch's count of writes."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     tensor.detach().view(integers).view(-1).numpy()[5] ^= 1 << bit
 
@@ -273,14 +273,14 @@ def _raise(error: Exception) -> None:
 
 
 def middle_of(trainer: pl.Trainer) -> Tensor:
-    """The weights in the middle of the network."""
+    """Return the weights in the middle of the network."""
     layer = trainer.lightning_module.get_submodule(MIDDLE)
     assert isinstance(layer, nn.Linear)
     return layer.weight
 
 
-def write_answer(path: Path, told: dict[str, Any]) -> None:
-    """Whole or not at all: it is looked for all the time."""
+def write_answer(path: Path, answer: dict[str, Any]) -> None:
+    """Write JSON whole or not at all: another process looks for it all the time."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(told))
+    partial.write_text(json.dumps(answer))
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""Faults of numbers, and what is promised of each: skipped steps, a warning, or an error that names rank and batch."""
+"""Faults of numbers, and the promise for each: skipped steps, a warning, or an error that names rank and batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NOTHING_NEW = "nothing"
 
 
 def cases(num_ranks: int) -> list[FaultCase]:
-    """All of them, for a world of so many ranks."""
+    """Return all cases, for a world of `num_ranks`."""
     last: dict[str, Any] = {"rank": num_ranks - 1}
     skipped: dict[str, Any] = {**last, "num_steps": 100, "lost": SKIPPED}
-    told: dict[str, Any] = {**last, "is_survived": True, "has_same_weights": False}
+    survived: dict[str, Any] = {**last, "is_survived": True, "has_same_weights": False}
     bad_loss = ("EndlessOverflowError: ", "inf or nan on 1 of", "rank RANK (host HOST) in batch")
     found = []
     for fault, kind, own in (
@@ -48,7 +48,7 @@ def cases(num_ranks: int) -> list[FaultCase]:
                 kind=kind,
                 warns=("on rank RANK (host HOST) was inf or nan, the last: batch",),
                 lost="1 step, skipped",
-                **told,
+                **survived,
             )
         )
     found += [
@@ -72,7 +72,7 @@ def cases(num_ranks: int) -> list[FaultCase]:
             num_steps=260,
             warns=("`loss_scale` (=1) has been at its floor for", "on rank RANK (host HOST) was inf or nan"),
             lost="every second step, skipped",
-            **told,
+            **survived,
         ),
         FaultCase(
             fault="all gradients are zero",
@@ -81,7 +81,7 @@ def cases(num_ranks: int) -> list[FaultCase]:
             num_steps=25,
             warns=("All gradients are zero, at 3 logged steps in a row",),
             lost=NOTHING_NEW,
-            **told,
+            **survived,
         ),
         FaultCase(
             fault="a layer dies: its weights move no more",
@@ -90,7 +90,7 @@ def cases(num_ranks: int) -> list[FaultCase]:
             num_steps=25,
             warns=("The gradient of `net.0.weight`", "`net.4.weight`"),
             lost=NOTHING_NEW,
-            **told,
+            **survived,
         ),
     ]
     return found

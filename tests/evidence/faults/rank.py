@@ -1,4 +1,4 @@
-"""One rank of a short training run in which something goes wrong on purpose."""
+"""Rank of a short training run with a fault."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write_answer
 NUM_FEATURES, NUM_CLASSES, WIDTH, DEPTH = 16, 4, 128, 6
 BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validations, in them
 BUCKET_BYTES = (
-    65536  # three buckets of the 100,000 parameters in fp16, so that some are in flight while others are made
+    65536  # three buckets of the 100,000 parameters in fp16, so that some are under way while others are made
 )
 NUM_SAMPLES, NUM_WARNINGS = 256, 20
 
 
 class SyntheticImages(Dataset):
-    """Sample ``i`` is a pure function of ``i``."""
+    """Dataset whose sample `i` is a pure function of `i`."""
 
     def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -48,7 +48,7 @@ class SyntheticImages(Dataset):
 
 
 class Network(pl.LightningModule):
-    """A stack of linear layers."""
+    """Stack of linear layers."""
 
     def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
         super().__init__()
@@ -59,22 +59,22 @@ class Network(pl.LightningModule):
         self.spoil: Any = None  # what to do to the loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         images, labels = batch
         loss = F.cross_entropy(self.net(images).float(), labels)
         return loss if self.spoil is None else self.spoil(loss)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing is logged: no collective that would tell of a rank that is missing."""
+        """Log nothing: no collective that would reveal a missing rank."""
         self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Momentum, so that there is state to differ."""
+        """Make SGD with momentum, so that there is state to differ."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 def train_rank(spec: dict[str, Any]) -> None:
-    """Run it, and write what became of it to ``rank<r>.json``."""
+    """Train, and write the result to `rank<r>.json`."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -118,15 +118,15 @@ def train_rank(spec: dict[str, Any]) -> None:
     module = Network(seed=int(other == "has_another_seed"), width=width)
     if spec["kind"] in AT_CONSTRUCTION:
         write_answer(folder / "injected.json", {"time_s": time.monotonic()})
-    told: dict[str, Any] = {"error": None}
+    answer: dict[str, Any] = {"error": None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             trainer.fit(module, loader, DataLoader(SyntheticImages(32), batch_size=8))
         except BaseException as error:
-            told["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    told |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
-    told["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))[:NUM_WARNINGS]
+            answer["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    answer |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
+    answer["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))[:NUM_WARNINGS]
     fingerprint = Fingerprint(torch.device("cpu"))
-    told["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
-    write_answer(folder / f"rank{rank}.json", told)
+    answer["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
+    write_answer(folder / f"rank{rank}.json", answer)

@@ -11,7 +11,7 @@ PARTED = "no longer hold the same model; they parted"
 
 
 def cases(num_ranks: int) -> list[FaultCase]:
-    """All of them, for a world of so many ranks."""
+    """Return all cases, for a world of `num_ranks`."""
     last: dict[str, Any] = {"rank": num_ranks - 1}
     setup: dict[str, Any] = {**last, "phase": "setup", "lost": "nothing"}
     drift = (PARTED, "between steps 5 and 10", "on rank RANK (host HOST)")

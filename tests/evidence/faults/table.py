@@ -1,4 +1,4 @@
-"""What became of each injected fault: one outcome per case; a table, and JSON of all of them."""
+"""Outcomes of injected faults: one per case; a table, and JSON of all of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ HEADER = ("promise", "fault", "phase", "where", "detected by", "s to the error",
 
 @dataclass(frozen=True, kw_only=True)
 class FaultOutcome:
-    """One fault, injected once.
+    """Result of one injected fault.
 
-    ``promise``: what is to be true whatever happens, in a word or two. ``fault``: what was done to the run. ``phase``:
-    of the run, when it was done. ``where``: to which rank, host or file. ``detected_by``: who or what noticed, in its
-    own words where it has any. ``seconds``: from the fault to the error; None where the run went on, as promised.
-    ``lost``: steps, or "nothing". ``is_held``: whether the promise was kept, judged by the case, not by a person.
+    `promise`: what is to be true whatever happens, in a word or two. `fault`: what was done to the run. `phase`: of the
+    run, when it was done. `where`: to which rank, host or file. `detected_by`: who or what noticed, in its own words
+    where it has any. `seconds`: from the fault to the error; None where the run went on, as promised. `lost`: steps, or
+    "nothing". `is_held`: whether the promise was held, judged by the case, not by a person.
 
-    Raises ``ValueError`` where a word is missing, or where ``seconds`` is negative: such a row tells nothing.
+    Raises:
+        ValueError: A text is missing, or `seconds` is negative.
 
     >>> outcome = FaultOutcome(promise="named", fault="a rank dies", phase="backward", where="rank 1",
     ...                   detected_by="rank 0", seconds=1.26, lost="1 step", is_held=True)
@@ -51,15 +52,15 @@ class FaultOutcome:
             raise ValueError(f"`seconds` (={self.seconds}) must be at least 0, or None where there was no error.")
 
     def cells(self) -> list[str]:
-        """One row of the table."""
-        told = [self.promise, self.fault, self.phase, self.where, self.detected_by]
-        told = [" ".join(cell.split()).replace("|", "\\|") for cell in told]
+        """Format one row of the table."""
+        content = [self.promise, self.fault, self.phase, self.where, self.detected_by]
+        content = [" ".join(cell.split()).replace("|", "\\|") for cell in content]
         seconds = "survived" if self.seconds is None else f"{self.seconds:.1f}"
-        return [*told, seconds, self.lost, "yes" if self.is_held else "NO"]
+        return [*content, seconds, self.lost, "yes" if self.is_held else "NO"]
 
 
 def markdown(outcomes: Sequence[FaultOutcome]) -> str:
-    """The table, and a line on how many promises were held.
+    """Format the table, and a line on how many promises were held.
 
     >>> outcome = FaultOutcome(promise="p", fault="f", phase="b", where="w", detected_by="d", seconds=None, lost="-",
     ...                   is_held=False)
@@ -72,20 +73,20 @@ def markdown(outcomes: Sequence[FaultOutcome]) -> str:
 
 
 def write_table(folder: Path, outcomes: Sequence[FaultOutcome], *, config: dict[str, Any], title: str) -> None:
-    """``table.md``, ``table.csv`` and ``faults.json`` with configuration and versions, in ``folder``."""
+    """Write `table.md`, `table.csv` and `faults.json` with configuration and versions into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{title}\n\n{markdown(outcomes)}\n")
     with open(folder / "table.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(FaultOutcome)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(outcome) for outcome in outcomes)
-    told = {
+    content = {
         "title": title,
         "config": config,
         "environment": environment(Path(__file__).parent),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-    write_json(folder / "faults.json", told)
+    write_json(folder / "faults.json", content)
 
 
 def record(found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str) -> None:
@@ -116,5 +117,5 @@ def chosen_of(cases: Sequence[Any], only: Sequence[str] | None) -> list[Any]:
 
 
 def read_outcomes(path: Path) -> list[FaultOutcome]:
-    """The outcomes in a ``faults.json``."""
+    """Read the outcomes of a `faults.json`."""
     return [FaultOutcome(**each) for each in json.loads(path.read_text())["outcomes"]]

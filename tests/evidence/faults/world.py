@@ -1,4 +1,4 @@
-"""Where faults are injected: ranks as processes of this machine, started in tenths of a second and always ended."""
+"""World for injected faults: ranks as processes of this machine, started in tenths of a second and always ended."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """What became of one run.
+    """Result of one run.
 
-    ``injected_s``: when the fault was, None where it never came to it. ``ranks``: what each rank wrote at its end, None
-    where it wrote nothing. ``still_ran``: ranks that had to be ended. Times are ``time.time()``.
+    `injected_s`: when the fault was, None where it never came to it. `ranks`: what each rank wrote at its end, None
+    where it wrote nothing. `still_ran`: ranks that had to be ended. Times are `time.time()`.
     """
 
     injected_s: float | None
@@ -34,12 +34,12 @@ class RunOutcome:
 
 
 class OneHost:
-    """All ranks on this machine, over its loopback.
+    """World with all ranks on this machine, over its loopback.
 
-    Arguments:
+    Args:
         num_ranks: in all.
 
-    A world of several hosts has the same methods, ``has_links`` and ``spoil_link``: ``tests/netlab/faults.py``.
+    A world of several hosts has the same methods, `has_links` and `spoil_link`: `tests/netlab/faults.py`.
     """
 
     has_links = False
@@ -49,7 +49,7 @@ class OneHost:
 
     @property
     def num_ranks(self) -> int:
-        """In all."""
+        """Number of ranks."""
         return self.num_hosts * self.ranks_per_host
 
     def __enter__(self) -> OneHost:
@@ -59,19 +59,19 @@ class OneHost:
         pass
 
     def host_of(self, rank: int) -> int:
-        """The number of a rank's host."""
+        """Return the number of a rank's host."""
         return rank // self.ranks_per_host
 
     def host_name(self, host: int) -> str:
-        """As it stands in errors."""
+        """Return the host's name as in errors."""
         return socket.gethostname()
 
     def enter(self, rank: int) -> Callable[[], None]:
-        """What a rank's process runs first, to be on its host; can be pickled."""
+        """Return what a rank's process runs first, to be on its host; it can be pickled."""
         return _stay
 
     def network(self) -> dict[str, str]:
-        """Environment of all ranks: where they meet."""
+        """Return the environment of all ranks: where they meet."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return {
@@ -81,11 +81,11 @@ class OneHost:
             }
 
     def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
-        """There are no links between hosts."""
+        """Refuse: there are no links between hosts."""
         raise NotImplementedError("one host has no links: run this case with `python -m tests.netlab.faults`")
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would tell this rank."""
+        """Return torchrun's variables for this rank."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.num_ranks),
@@ -108,10 +108,10 @@ class OneHost:
         no_answer: tuple[int, ...] = (),
         when_injected: Callable[[], None] | None = None,
     ) -> RunOutcome:
-        """Call ``train(spec)`` on every rank, in fresh processes; what they wrote into ``spec["folder"]``.
+        """Call `train(spec)` on every rank, in fresh processes; return what they wrote into `spec["folder"]`.
 
-        Ends when all have ended but ``no_answer``, those that the fault keeps from it; at the latest after
-        ``limit_s``. ``when_injected`` runs here, once, as soon as a rank has written that the moment has come.
+        Ends when all have ended but `no_answer`, those that the fault keeps from it; at the latest after
+        `limit_s`. `when_injected` runs here, once, as soon as a rank has written that the moment has come.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning_hybrid", "tests.evidence.faults.rank"])
@@ -121,8 +121,8 @@ class OneHost:
             network, processes = self.network(), list[BaseProcess]()
             try:
                 for rank in range(self.num_ranks):
-                    told = (train, spec | {"folder": folder}, self.environment(rank) | network, self.enter(rank))
-                    processes.append(context.Process(target=_serve, args=told))
+                    answer = (train, spec | {"folder": folder}, self.environment(rank) | network, self.enter(rank))
+                    processes.append(context.Process(target=_serve, args=answer))
                     processes[-1].start()
                 _wait(processes, Path(folder), limit_s, no_answer, when_injected)
                 alive = [process.is_alive() for process in processes]
@@ -156,10 +156,10 @@ def _wait(
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        told: dict[str, Any] = json.loads(path.read_text())
+        answer: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    return told
+    return answer
 
 
 def _stay() -> None:
@@ -172,7 +172,7 @@ def _serve(
     environment: dict[str, str],
     enter: Callable[[], None],
 ) -> None:
-    """A rank's process. It leaves at once: threads that still wait for a rank that is gone have nothing to say."""
+    """Be a rank's process. It exits at once: threads that still wait for a rank that is gone have nothing to report."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as nothing:
         for descriptor in (1, 2) if not spec.get("is_loud") else ():

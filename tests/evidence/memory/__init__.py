@@ -1,1 +1,1 @@
-"""Counts bytes per parameter: `python -m tests.evidence.memory`."""
+"""Count of bytes per parameter: `python -m tests.evidence.memory`."""

@@ -1,4 +1,4 @@
-"""Measure bytes per parameter: `python -m tests.evidence.memory`; on GPUs with `census.device=cuda`."""
+"""Measurement of bytes per parameter: `python -m tests.evidence.memory`; on GPUs with `census.device=cuda`."""
 
 import logging
 import warnings
@@ -25,7 +25,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/memory")
 def main(cfg: DictConfig) -> None:
-    """One short fit for each precision and optimizer; print the table; write ``memory.json`` and ``table.md``."""
+    """Fit shortly for each precision and optimizer; print the table; write `memory.json` and `table.md`."""
     for name in ("lightning.pytorch", "lightning.fabric"):  # lines about devices for every fit
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # advice about workers and small runs
@@ -35,8 +35,8 @@ def main(cfg: DictConfig) -> None:
         launch.device_of(cfg.census.device)
     rows = [measured.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
     config, folder = config_and_folder(cfg)
-    told = {"config": config, "environment": environment(), "rows": rows}
-    write_json(folder / "memory.json", told)
+    content = {"config": config, "environment": environment(), "rows": rows}
+    write_json(folder / "memory.json", content)
     (folder / "table.md").write_text(census.markdown(rows) + "\n")
     print(f"{census.markdown(rows)}\n\nwritten to {folder.resolve()}", flush=True)
 

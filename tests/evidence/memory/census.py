@@ -29,14 +29,14 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb_fused": lambda params: LAMB(params, lr=1e-3, fused=True),
 }
 OWNERS = ("weights", "masters", "gradients", "optimizer", "communication and rest", "total")
-NUM_STEPS = 4  # DDP builds its buckets anew after the first
+NUM_STEPS = 4  # DDP builds its buckets again after the first
 M_MMAP_THRESHOLD = -3  # of mallopt(3): from this size on a block has a mapping of its own, gone when it is freed
 LARGE = 64 * 1024  # bytes
 MAPS = Path("/proc/self/maps")
 
 
 class Layers(pl.LightningModule):
-    """Square layers under a squared loss, made within the fit, so that whoever counts is there before them."""
+    """Square layers under a squared loss, made within the fit, so that the count starts before them."""
 
     def __init__(self, width: int, depth: int, optimizer: str) -> None:
         super().__init__()
@@ -47,21 +47,21 @@ class Layers(pl.LightningModule):
         self.layers = nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(self.depth)])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """A loss that reaches every parameter."""
+        """Return a loss that reaches every parameter."""
         return self.layers(batch).float().square().mean()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """One sample a batch: activations are nothing beside the parameters."""
+        """Yield one sample a batch: activations are small next to the parameters."""
         return DataLoader(torch.randn(64, self.width), batch_size=1)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The one of that name."""
+        """Make the optimizer of that name."""
         optimizer: torch.optim.Optimizer = OPTIMIZERS[self.optimizer_name](self.parameters())
         return optimizer
 
 
 class Count(pl.Callback):
-    """After the last step, write what is alive: by owner, and in total as the allocator sees it."""
+    """Callback that writes, after the last step, what is alive: by owner, and in total as the allocator sees it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class Count(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; gradients are still there, as they are dropped at the next step's beginning."""
+        """Count; gradients still exist, as they are dropped when the next step begins."""
         if trainer.global_step != NUM_STEPS:
             return
         if self._profile is None:
@@ -114,19 +114,19 @@ class Count(pl.Callback):
 
 
 def _allocations(profile: Any) -> list[tuple[int, int]]:
-    """`(address, bytes)` of each allocation that torch's profiler saw and `(address, -bytes)` of each free, in time."""
+    """Yield `(address, bytes)` of each allocation of torch's profiler and `(address, -bytes)` of each free, in time."""
     events, found = list(profile.profiler.kineto_results.experimental_event_tree()), []
     while events:
         event = events.pop()
         events += event.children
         if event.typed[0].name == "Allocation":
-            told = event.extra_fields
-            found.append((event.start_time_ns, told.ptr, told.alloc_size))
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     return [(address, size) for _, address, size in sorted(found)]
 
 
 def _alive(allocations: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Bytes by address of what is still allocated.
+    """Return, by address, the bytes of what is still allocated.
 
     The profiler sees only what its own thread frees. DDP's first buffers are at times let go last by a thread of the
     process group; so what a later allocation covers, and what is large and no longer mapped, has been freed as well.
@@ -150,7 +150,7 @@ def _alive(allocations: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the memory under ``tensors`` that is not in ``seen``, to which it is added: views share theirs."""
+    """Count the bytes under `tensors` that are not in `seen`, and add them to it: views share memory."""
     held = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -162,12 +162,12 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What to measure on: ``num_ranks`` processes with ``depth`` layers of ``width`` squared weights.
+    """Setup of the measurement: `num_ranks` processes with `depth` layers of `width` squared weights.
 
-    ``num_ranks`` None is two, on CUDA no more than there are devices: one alone has no all-reduce to hold memory for.
+    `num_ranks` None is two, on CUDA no more than there are devices: one alone has no all-reduce to hold memory for.
 
     Raises:
-        ValueError: ``device`` is "cpu", and the system is not Linux, which lists what is mapped.
+        ValueError: `device` is "cpu", and the system is not Linux, which lists what is mapped.
     """
 
     device: str = "cpu"
@@ -183,13 +183,13 @@ class Census:
             )
 
     def take(self, precision: str, optimizer: str) -> dict[str, Any]:
-        """Bytes per parameter of rank zero, by owner; in fresh processes."""
+        """Measure bytes per parameter of rank zero, by owner; in fresh processes."""
         held = self._fit(precision, optimizer)
         strategy = "hybrid_allreduce" if _is_ours(precision) else "ddp"
         return {"precision": precision, "strategy": strategy, "optimizer": optimizer, "bytes_per_parameter": held}
 
     def _fit(self, precision: str, optimizer: str) -> dict[str, float]:
-        # Beside a CUDA context a process cannot fork.
+        # A process with a CUDA context cannot fork.
         how = "_fork" if self.device == "cpu" else "_spawn"
         chosen: dict[str, Any] = {"precision": precision}
         if precision == "16-mixed" and self.device == "cpu":  # by name Lightning would take bf16 there
@@ -215,7 +215,7 @@ class Census:
 
 
 def most_ranks(device: str) -> int:
-    """Two, but no more than there are devices of CUDA.
+    """Return two, or the number of CUDA devices where that is less.
 
     >>> most_ranks("cpu")
     2
@@ -228,7 +228,7 @@ def _is_ours(precision: str) -> bool:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table: bytes per parameter, by owner."""
+    """Format the table: bytes per parameter, by owner."""
     lines = [f"| precision, strategy | optimizer | {' | '.join(OWNERS)} |", "|---|---|" + "---|" * len(OWNERS)]
     for row in rows:
         cells = [f"{row['bytes_per_parameter'][owner]:.1f}" for owner in OWNERS]

@@ -1,1 +1,1 @@
-"""Compares the planner's predictions with published and measured runs."""
+"""Comparison of the planner's predictions with published and measured runs."""

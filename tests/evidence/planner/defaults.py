@@ -1,7 +1,6 @@
-"""What the defaults on CUDA cost beside plain DDP, and what a plan chosen for the cluster would save, by the model.
+"""Cost of the defaults on CUDA against plain DDP, and savings of a plan chosen for the cluster, by the model.
 
-`python -m tests.evidence.planner.defaults` prints the table of recipes/records/simulate/README.md.
-Nothing in it is measured.
+`python -m tests.evidence.planner.defaults` prints the table of recipes/records/simulate/README.md. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class DefaultsRow:
 
 
 def gradients() -> list[int]:
-    """Elements of ResNet-50's gradients in the order in which they get ready."""
+    """Return elements of ResNet-50's gradients in the order in which they get ready."""
     return [numel for layer in reversed(network("resnet50")) for numel in reversed(layer.numels)]
 
 
 def ddp_s(numels: Sequence[int], cluster: Cluster) -> float:
-    """Of the backend's own all-reduce with the buckets that torch makes by its own defaults."""
+    """Predict the backend's own all-reduce with the buckets that torch makes by its own defaults."""
     tensors = [torch.empty(numel, dtype=torch.float16, device="meta") for numel in numels]
     buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
     cuts = [max(bucket) + 1 for bucket in buckets]
@@ -52,12 +51,12 @@ def ddp_s(numels: Sequence[int], cluster: Cluster) -> float:
 
 
 def work_without_overlap(numels: Sequence[int]) -> StepWorkload:
-    """All gradients are there at once."""
+    """Return a step whose gradients are all ready at once."""
     return StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
 
 
 def defaults_row(name: str, num_nodes: int) -> DefaultsRow:
-    """Of one cluster."""
+    """Predict one cluster."""
     numels, cluster = gradients(), cluster_of(name, num_nodes)
     found = candidates(work_without_overlap(numels), cluster, itemsize=ITEMSIZE)
     return DefaultsRow(
@@ -71,14 +70,14 @@ def defaults_row(name: str, num_nodes: int) -> DefaultsRow:
 
 
 def defaults_rows() -> Iterator[DefaultsRow]:
-    """Of all of them."""
+    """Predict all clusters."""
     for name in CLUSTERS:
         for num_nodes in NUM_NODES:
             yield defaults_row(name, num_nodes)
 
 
 def markdown(found: Sequence[DefaultsRow]) -> str:
-    """A table."""
+    """Format a table."""
     titles = ("cluster", "nodes", "DDP, ms", "`auto`, ms", "`auto` / DDP", "best plan", "ms", "saves", "over best flat")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for one in found:

@@ -1,7 +1,7 @@
-"""The simulator against what was measured on the emulated cluster: predictions, and the fit to one record.
+"""Simulator against measurements on the emulated cluster: predictions, and the fit to one record.
 
 python -m tests.evidence.planner.emulated --fit RECORD                    # parameters from one record, as YAML
-python -m tests.evidence.planner.emulated --out FOLDER --fit RECORD RECORD...   # predictions of the others, beside them
+python -m tests.evidence.planner.emulated --out FOLDER --fit RECORD RECORD...   # and predictions of the others
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ GLOO_THREADS = 2  # torch's default: collectives of one group that run side by s
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is fitted: processor times and rates of one core, as in ``Gloo``.
+    """Fitted parameters: processor times and rates of one core, as in `Gloo`.
 
-    ``step_s``: of a rank, for Lightning's loop. ``memory_bytes_per_s``: of a core's passes over memory.
+    `step_s`: of a rank, for Lightning's loop. `memory_bytes_per_s`: of a core's passes over memory.
     """
 
     stage_s: float = 200e-6
@@ -50,7 +50,7 @@ class Machine:
     memory_bytes_per_s: float = 10e9
 
     def cluster(self, setting: Setting) -> Cluster:
-        """All ranks of all hosts on two cores."""
+        """Return the cluster: all ranks of all hosts on two cores."""
         gloo = Gloo(
             stage_s=self.stage_s,
             message_s=self.message_s,
@@ -72,7 +72,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """An emulated cluster, as the title of a record tells it."""
+    """Emulated cluster, as in the title of a record."""
 
     num_hosts: int
     ranks_per_host: int
@@ -82,7 +82,7 @@ class Setting:
 
     @classmethod
     def from_title(cls, title: str) -> Setting:
-        """Of a record's title.
+        """Parse the title of a record.
 
         >>> Setting.from_title("emulated: 2 hosts x 4 ranks host by host, 100 Mbit/s, 200 us").delay_s
         0.0002
@@ -105,7 +105,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCase:
-    """One row of a record: what was measured, and how."""
+    """Row of a record: what was measured, and how."""
 
     record: str
     setting: Setting
@@ -118,7 +118,7 @@ class MeasuredCase:
     plan: CommPlan
 
     def predicted_s(self, machine: Machine) -> float:
-        """By the simulator."""
+        """Predict the seconds by the simulator."""
         cluster = machine.cluster(self.setting)
         if self.section == "allreduce":
             return self._allreduce_s(cluster)
@@ -168,7 +168,7 @@ class MeasuredCase:
 
 
 def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
-    """Where DistributedDataParallel ends its buckets: a tensor that passes the limit is the bucket's last.
+    """Return where DistributedDataParallel ends its buckets: a tensor that passes the limit is the bucket's last.
 
     >>> ddp_cuts([MIB // 2, MIB, 20 * MIB, 6 * MIB, 5])
     [2, 4]
@@ -183,7 +183,7 @@ def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 def cases_of(folder: Path) -> list[MeasuredCase]:
-    """Every row of a record that was measured between hosts.
+    """Return every row of a record that was measured between hosts.
 
     The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
     """
@@ -208,12 +208,12 @@ def cases_of(folder: Path) -> list[MeasuredCase]:
 
 
 def error_of(machine: Machine, cases: Sequence[MeasuredCase]) -> float:
-    """Mean of the squares of log(predicted / measured)."""
+    """Return the mean of the squares of log(predicted / measured)."""
     return statistics.fmean(math.log(case.predicted_s(machine) / case.measured_s) ** 2 for case in cases)
 
 
 def fit_machine(cases: Sequence[MeasuredCase], machine: Machine, *, num_rounds: int = 60) -> Machine:
-    """The machine with the least error: one parameter after another, by steps that shrink."""
+    """Fit the machine with the least error: one parameter after another, by steps that shrink."""
     best, least, stride = machine, error_of(machine, cases), 0.5
     for _ in range(num_rounds):
         improved = False
@@ -236,26 +236,26 @@ def fit_machine(cases: Sequence[MeasuredCase], machine: Machine, *, num_rounds: 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A case and what was predicted for it."""
+    """Case and its prediction."""
 
     case: MeasuredCase
     predicted_s: float
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """Predicted over measured time."""
         return self.predicted_s / self.case.measured_s
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What its arms are compared in."""
+        """Key of the cases whose arms are compared."""
         case = self.case
         size = case.num_bytes if case.section == "allreduce" else 0
         return case.record, case.section, case.case, size, case.backward_s
 
 
 def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
-    """Pairs of arms of one case that differ by more than `MARGIN`, the faster first."""
+    """Return pairs of arms of one case that differ by more than `MARGIN`, the faster first."""
     groups: dict[object, list[Checked]] = {}
     for one in found:
         if "silent" not in one.case.arm:
@@ -265,7 +265,7 @@ def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
 
 
 def markdown(found: Sequence[Checked]) -> str:
-    """A row for each case."""
+    """Format a row for each case."""
     head = "| record | setting | what | arm | measured ms | predicted ms | predicted / measured |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for one in found:
@@ -277,29 +277,29 @@ def markdown(found: Sequence[Checked]) -> str:
 
 
 def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
-    """Median and worst relative error by section."""
-    told = {}
+    """Return median and worst relative error by section."""
+    content = {}
     for section in ("step", "overlap", "allreduce"):
         errors = [abs(one.ratio - 1) for one in found if one.case.section == section]
         if errors:
             within = sum(error <= 0.2 for error in errors) / len(errors)
-            told[section] = {
+            content[section] = {
                 "num": len(errors),
                 "median": round(statistics.median(errors), 4),
                 "worst": round(max(errors), 4),
                 "share_within_20_percent": round(within, 4),
             }
-    return told
+    return content
 
 
 def check_ranking(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dict[str, Any]]:
-    """Predictions for every row of these records, and what they amount to."""
+    """Predict every row of these records; return predictions and a summary."""
     cases = [case for record in records for case in cases_of(record)]
     found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
     pairs = ranked(found)
     wrong = [(a, b) for a, b in pairs if a.predicted_s > b.predicted_s]
     settings = sorted({str(case.setting) for case in cases})
-    told = {
+    content = {
         "settings": settings,
         "error": error_summary(found),
         "error_by_setting": {
@@ -308,7 +308,7 @@ def check_ranking(records: Sequence[Path], machine: Machine) -> tuple[list[Check
         "pairs_that_differ_by_10_percent": len(pairs),
         "of_these_in_the_wrong_order": [f"{a.group}: {a.case.arm} is faster than {b.case.arm}" for a, b in wrong],
     }
-    return found, told
+    return found, content
 
 
 def main() -> None:
@@ -319,17 +319,17 @@ def main() -> None:
     asked = parser.parse_args()
     machine = fit_machine(cases_of(asked.fit), Machine())
     _, known = check_ranking([asked.fit], machine)
-    found, told = check_ranking(asked.records, machine)
-    told = {
+    found, content = check_ranking(asked.records, machine)
+    content = {
         "fitted_to": asked.fit.name,
         "records": [str(Path(*record.resolve().parts[-3:])) for record in asked.records],
         "machine": asdict(machine),
         "fit": known,
-        "predictions": told,
+        "predictions": content,
     }
-    print(markdown(found), json.dumps(told, indent=1), sep="\n")
+    print(markdown(found), json.dumps(content, indent=1), sep="\n")
     if asked.out:
-        write_json(asked.out / "check.json", told | {"environment": environment()})
+        write_json(asked.out / "check.json", content | {"environment": environment()})
         (asked.out / "table.md").write_text(markdown(found) + "\n")
 
 

@@ -21,7 +21,7 @@ IMAGE = (3, 224, 224)
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One published number and the model's."""
+    """Published number and the model's."""
 
     what: str
     source: str
@@ -37,7 +37,7 @@ class PublishedRow:
 
 
 def cluster_of(name: str, num_nodes: int) -> Cluster:
-    """A cluster of conf/cluster with so many nodes."""
+    """Return a cluster of conf/cluster with so many nodes."""
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
     cfg.num_nodes = num_nodes
     found: Cluster = instantiate(cfg.links)
@@ -46,7 +46,7 @@ def cluster_of(name: str, num_nodes: int) -> Cluster:
 
 @cache
 def network(name: str) -> tuple[Layer, ...]:
-    """Layers by name."""
+    """Return layers by name."""
     model: nn.Module
     with torch.device("meta"):
         if name == "vgg16":
@@ -68,11 +68,11 @@ def network(name: str) -> tuple[Layer, ...]:
 
 
 def num_tensors(layers: tuple[Layer, ...]) -> int:
-    """Parameters as tensors."""
+    """Count the parameters as tensors."""
     return sum(len(layer.numels) for layer in layers)
 
 
 def bus_gb_per_s(cluster: Cluster, algorithm: str, num_bytes: float) -> float:
-    """What nccl-tests calls bus bandwidth: 2 (P - 1) / P of the bytes by the time."""
+    """Return what nccl-tests calls bus bandwidth: 2 (P - 1) / P of the bytes by the time."""
     ranks = cluster.world_size
     return 2 * (ranks - 1) / ranks * num_bytes / cluster.alone_s(algorithm, num_bytes) / 1e9

@@ -1,6 +1,6 @@
-"""The simulator against published results, nothing fitted to them: `python -m tests.evidence.planner.published`.
+"""Simulator against published results, nothing fitted to them: `python -m tests.evidence.planner.published`.
 
-Each row is a result that somebody published, and what the model says of that cluster with the constants of
+Each row is a published result, and what the model says of that cluster with the constants of
 conf/cluster. Where the publication leaves something open, the last column says what was assumed.
 """
 
@@ -16,7 +16,7 @@ from tests.evidence.planner.published_rows import published_rows
 
 
 def markdown(found: list[PublishedRow]) -> str:
-    """A table."""
+    """Format a table."""
     lines = [
         "| result | published | predicted | predicted / published | source | assumed |",
         "|---|---|---|---|---|---|",
@@ -32,8 +32,8 @@ def main() -> None:
     print(markdown(found))
     if len(sys.argv) > 1:
         folder = Path(sys.argv[1])
-        told = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found], "environment": environment()}
-        write_json(folder / "published.json", told)
+        content = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found], "environment": environment()}
+        write_json(folder / "published.json", content)
         (folder / "table.md").write_text(markdown(found) + "\n")
 
 

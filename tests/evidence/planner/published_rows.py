@@ -1,4 +1,4 @@
-"""What was published of clusters that we do not have, and the model's word on each; see simulate_published.py."""
+"""Published results of clusters that we do not have, and the model's prediction of each; see `published`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALEXNET_CUT = 17  # where fully connected layers begin. The article: between 20 
 def jia(
     net: str, *, num_nodes: int, batch: int, images_per_s: float, cut: int | None, ll_up_to_bytes: int = SMALL_LL_BYTES
 ) -> Outcome:
-    """P40s with fp16 gradients. ``cut``: theirs, hierarchical in two segments; None: NCCL's ring, tensor by tensor."""
+    """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments; None: NCCL's ring by tensor."""
     cluster, layers = cluster_of("p40_roce", num_nodes), network(net)
     work = work_of(layers, batch_size=batch, images_per_s=images_per_s)
     if cut is not None:
@@ -41,7 +41,7 @@ def jia(
 
 
 def jia_rows() -> Iterator[PublishedRow]:
-    """Their cluster at 1,024 and 2,048 ranks."""
+    """Yield their cluster at 1,024 and 2,048 ranks."""
     at_64, at_32 = P40_IMAGES_PER_S, P40_IMAGES_PER_S * P100_32_OVER_64
     steps = 90 * TRAIN_IMAGES / 65536
     ours = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=RESNET_CUT)
@@ -137,7 +137,7 @@ def jia_rows() -> Iterator[PublishedRow]:
 
 
 def training_rows() -> Iterator[PublishedRow]:
-    """Scaling of whole training."""
+    """Yield the scaling of whole training."""
     horovod = "Horovod, docs/benchmarks.rst: 128 servers with 4 Pascal, 25 GbE RoCE"
     cluster, plan = (
         cluster_of("p100_25gbe", 128),
@@ -192,7 +192,7 @@ def training_rows() -> Iterator[PublishedRow]:
 
 
 def bus_rows() -> Iterator[PublishedRow]:
-    """NCCL's own tests between nodes."""
+    """Yield NCCL's own tests between nodes."""
     h100 = replace(cluster_of("dgx_h100", 5), nics_per_node=4)
     gib = 2**30
     for algorithm, published in (("nccl_ring", 190), ("nccl_tree", 150)):
@@ -255,7 +255,7 @@ BETWEEN_NODES_US = (
 
 
 def between_rows() -> Iterator[PublishedRow]:
-    """NCCL's tests between nodes, at the size of a bucket."""
+    """Yield NCCL's tests between nodes, at the size of a bucket."""
     for name, num_nodes, cards, source, published in BETWEEN_NODES_US:
         is_fitted = name == "dgx_h100"
         yield PublishedRow(
@@ -277,7 +277,7 @@ ONE_NODE_US = {
 
 
 def one_node_rows() -> Iterator[PublishedRow]:
-    """NCCL's tests inside a node."""
+    """Yield NCCL's tests inside a node."""
     for name, (what, times_us) in ONE_NODE_US.items():
         found = cluster_of(name, 1)
         for kib, published in times_us.items():
@@ -292,5 +292,5 @@ def one_node_rows() -> Iterator[PublishedRow]:
 
 
 def published_rows() -> list[PublishedRow]:
-    """All of them."""
+    """Return all rows."""
     return [*jia_rows(), *training_rows(), *bus_rows(), *between_rows(), *one_node_rows()]

@@ -1,4 +1,4 @@
-"""What `recipes/tune.py` says of an emulated cluster, against how that was built and what `recipes/bench.py` measured.
+"""Comparison of a cluster that `recipes/tune.py` described with its construction and `recipes/bench.py`'s times.
 
 python -m tests.evidence.planner.tune_check TUNE BENCH OUT   # two records; where to write
 
@@ -36,23 +36,23 @@ LOOP = RECORDS / "simulate" / "2026-11-21_check_emulated" / "rows.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Described(Machine):
-    """A machine whose cluster was measured; what a step costs beside communication is inherited."""
+    """Machine whose cluster was measured; what a step costs without communication is inherited."""
 
     described: Cluster
 
     def cluster(self, setting: Setting) -> Cluster:
-        """As described, whatever the setting."""
+        """Return the described cluster, whatever the setting."""
         return self.described
 
 
-def cluster_from(told: dict[str, Any]) -> Cluster:
-    """From the JSON of a summary; over Gloo."""
-    links = {name: Link(**told[name]) for name in ("inside", "across")}
-    return Cluster(**{**told, **links, "transport": Gloo(**told["transport"])})
+def cluster_from(content: dict[str, Any]) -> Cluster:
+    """Make the cluster of a summary; over Gloo."""
+    links = {name: Link(**content[name]) for name in ("inside", "across")}
+    return Cluster(**{**content, **links, "transport": Gloo(**content["transport"])})
 
 
 def truth_rows(setting: Setting, error_summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rate and latency between nodes: built, measured, interval, measured over built."""
+    """Return rate and latency between nodes: built, measured, interval, measured over built."""
     cluster, fit = error_summary["cluster"], error_summary["calibration"]["links"]["across"]
     rate = setting.bytes_per_s * WIRE_SHARE
     found = [("payload of a link, MB/s", rate / 1e6, cluster["across"]["bytes_per_s"] / 1e6)]
@@ -66,20 +66,20 @@ def main() -> None:
     for name in ("tune", "bench", "out"):
         parser.add_argument(name, type=Path)
     asked = parser.parse_args()
-    told = json.loads((asked.tune / "summary.json").read_text())
+    content = json.loads((asked.tune / "summary.json").read_text())
     loop = json.loads(LOOP.read_text())["machine"]
     machine = Described(
-        described=cluster_from(told["cluster"]),
+        described=cluster_from(content["cluster"]),
         **{field.name: loop[field.name] for field in fields(Machine)},
     )
     cases = cases_of(asked.bench)
     found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
     setting = cases[0].setting
-    rows = truth_rows(setting, told)
+    rows = truth_rows(setting, content)
     pairs = ranked(found)
     wrong = [f"{a.case.arm} before {b.case.arm}: {a.group[1:]}" for a, b in pairs if a.predicted_s > b.predicted_s]
     text = [
-        f"{setting}: what was built, and what `recipes/tune.py` measured in {told['took_s']:.0f} s",
+        f"{setting}: what was built, and what `recipes/tune.py` measured in {content['took_s']:.0f} s",
         "",
         "| what | built | measured | ratio |",
         "|---|---|---|---|",

@@ -1,1 +1,1 @@
-"""Kills runs at random points and compares the resumed run: `python -m tests.evidence.resume`."""
+"""Runs killed at random points, compared after their resume: `python -m tests.evidence.resume`."""

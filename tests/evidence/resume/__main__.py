@@ -1,4 +1,4 @@
-"""Kill runs anywhere and see that they resume to the bit: `python -m tests.evidence.resume`; see recipes/faults."""
+"""Runs killed anywhere, which must resume to the bit: `python -m tests.evidence.resume`; see recipes/records/faults."""
 
 import shutil
 from typing import Any
@@ -24,7 +24,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/resume")
 def main(cfg: DictConfig) -> None:
-    """One run and one resumed run for each trial; print each as it ends, write the table. Status 1 where one broke."""
+    """Run and resume one run for each trial; print each, write the table. Exit with status 1 where one broke."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
     config, folder = config_and_folder(cfg)

@@ -1,4 +1,4 @@
-"""Runs of `recipes/train.py` on forked ranks, which start in tenths of a second, and what two runs have not alike."""
+"""Runs of `recipes/train.py` on forked ranks, which start in tenths of a second, and differences of two runs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ SAME = ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecisio
 
 @dataclass(frozen=True, kw_only=True)
 class RanksExit:
-    """How two ranks ended: exit codes (negative: by a signal), when the first was gone, and when the last."""
+    """End of two ranks: exit codes (negative: by a signal), when the first was gone, and when the last."""
 
     codes: tuple[int, ...]
     last_s: float  # of the monotonic clock, which all processes of a machine share
     was_helped: bool
-    told: str
+    output: str
 
 
 def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_s: float = 60.0) -> RanksExit:
-    """Run `recipes/train.py` on forked ranks. Those that are left after another has died get `limit_s` to notice."""
+    """Run `recipes/train.py` on forked ranks; end survivors that do not notice a death within `limit_s`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,8 +65,8 @@ def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_
             os.killpg(group, signal.SIGKILL)
         else:
             time.sleep(0.02)
-    told = "\n".join((run_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks))
-    return RanksExit(codes=tuple(codes.values()), last_s=time.monotonic(), was_helped=was_helped, told=told)
+    output = "\n".join((run_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks))
+    return RanksExit(codes=tuple(codes.values()), last_s=time.monotonic(), was_helped=was_helped, output=output)
 
 
 def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir: Path) -> None:
@@ -75,8 +75,8 @@ def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir
         with (run_dir / f"rank{rank}.log").open("wb", buffering=0) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        told = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        output = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in output.items()} | {"MASTER_ADDR": "127.0.0.1"})
         cast(Any, rank_zero_only).rank = rank
         GlobalHydra.instance().clear()
         os.chdir(ROOT)
@@ -101,7 +101,7 @@ def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir
 
 
 def differs(a: Any, b: Any, where: str = "") -> str | None:
-    """The first place at which two nested values are not the same to the bit; None if there is none."""
+    """Return the first place at which two nested values differ in a bit; None if there is none."""
     if isinstance(a, torch.Tensor):
         return None if isinstance(b, torch.Tensor) and a.dtype is b.dtype and torch.equal(a, b) else where
     if isinstance(a, dict) and isinstance(b, dict):
@@ -117,7 +117,7 @@ def differs(a: Any, b: Any, where: str = "") -> str | None:
 
 
 def state_of(run_dir: Path, name: str = "last") -> dict[str, Any]:
-    """What a run ends with, of what is promised."""
+    """Return the final state of a run, as far as it is promised."""
     checkpoint = read_checkpoint(run_dir / "checkpoints" / f"{name}.ckpt")
     state = {part: checkpoint[part] for part in SAME}
     state["averaged"] = checkpoint.get("current_model_state"), checkpoint.get("averaging_state")
@@ -126,7 +126,7 @@ def state_of(run_dir: Path, name: str = "last") -> dict[str, Any]:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, str]]:
-    """The rows of metrics, without what a clock or the machine says."""
+    """Return the rows of metrics, without what a clock or the machine determines."""
     rows = read_rows(run_dir / "csv" / "metrics.csv")
     return [{name: value for name, value in row.items() if value and _is_repeatable(name)} for row in rows]
 
@@ -137,7 +137,7 @@ def _is_repeatable(name: str) -> bool:
 
 
 def difference(run_dir: Path, undisturbed: Path) -> str | None:
-    """What of two runs is not the same; None: nothing."""
+    """Return what of two runs is not the same; None: nothing."""
     for name in ("last", "best"):
         if found := differs(state_of(run_dir, name), state_of(undisturbed, name), name):
             return found

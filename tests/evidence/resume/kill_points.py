@@ -1,4 +1,4 @@
-"""Places in a run at which a rank can be made to die: not by a clock, but by what it is doing."""
+"""Places in a run at which a rank can be killed: not by a clock, but by what it is doing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PHASES = (*OF_A_STEP, *OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED, "test")
 
 
 class DieAt(Callback):
-    """Send this process, or all of its group, a signal in a phase of a step; once, also over restarts.
+    """Callback that sends this process, or its group, a signal in a phase of a step; once, also over restarts.
 
     Args:
         mark: A file that says that it has happened, and when.
@@ -40,7 +40,7 @@ class DieAt(Callback):
         self.mark, self.phase, self.rank, self.step, self.number = Path(mark), phase, rank, step, number
 
     def die(self, *_: Any) -> None:
-        """Now."""
+        """Send the signal now."""
         if self.mark.exists():
             return
         self.mark.write_text(str(time.monotonic()))
@@ -59,7 +59,7 @@ class DieAt(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Lay the trap for this step."""
+        """Set the trap for this step."""
         if not self._is_here(trainer) or trainer.global_step + 1 != self.step:
             return
         if self.phase == "loading":
@@ -89,27 +89,27 @@ class DieAt(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the step, before its checkpoint."""
+        """Die after the step, before its checkpoint."""
         if self.phase == "after the step" and self._is_here(trainer) and trainer.global_step == self.step:
             self.die()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """In the first validation at or after the step."""
+        """Die in the first validation at or after the step."""
         if self.phase == "validation" and self._is_here(trainer) and trainer.global_step >= self.step:
             self.die()
 
     def on_test_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """When all training is done."""
+        """Die when all training is done."""
         if self.phase == "test" and self._is_here(trainer):
             self.die()
 
 
 def _and_then(function: Callable[..., Any], die: Callable[[], None], *, after: int = 0) -> Callable[..., Any]:
-    """`function`, and in its call number `after` (from 0) the end behind it; of a rename and an fsync, before it."""
+    """Wrap `function`, to die after call number `after` (from 0); of a rename and an fsync, before it."""
     num_calls = 0
     is_before = function in (os.replace, os.fsync)
 

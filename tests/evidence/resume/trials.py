@@ -1,8 +1,8 @@
-"""Kill a run anywhere, start it again with the same command, and compare what comes out.
+"""Trials that kill a run anywhere, start it again with the same command, and compare the results.
 
 Each trial is a run of the digits recipe on two ranks, in a directory of its own, with `resume=auto`; it is killed at a
 random point (phase, rank, step, signal), or its checkpoints are damaged, and then it is run again. The promise is held
-if the second run ends as one that nobody disturbed: weights, averages, optimizer state, schedule, loss scale, place in
+if the second run ends as an undisturbed one: weights, averages, optimizer state, schedule, loss scale, place in
 the data and every row of metrics that does not come from a clock, to the bit.
 """
 
@@ -40,7 +40,7 @@ BASE = (
 
 @dataclass(frozen=True, kw_only=True)
 class KillPoint:
-    """Where a run is killed: see `kill_points.DieAt`."""
+    """Point at which a run is killed: see `kill_points.DieAt`."""
 
     phase: str
     rank: int | None
@@ -49,7 +49,7 @@ class KillPoint:
 
     @property
     def override(self) -> str:
-        """For the command line."""
+        """Override for the command line."""
         rank = "null" if self.rank is None else self.rank
         place = f"phase: '{self.phase}', rank: {rank}, step: {self.step}, number: {self.number}"
         return (
@@ -58,7 +58,7 @@ class KillPoint:
 
 
 def points(num_trials: int, seed: int) -> list[KillPoint]:
-    """Every phase in turn; rank, step and signal drawn by chance.
+    """Return every phase in turn; rank, step and signal drawn by chance.
 
     >>> {point.phase for point in points(len(PHASES), seed=0)} == set(PHASES)
     True
@@ -86,7 +86,7 @@ def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) 
     second = run_ranks(command, run_dir)
     wrong = None if mark.is_file() else "the point was not reached"
     if second.codes != (0, 0):
-        wrong = wrong or f"second run ended with {second.codes}: {last_line(second.told)}"
+        wrong = wrong or f"second run ended with {second.codes}: {last_line(second.output)}"
     expected = (143, 0) if point.number == signal.SIGTERM else None
     if expected is not None and first.codes != expected and at < NUM_STEPS:
         wrong = wrong or f"SIGTERM ended ranks with {first.codes}, not {expected}"
@@ -107,7 +107,7 @@ def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) 
 
 
 def noticed_by(ended: RanksExit) -> str:
-    """Who noticed, in a few of the survivors' own words."""
+    """Return who noticed, in a few of the survivors' own words."""
     if 143 in ended.codes:
         return "the run: exit code 143"
     for words in (
@@ -116,13 +116,13 @@ def noticed_by(ended: RanksExit) -> str:
         r"comm: rank \d+ [^.:]*",
         r"\w+Error: .{60}",
     ):
-        if found := re.search(words, ended.told):
+        if found := re.search(words, ended.output):
             return found.group()
-    return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.told)[:80] or "-"
+    return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.output)[:80] or "-"
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """Return the last line with text."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
@@ -160,13 +160,13 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
-    """A copy of a run that was killed, with the newest checkpoint damaged, run again."""
+    """Resume a copy of a run that was killed, with the newest checkpoint damaged."""
     shutil.copytree(interrupted, run_dir)
     path = run_dir / "checkpoints" / "last.ckpt"
     DAMAGES[name](path)
     ended = run_ranks(base, run_dir)
-    wrong = None if ended.codes == (0, 0) else f"ended with {ended.codes}: {last_line(ended.told)}"
-    is_named = "last.ckpt` " in ended.told and "passed over" in ended.told
+    wrong = None if ended.codes == (0, 0) else f"ended with {ended.codes}: {last_line(ended.output)}"
+    is_named = "last.ckpt` " in ended.output and "passed over" in ended.output
     wrong = wrong or (None if is_named else "the file was not named")
     wrong = wrong or ("the pickle ran" if (path.parent / "was_here").exists() else None)
     wrong = wrong or difference(run_dir, undisturbed)
@@ -183,15 +183,15 @@ def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base
 
 
 def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
-    """From step 7 on no file may grow beyond 64 KiB: an error in words, the old checkpoint whole, and a resume."""
+    """Limit files to 64 KiB from step 7 on: an error in words, the old checkpoint whole, and a resume."""
     point = KillPoint(phase="loading", rank=0, step=7, number=0)
     command = [*base, point.override]
     first = run_ranks(command, run_dir)
-    said = "was not written (File too large)" in first.told and 0 not in first.codes
+    said = "was not written (File too large)" in first.output and 0 not in first.codes
     found = newest_whole(run_dir / "checkpoints")
     at = 0 if found is None else int(read_checkpoint(found)["global_step"])
     second = run_ranks(command, run_dir)
-    wrong = None if said else f"no clear error: {first.codes} {last_line(first.told)}"
+    wrong = None if said else f"no clear error: {first.codes} {last_line(first.output)}"
     wrong = wrong or (None if second.codes == (0, 0) else f"second run ended with {second.codes}")
     wrong = wrong or difference(run_dir, undisturbed)
     mark = float((run_dir / "died").read_text())
@@ -210,7 +210,7 @@ def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome
 def resume_outcomes(
     folder: Path, *, num_trials: int = 24, seed: int = 0, own: tuple[str, ...] = ()
 ) -> Iterator[FaultOutcome]:
-    """All trials, each as it ends.
+    """Yield all trials, each as it ends.
 
     Args:
         folder: Of the runs; each gets a directory of its own, which stays where the promise is broken.
@@ -221,7 +221,7 @@ def resume_outcomes(
     base, undisturbed = [*BASE, *own], folder / "undisturbed"
     ended = run_ranks(base, undisturbed)
     if ended.codes != (0, 0):
-        raise RuntimeError(f"the run that nobody disturbs ended with {ended.codes}: {ended.told[-2000:]}")
+        raise RuntimeError(f"the undisturbed run ended with {ended.codes}: {ended.output[-2000:]}")
     for index, point in enumerate(points(num_trials, seed)):
         yield _kept_if_broken(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
     interrupted = folder / "interrupted"

@@ -81,7 +81,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_message_before_anything_is_launched(mistake, monkeypatch):
+def test_a_mistake_is_reported_in_one_message_before_anything_is_launched(mistake, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
         instantiate(configured(mistake)[mistake.split(".")[0]])
@@ -125,7 +125,7 @@ def test_one_node_has_no_byte_bound():
 
 
 def test_the_report_says_what_was_hidden(tmp_path):
-    times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain beside a backward of 2 s
+    times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain next to a backward of 2 s
     rows = [Timing(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")

@@ -1,4 +1,4 @@
-"""What every recipe does before Hydra writes: surroundings and secrets refused in a line, streams that may end."""
+"""What every recipe does before Hydra writes: environments and secrets refused in a line, streams that may end."""
 
 from __future__ import annotations
 

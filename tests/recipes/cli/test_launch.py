@@ -1,4 +1,4 @@
-"""Configuration: what is computed from it, what it may not say, and in which words it is told so."""
+"""Configuration: what is computed from it, what it may not say, and the words of its refusal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_logger_writes_into_the_run_directory(logger, tmp_path):
     assert str(trainer.logger.save_dir).startswith(str(tmp_path))
 
 
-def test_tracking_is_offline_unless_told(monkeypatch):
+def test_tracking_is_offline_by_default(monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     assert configured("logger=wandb").logger.offline is True
     assert configured("logger=wandb", "logger.offline=false").logger.offline is False
@@ -104,7 +104,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
+def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as told, launch.short_errors():
         build(configured(*mistake.split()))
@@ -146,7 +146,7 @@ def test_hydra_refuses_an_unknown_key_by_name(mistake):
     ],
     ids=str,
 )
-def test_the_directory_is_named_by_whoever_started_the_ranks(monkeypatch, variables, name):
+def test_the_directory_is_named_by_the_launcher_of_the_ranks(monkeypatch, variables, name):
     for variable in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_NAME"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in variables.items():

@@ -25,7 +25,7 @@ HANGS_AFTER_S = 8  # ample for a process that is forked and starts another
 
 def is_well(given):
     print("said aside")
-    return {"told": "all is well", "table": [{"arm": "one", "ms": 1.5}], "device": given.device}
+    return {"message": "all is well", "table": [{"arm": "one", "ms": 1.5}], "device": given.device}
 
 
 def is_wrong(given):
@@ -65,15 +65,15 @@ def outcomes(tmp_path_factory):
 
 def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
     _, found = outcomes
-    verdicts = {name: outcome.verdict for name, outcome in found.items()}
+    verdicts = {name: outcome.status for name, outcome in found.items()}
     failed = dict.fromkeys(("hangs", "is_wrong", "dies", "leaves"), "FAIL")
     assert verdicts == failed | {"is_elsewhere": "SKIP", "is_well": "PASS"}
     assert runner.num_failures(list(found.values())) == 4
-    assert found["is_wrong"].told == "AssertionError: two is not three"
-    assert "ended by signal 11" in found["dies"].told
-    assert "ended with exit code 3" in found["leaves"].told
-    assert "not done after 8 s" in found["hangs"].told
-    assert found["is_elsewhere"].told == "there is no such thing here"
+    assert found["is_wrong"].message == "AssertionError: two is not three"
+    assert "ended by signal 11" in found["dies"].message
+    assert "ended with exit code 3" in found["leaves"].message
+    assert "not done after 8 s" in found["hangs"].message
+    assert found["is_elsewhere"].message == "there is no such thing here"
     assert found["is_well"].line().split() == ["PASS", "is_well", *found["is_well"].line().split()[2:]]
     assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped."
 
@@ -88,11 +88,11 @@ def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_pat
     _, found = outcomes
     path = tmp_path / "gpu_check.json"
     runner.write_outcomes(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.environment(ROOT))
-    told = json.loads(path.read_text())
-    assert told["environment"]["torch"] == torch.__version__
-    assert told["environment"]["device"] == "cpu"
-    assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= told["environment"].keys()
-    by_name = {check["name"]: check for check in told["checks"]}
+    content = json.loads(path.read_text())
+    assert content["environment"]["torch"] == torch.__version__
+    assert content["environment"]["device"] == "cpu"
+    assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= content["environment"].keys()
+    by_name = {check["name"]: check for check in content["checks"]}
     assert list(by_name) == list(found)
     assert by_name["is_well"]["details"] == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
     assert "what led to it" in by_name["is_wrong"]["details"]["log"]
@@ -104,7 +104,7 @@ def test_a_check_for_which_no_time_is_left_is_skipped_and_says_so(tmp_path):
     (outcome,) = runner.run_checks(
         [Check(name="late", run=is_well, limit_s=60)], "cpu", tmp_path, limit_s=0.0, on_outcome=lambda _: None
     )
-    assert (outcome.verdict, outcome.told) == ("SKIP", "no time left: give more `minutes`")
+    assert (outcome.status, outcome.message) == ("SKIP", "no time left: give more `minutes`")
 
 
 def test_the_exit_code_is_the_number_of_failures(tmp_path, monkeypatch, capsys):
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_is_named(tmp_path):
     given = Given(device="cpu", folder=tmp_path, limit_s=60)
     check = Check(name="ranks", run=fails_on_a_rank, limit_s=60)
     outcome = runner.run_one(check, given.device, tmp_path, limit_s=60)
-    assert (outcome.verdict, outcome.told) == ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'")
+    assert (outcome.status, outcome.message) == ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'")
 
 
 def fails_on_a_rank(given):
@@ -170,8 +170,8 @@ def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     there = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=there)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    assert {check["name"]: check["verdict"] for check in told["checks"]} == dict.fromkeys(names, "PASS")
+    content = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert {check["name"]: check["status"] for check in content["checks"]} == dict.fromkeys(names, "PASS")
 
 
 @pytest.mark.parametrize(

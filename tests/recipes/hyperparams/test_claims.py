@@ -1,4 +1,4 @@
-"""A study tunes every arm alike, tests on seeds that tuning has not seen, and its tables say what the trials said."""
+"""A study tunes every arm equally, tests on seeds that tuning has not seen, and its tables say what the trials said."""
 
 from __future__ import annotations
 

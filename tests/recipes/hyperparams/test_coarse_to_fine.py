@@ -162,7 +162,7 @@ def test_a_line_that_is_no_trial_is_named(tmp_path):
 
 
 def test_a_limit_is_the_median_of_what_ended_before(tmp_path):
-    """Each trial is told the median of those before it, once there are three."""
+    """Each trial receives the median of those before it, once there are three."""
     told = []
 
     def trial(overrides, limits):

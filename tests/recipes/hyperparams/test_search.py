@@ -86,7 +86,7 @@ def test_optuna_asks_within_the_axis(tmp_path):
     assert all(0.5 <= rate <= 0.6 for rate in rates(run.seen()))
 
 
-def test_a_missing_optuna_is_told_with_its_cure(monkeypatch):
+def test_a_missing_optuna_is_reported_with_its_cure(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ValueError, match=r"needs the package optuna.*pip install 'lightning-hybrid\[search\]'"):
         OptunaSearch()

@@ -35,7 +35,7 @@ def trial(*overrides, limits=(), objective="val/loss", **changes):
     return run_safely(runner, overrides, limits)
 
 
-def test_a_trial_is_repeatable_and_tested_unless_told_not_to_be():
+def test_a_trial_is_repeatable_and_tested_unless_testing_is_off():
     before = dict(os.environ)
     tested, untested = trial("optim.lr=4"), trial("optim.lr=4", "trainer.limit_test_batches=0")
     assert dict(os.environ) == before  # its seed and its launcher's variables are no other program's
@@ -95,7 +95,7 @@ def test_what_trials_have_in_common_is_all_but_their_own():
 
 
 def test_a_plain_half_model_is_half_all_through_and_trains():
-    """Beside it, our masters: the same trial, and BatchNorm stays fp32."""
+    """Next to it, our masters: the same trial, and BatchNorm stays fp32."""
     from hydra.utils import instantiate
 
     plain = (

@@ -34,7 +34,7 @@ NAMES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 
 
 def scenario(num_nodes=16, **more):
-    """ResNet-50 at a P40's pace on H100 nodes: communication is nothing beside it, unless asked for."""
+    """ResNet-50 at a P40's pace on H100 nodes: communication is nothing against it, unless asked for."""
     known = {
         "layers": network("resnet50"),
         "images_per_s": 218.0,
@@ -76,7 +76,7 @@ def test_one_command_plans_a_run(tmp_path):
     assert done.stdout.rstrip().endswith(f"written to {tmp_path}")
 
 
-def test_a_model_whose_pace_nobody_knows_is_refused():
+def test_a_model_of_unknown_pace_is_refused():
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("simulate", overrides=["run_dir=/nowhere", "cluster=gb200_nvl72"])
     with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 72 x B200 .* for model=resnet50"):

@@ -159,7 +159,7 @@ class Unconnected:
         raise RuntimeError("Unable to find address for: ib7\nmore")
 
 
-def test_ranks_that_do_not_find_each_other_are_told_where_to_look():
+def test_ranks_that_do_not_find_each_other_end_in_an_error_with_a_cure():
     with pytest.raises(ValueError, match=r"`world` \(=4 ranks\) must be able to connect: Unable .* ib7\. .*IFNAME"):
         tune_setup.connect(Unconnected(), Measurement())
 

@@ -39,7 +39,7 @@ def test_nothing_is_logged_of_a_device_whose_peak_is_not_known(monkeypatch, devi
     assert filled(monkeypatch, device_name=device_name) == (None, None)
 
 
-def test_nor_where_nobody_says_how_large_images_are(monkeypatch):
+def test_nor_where_the_size_of_images_is_unknown(monkeypatch):
     assert filled(monkeypatch, device_name="NVIDIA H200", config=CONFIG | {"data": {}, "model": {}}) == (None, None)
 
 

@@ -102,7 +102,7 @@ def trained(recipe):
 def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, decay_steps):
     """The reference's rule (lars_util.py) with its numbers (rcps_resnet.json).
 
-    It divides by T + 1 where ours divides by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
+    It divides by T + 1, the schedule here by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
     """
     cfg = configured(f"recipe={recipe}", "data.root=/nowhere")
     peak, num_steps = cfg.optim.lr, cfg.trainer.max_steps
@@ -139,7 +139,7 @@ def test_the_paper_s_runs_are_as_long_as_it_says():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_last_step_of_a_recipe_is_validated(recipe):
-    """Where the number of steps is ours or the reference's evaluations divide it."""
+    """Where the number of steps is our choice or the reference's evaluations divide it."""
     cfg = configured(f"recipe={recipe}", "data.root=/", "max_batch_size_per_rank=null")
     left = cfg.trainer.max_steps % cfg.trainer.val_check_interval
     assert left == {"resnet50_32k": 2891 % 157, "alexnet_64k": 1857 % 79}.get(recipe, 0)
@@ -152,7 +152,7 @@ def commands():
     """The overrides of every command in the recipes' READMEs that runs train.py."""
     found = []
     for readme in ("resnet50", "alexnet"):
-        text = (ROOT / "recipes" / readme / "README.md").read_text().replace("\\\n", " ")
+        text = (ROOT / "recipes" / "records" / readme / "README.md").read_text().replace("\\\n", " ")
         for line in re.findall(r"^.*recipes/train\.py(.*)$", text, flags=re.MULTILINE):
             overrides = tuple(word for word in shlex.split(line.split("`")[0], comments=True) if "=" in word)
             if any(word.startswith("recipe=") for word in overrides) and overrides not in found:
@@ -282,7 +282,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_message_before_training(mistake, monkeypatch):
+def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
         build(configured("recipe=resnet50_64k", *mistake.split()))

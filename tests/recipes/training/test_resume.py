@@ -145,7 +145,7 @@ def validate_with(paths):
 
 
 def fit_from(paths, step):
-    """Each rank is told another checkpoint; `step` is where the fit is when it ends."""
+    """Each rank gets another checkpoint; `step` is where the fit is when it ends."""
     path = paths[dist.get_rank()]
     trainer = toy.trainer(callbacks=[resume.SameCheckpoint(path)], max_steps=2, max_epochs=-1)
     return toy.error_of(trainer.fit, toy.Toy(), toy.loader()), trainer.global_step == step
@@ -251,7 +251,7 @@ def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill
     assert [row["loss"] for row in read_rows(path)] == ["1.0", "2.0", "3.0"]
 
 
-def test_rows_that_the_machine_lost_are_told(tmp_path):
+def test_rows_that_the_machine_lost_are_reported(tmp_path):
     logger = CSVRows(save_dir=tmp_path, name="", version="csv")
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.sync()
@@ -273,7 +273,7 @@ def test_the_trials_come_to_every_phase_and_are_the_same_for_a_seed():
 
 
 @pytest.mark.long
-def test_runs_killed_at_random_points_end_as_one_that_nobody_disturbed(tmp_path):
+def test_runs_killed_at_random_points_end_as_an_undisturbed_one(tmp_path):
     """Three points, four ways to damage a file, a full disk; `tests/evidence/resume` says what of it broke."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.evidence.resume", "num_trials=3", "seed=11", f"hydra.run.dir={tmp_path}"],

@@ -1,4 +1,4 @@
-"""Tracking: what W&B is told, that a resumed run goes on in its run, and what happens where there is no tracker."""
+"""Tracking: what W&B receives, that a resumed run goes on in its run, and what happens where there is no tracker."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     path = f"resume={first}/checkpoints/last.ckpt"
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=3", path) == [begun]
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == ["mine"]
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # kept for later
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # saved for later
     told = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
     assert told == [(begun, [0, 1]), (begun, [2, 3])]
     rows = [row["_step"] for each in runs_in(first) for row in each.history]
@@ -153,7 +153,7 @@ class Unauthorized(BaseHTTPRequestHandler):
 
 @contextmanager
 def server(kind):
-    """Its address. One that refuses the key, one that nobody listens at, one that takes calls and never answers."""
+    """Its address. One that refuses the key, one without a listener, one that takes calls and never answers."""
     if kind == "refuses":
         http = ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized)
         threading.Thread(target=http.serve_forever, daemon=True).start()
@@ -169,7 +169,7 @@ def server(kind):
 
 
 def error_against(kind, run_dir, key="a" * 40):
-    """Told as a user is told, and how many steps were made before."""
+    """The message that a user reads, and how many steps were made before."""
     import wandb
 
     with server(kind) as address, environment(WANDB_BASE_URL=address, WANDB_API_KEY=key, WANDB_SILENT="true"):

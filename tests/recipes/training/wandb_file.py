@@ -37,7 +37,7 @@ def frames(content: bytes) -> Iterator[bytes]:
 
 
 class OfflineRun:
-    """What one offline directory of ``<run_dir>/wandb`` holds."""
+    """What one offline directory of `<run_dir>/wandb` holds."""
 
     def __init__(self, folder: Path) -> None:
         from wandb.proto.wandb_internal_pb2 import Record
