@@ -30,6 +30,7 @@ from lightning_hybrid.data.prefetch import prefetch
 from recipes.benchmarks.input_baselines import dali_batches, dataloader_batches
 from recipes.benchmarks.photos import write_photos
 from recipes.cli.config_check import Count, CountOrZero
+from recipes.cli.markdown import markdown_table
 from recipes.datasets.packing import Packing
 
 REFERENCE = "Pillow + DataLoader"
@@ -284,7 +285,7 @@ def speed_table(rows: Sequence[InputRow]) -> str:
                 f"{statistics.median(row.images_per_cpu_s):.0f}" if row.images_per_cpu_s else "",
             )
         )
-    return markdown(lines)
+    return markdown_table(lines[0], lines[1:])
 
 
 def wait_table(rows: Sequence[WaitRow]) -> str:
@@ -301,12 +302,4 @@ def wait_table(rows: Sequence[WaitRow]) -> str:
                 f"{statistics.mean(row.waits_s) / row.step_s:.3f}",
             )
         )
-    return markdown(lines)
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Format a table; the first line is its head."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
+    return markdown_table(lines[0], lines[1:])

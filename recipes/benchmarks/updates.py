@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_hybrid.optim import LAMB, LARS
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.cli.config_check import CountOrZero
+from recipes.cli.markdown import markdown_table
 
 LOSS_SCALE = 1024.0
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
@@ -199,7 +200,7 @@ def markdown(rows: Sequence[UpdateRow]) -> str:
 
     `host ms`: the median of the host's, where the device's are counted apart.
     """
-    lines: list[tuple[str, ...]] = [HEADER]
+    lines = []
     for row in rows:
         reference = next(one for one in rows if one.case == row.case)
         low, _, high = statistics.quantiles(row.times_s, n=4)
@@ -216,10 +217,7 @@ def markdown(rows: Sequence[UpdateRow]) -> str:
                 f"{1e3 * statistics.median(row.host_times_s):.2f}" if row.host_times_s else "",
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
+    return markdown_table(HEADER, lines)
 
 
 FLOOR_BYTES = {"sgd_fused_fp32": 20, "lars_fused": 22, "adamw_fused_fp32": 28, "lamb_fused": 42}

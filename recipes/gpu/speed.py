@@ -154,10 +154,7 @@ def _images_per_s(given: Given, size: Details, *, is_ours: bool) -> float:
     gc.collect()  # the last trainer and its module refer to one another
     device, clock = torch.device(given.device), _Clock(size)
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
-    batch = [
-        images.contiguous(memory_format=torch.channels_last),
-        torch.randint(1000, (size["batch"],), device=device),
-    ]
+    batch = [images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)]
     # By the name of "16-mixed" Lightning would take bf16 on a CPU: there both do.
     precision = ("16-true" if is_ours else "16-mixed") if given.on_cuda else ("bf16-true" if is_ours else "bf16-mixed")
     strategy: Any = HybridAllReduceStrategy() if is_ours else "auto"

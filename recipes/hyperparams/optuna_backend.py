@@ -37,12 +37,7 @@ class OptunaSearch:
             raise ValueError(f"`backend.num_trials` (={self.num_trials}) must be a whole number, at least 1.")
         _optuna()
 
-    def search(
-        self,
-        axes: Sequence[Axis],
-        run: Callable[[list[Point]], list[TrialOutcome] | None],
-        mode: Mode,
-    ) -> bool:
+    def search(self, axes: Sequence[Axis], run: Callable[[list[Point]], list[TrialOutcome] | None], mode: Mode) -> bool:
         """Run the search; return false if the time ended before. Arguments as in `CoarseToFine.search`."""
         optuna = _optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -84,9 +84,7 @@ LAUNCHERS = [
         fault="OMP_NUM_THREADS=abc", names=("`OMP_NUM_THREADS` (='abc')",), variables={"OMP_NUM_THREADS": "abc"}
     ),
     Environment(
-        fault="ulimit -n 64",
-        names=("`ulimit -n` (=64) must be at least",),
-        wrapper=_sh('ulimit -n 64; exec "$@"'),
+        fault="ulimit -n 64", names=("`ulimit -n` (=64) must be at least",), wrapper=_sh('ulimit -n 64; exec "$@"')
     ),
 ]
 

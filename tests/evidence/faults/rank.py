@@ -107,10 +107,7 @@ def train_rank(spec: dict[str, Any]) -> None:
     width = 2 * WIDTH if other == "has_another_network" else WIDTH
     images = SyntheticImages(NUM_SAMPLES)
     sampler: DistributedSampler = DistributedSampler(
-        images,
-        num_replicas=int(os.environ["WORLD_SIZE"]),
-        rank=rank,
-        seed=int(other == "has_another_order"),
+        images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank, seed=int(other == "has_another_order")
     )
     loader = DataLoader(images, batch_size=8, sampler=sampler)
     if other == "has_another_version":

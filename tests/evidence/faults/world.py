@@ -74,11 +74,7 @@ class OneHost:
         """Return the environment of all ranks: where they meet."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            return {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(probe.getsockname()[1]),
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
 
     def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
         """Refuse: there are no links between hosts."""

@@ -69,8 +69,7 @@ def main() -> None:
     content = json.loads((asked.tune / "summary.json").read_text())
     loop = json.loads(LOOP.read_text())["machine"]
     machine = Described(
-        described=cluster_from(content["cluster"]),
-        **{field.name: loop[field.name] for field in fields(Machine)},
+        described=cluster_from(content["cluster"]), **{field.name: loop[field.name] for field in fields(Machine)}
     )
     cases = cases_of(asked.bench)
     found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
