@@ -172,11 +172,12 @@ class InputBench:
         arms = self.every_arm(folders)
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
         for number in range(self.num_rounds):
+            # Forth and back: a machine that gets slower is not blamed on the last arm.
             names = list(arms) if number % 2 == 0 else list(reversed(arms))
             for name in names:
                 samples[name].append(self._sample(arms[name][1]))
-                settings = f"{samples[name][-1][0]:.0f} images/s"
-                print(f"round {number + 1} of {self.num_rounds}: {name}: {settings}", flush=True)
+                rate = f"{samples[name][-1][0]:.0f} images/s"
+                print(f"round {number + 1} of {self.num_rounds}: {name}: {rate}", flush=True)
         sizes = {source: _mean_bytes(folder) for source, folder in folders.items()} | {"none": 0.0}
         return [
             InputRow(

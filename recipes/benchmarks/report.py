@@ -80,6 +80,7 @@ def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[s
     table = []
     for row in rows:
         key = (row.section, row.case, row.num_bytes if row.section == "allreduce" else 0)
+        # All-reduces compare within a size; of steps the bytes differ by precision, and the first arm is the reference.
         reference_s = references.setdefault(key, row.median_s)
         bound_s = row.bound_s(link_bytes_per_s)
         times_ms = [1e3 * time_s for time_s in (row.median_s, min(row.times_s), max(row.times_s))]

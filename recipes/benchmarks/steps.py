@@ -120,7 +120,7 @@ class StepBench:
             except ValueError as error:
                 raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
         if self.overlap in (STOCK, COMPRESSED):
-            raise ValueError(f"`overlap` (={self.overlap}) must be an arm of ours: auto or an algorithm.")
+            raise ValueError(f"`overlap` (={self.overlap}) must be a hybrid arm: auto or an algorithm.")
         if self.num_warmup_steps < 2:
             raise ValueError(
                 f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more: buckets are rebuilt after the first "
@@ -147,6 +147,7 @@ class StepBench:
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
         with_s, without_s = (statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent))
+        # A backward that waits for as long as the communication takes could hide all of it.
         backward_s = max(0.0, with_s - without_s)
         cases = [(arm, 0.0), (silent, 0.0), (arm, backward_s), (silent, backward_s)]
         times_s: list[list[float]] = [[] for _ in cases]
@@ -177,8 +178,10 @@ class StepBench:
         )
         steps = torch.zeros(self.num_warmup_steps + self.num_steps, 1)
         trainer.fit(module, DataLoader(steps, batch_size=1))  # type: ignore[arg-type]
+        # Trainer and module refer to one another: only the collector frees their memory for the next fit.
         del trainer, module
         gc.collect()
+        # A step lasts from the end of the one before to its own end: what overlaps counts once.
         counted = clock.ends_s[self.num_warmup_steps - 1 :]
         return slowest([end - begin for begin, end in itertools.pairwise(counted)], fabric.device)
 

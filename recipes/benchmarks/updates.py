@@ -180,6 +180,7 @@ def time_one(step: Callable[[], object], device: torch.device, *, num_in_a_row: 
     alone_s = time.perf_counter() - begin_s  # so long does the host take, or less
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
+    # Twice the time of one call for each: the host is then surely ahead of the device.
     sleep_s = min(MAX_SLEEP_S, 0.001 + 2 * num_in_a_row * alone_s)
     torch.cuda._sleep(int(MAX_CYCLES_PER_S * sleep_s))
     begin.record()

@@ -123,6 +123,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     for key, node in reversed(values.items()):  # what a part holds before the part
         if isinstance(node, dict) and "_target_" in node:
             _require(_arguments_of(target_of(node, key)), node, f"{key}.", f": it is an argument of {node['_target_']}")
+    # After the values: a wrong value explains more than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
             f"`{missing[0]}` must be in the configuration, and is not. Leave ~{missing[0]} out, and give a choice of "

@@ -162,6 +162,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     ignore_lightning_warnings()
     hydra = HydraConfig.get()
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
+    # Lightning starts the other ranks by this command line: without it each would run the whole sweep.
     sys.argv = [argv[0], *command_of_this_job()]
     with read_write(
         cast(DictConfig, hydra)
@@ -171,6 +172,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         yield trainers
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        # The ranks that Lightning started end a little later; the next job of a sweep must find their ports free.
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
         exit_code = 0

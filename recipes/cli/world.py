@@ -150,6 +150,7 @@ def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches:
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
     """Return the fewest equal rounds. Not any divisor: a share of twice a prime would train two images at a time."""
     fewest = -(-share // max_batch_size)
+    # At most twice the fewest: beyond, batches would be less than half of what the device can hold.
     for rounds in range(fewest, 2 * fewest + 1):
         if share % rounds == 0:
             return rounds

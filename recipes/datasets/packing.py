@@ -174,6 +174,8 @@ class _Split:
                     "this would go on with. Pack as before, or into another out=..."
                 )
             return num_per_shard
+        # The size of a shard decides which image is in which: it comes from a seeded sample, so that a run after a
+        # kill finds the same plan, and is then written down.
         samples = np.random.default_rng([self.packing.seed, 1]).choice(
             len(self.source), size=min(NUM_SAMPLES, len(self.source)), replace=False
         )
@@ -224,6 +226,7 @@ class _Split:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+        # The shard is in place before its index: an index always describes a whole shard.
         part = ShardIndex(
             shards=np.full(len(kept), shard, dtype=np.int32),
             offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(kept)].astype(np.int64),
@@ -270,6 +273,7 @@ def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: i
         waiting: deque[Future[R]] = deque()
         for value in values:
             waiting.append(pool.submit(function, value))
+            # Four per thread: enough that one slow image stalls no thread, few enough to fit into memory.
             if len(waiting) > 4 * num_threads:
                 yield waiting.popleft().result()
         while waiting:

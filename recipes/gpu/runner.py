@@ -109,6 +109,7 @@ def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit
     process.join(limit_s)
     seconds, code = time.monotonic() - start_s, process.exitcode
     with contextlib.suppress(ProcessLookupError, PermissionError):
+        # The check leads a group: ranks and workers that it started end with it.
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()
     process.join()

@@ -77,6 +77,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(device)
+            # The device waits until all updates are queued: its time has no gap in which the host prepares.
             torch.cuda._sleep(HEAD_START_CYCLES)
             begin.record()
             start_s = time.perf_counter()

@@ -172,6 +172,7 @@ def median_limits(
     limits = []
     for fraction in sorted(fractions):
         there = [next((value for at, value in o.curve if at >= fraction), math.nan) for o in outcomes]
+        # A trial that diverged before has no value there: nan and inf would move the median.
         there = [value for value in there if math.isfinite(value)]
         if len(there) >= max(1, min_trials):
             limits.append((fraction, statistics.median(there)))

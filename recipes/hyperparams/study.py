@@ -144,6 +144,7 @@ class Study:
     def cells(self) -> Iterator[Cell]:
         """Return the cells in the order of running: tuned arms, those that take their rates over, ablations."""
         main = self.main_arms
+        # An arm that takes its rate from another needs that arm tuned first. The sort is stable.
         in_order = sorted(main, key=lambda name: self.arms[name].lr_of is not None)
         for names in (in_order, [name for name in self.arms if name not in main]):
             for precision_name, precision in self.precisions.items():
@@ -184,6 +185,7 @@ class Study:
 
     def _tried(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
         """Return the tuning trials of a cell in the log."""
+        # A tuning trial has these and its rate alone, so one override more; tests have other seeds.
         fixed = {*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0"}
         return [o for o in log.outcomes.values() if len(o.overrides) == len(fixed) + 1 and fixed <= set(o.overrides)]
 

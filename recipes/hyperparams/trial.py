@@ -85,6 +85,7 @@ class Watch(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Check the loss, as often as a log would."""
+        # To read the loss waits for the device: therefore only as often as a log, and once at the end.
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if is_last or trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             loss = float(outputs["loss"])
@@ -101,6 +102,7 @@ class Watch(Callback):
         self.curve.append((round(fraction, 4), value))
         if not math.isfinite(value):
             self._end(trainer, "diverged", f"{self.objective} is {value} after {fraction:.0%} of the run")
+        # More than one limit may have been passed since the last validation; each is judged by this value.
         while self.limits and fraction >= self.limits[0][0] and self.status == "done":
             at, limit = self.limits.pop(0)
             if fraction < 1 and (value > limit if self.mode == "min" else value < limit):
@@ -140,6 +142,7 @@ class TrainTrial:
         trainer.fit(module, data)
         metrics: dict[str, float] = {"num_steps": trainer.global_step}
         if watch.status == "done":
+            # The last validation of the fit is that of the final weights only if it came at the very end.
             is_validated = bool(watch.curve) and watch.curve[-1][0] == 1.0
             found = trainer.callback_metrics if is_validated else trainer.validate(module, data, verbose=False)[0]
             metrics |= {name: float(value) for name, value in found.items()}
@@ -172,6 +175,7 @@ def _process_as_it_was() -> Iterator[None]:
     finally:
         if torch.distributed.is_initialized() and not had_group:
             torch.distributed.destroy_process_group()
+        # Lightning would read the seed and the port of this trial in the next one.
         for name in set(launch.LAUNCH_VARIABLES) - set(before):
             os.environ.pop(name, None)
 

@@ -97,6 +97,7 @@ class TrialLog:
 
     def _read(self) -> None:
         text = self.path.read_text()
+        # A kill within a write leaves half a line, which would spoil the next one.
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             self.path.write_text(whole)

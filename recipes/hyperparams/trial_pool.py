@@ -42,6 +42,7 @@ def _serve(connection: Connection, runner: Runner) -> None:
             overrides, limits = connection.recv()
         except EOFError:  # the parent has ended
             return
+        # An error travels as an outcome: the worker lives on, and what it has imported serves the next trial.
         connection.send(run_safely(runner, overrides, limits))
 
 
@@ -51,6 +52,7 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, runner), daemon=True)
         self.process.start()
+        # Only the child holds its end: `recv` then raises EOFError when the child dies, instead of blocking.
         theirs.close()
         self.overrides: tuple[str, ...] | None = None
 
@@ -72,6 +74,7 @@ class _Worker:
 
     def stop(self) -> None:
         self.connection.close()
+        # A worker between trials ends by itself at EOF; one within a trial would train on, and is killed.
         self.process.join(timeout=0 if self.overrides else 5)
         if self.process.is_alive():
             self.process.kill()
@@ -140,6 +143,7 @@ class TrialPool:
         for place in range(self.num_workers):
             if not waiting or self.is_out_of_time():
                 return
+            # Processes start only when there is a trial for them: a search of two trials starts two.
             if place == len(self._workers):
                 self._workers.append(_Worker(self.runner))
             if self._workers[place].overrides is None:

@@ -106,6 +106,7 @@ def scenario_of(cfg: DictConfig) -> Scenario:
     if cfg.profile is not None:
         measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
     rate = 0.0 if measured else rate_of(cfg, HydraConfig.get().runtime.choices["model"])
+    # Shapes suffice: no memory for the weights of a large network.
     with torch.device("meta"):
         model = instantiate(cfg.model)
     return Scenario(

@@ -66,6 +66,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
     folder = Path(cfg.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Before the ranks start: what they measure for minutes must have a place.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -24,6 +24,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     """Build everything a run needs, checked as far as possible before any process is started."""
     config_check.check(cfg, keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    # Data first: a missing folder shows before a large network is made.
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
     schedule(optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1)  # a wrong argument shows here

@@ -128,6 +128,7 @@ class Classifier(pl.LightningModule):
         optimizer = self.optimizer(groups)
         steps_per_epoch, total_steps = self._num_steps()
         asked = self.warmup_steps if self.warmup_epochs is None else round(self.warmup_epochs * steps_per_epoch)
+        # A short run, as a test of three steps, may end within its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)
         schedule = self.schedule(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

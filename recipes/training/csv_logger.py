@@ -71,6 +71,7 @@ class CSVRows(CSVLogger):
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = _part_of(path)
+            # A kill between the deletion by Lightning and the rename below leaves only the part.
             kept = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept) < self._num_rows_kept:
                 rank_zero_warn(
@@ -146,6 +147,7 @@ def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
         with path.open("a", newline="") as file:
             csv.DictWriter(file, columns).writerows(rows)
     except OSError:
+        # A disk that fills up takes part of the rows; the next try would repeat these.
         os.truncate(path, num_bytes)
         raise
 
@@ -173,6 +175,7 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
     progress: Any = loop.batch_progress.current
+    # Between `processed` and `completed` the step is done, and its metrics are not logged yet.
     is_between = trainer.training and progress.processed > progress.completed
     if not is_between or loop._should_accumulate() or not connector.should_update_logs:
         return None

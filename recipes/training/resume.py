@@ -79,6 +79,7 @@ def newest_whole(folder: Path) -> Path | None:
     paths = {path.resolve() for path in folder.glob("*.ckpt") if path.is_file()}
     refused: list[str] = []
     found = [candidate for path in sorted(paths) if (candidate := _look_at(path, refused)) is not None]
+    # Checksums read whole files: therefore the newest first, and no further than the first whole one.
     for candidate in sorted(found, key=lambda each: each.age, reverse=True):
         try:
             check_whole(candidate.path)
@@ -192,6 +193,7 @@ class SameCheckpoint(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Compare the checkpoints of all ranks. Collective."""
+        # `setup` of the test comes after the fit, with the same file.
         if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
             return
         found: list[str | None] = [None] * trainer.world_size

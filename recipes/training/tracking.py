@@ -86,6 +86,7 @@ def kept_state(ckpt_path: str | None) -> dict[str, Any]:
     if ckpt_path is None:
         return {}
     try:
+        # Mapped, so that only the small callback state is read; weights only, so that no code runs.
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
         found: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError

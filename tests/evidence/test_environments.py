@@ -69,9 +69,9 @@ def test_ports_directories_and_unset_variables_reach_the_program(tmp_path, monke
     monkeypatch.setattr(trials, "ROOT", tmp_path)
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.setenv("WANDB_API_KEY", "not to be passed on")
-    told = "import os, sys, json; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+    program = "import os, sys, json; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "echo.py").write_text(told)
+    (tmp_path / "recipes" / "echo.py").write_text(program)
     case = replace(
         GOES_ON,
         program="echo",
@@ -80,7 +80,7 @@ def test_ports_directories_and_unset_variables_reach_the_program(tmp_path, monke
         overrides=("a=<RUN>",),
     )
     ended = trials.run_programs(case, tmp_path / "case")
-    environment, arguments = json.loads(ended.told)
+    environment, arguments = json.loads(ended.output)
     assert ended.codes == [0]
     assert 0 < int(environment["PORT"]) < 65536
     assert environment["RANK"] == "0"

@@ -30,8 +30,8 @@ def test_a_broken_promise_stands_out_and_is_counted():
 
 
 def test_words_of_an_error_cannot_break_the_table():
-    told = replace(HELD, detected_by="a | b\nc").cells()[4]
-    assert told == "a \\| b c"
+    cell = replace(HELD, detected_by="a | b\nc").cells()[4]
+    assert cell == "a \\| b c"
 
 
 def test_what_is_written_is_read_again(tmp_path):

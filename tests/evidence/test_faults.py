@@ -29,8 +29,8 @@ def rank(error=None, weights=7, time_s=103.0, num_steps=12, warnings=()):
 
 
 def judged(case, ranks, *, injected_s=100.0, still_ran=(), weights=7):
-    told = RunOutcome(injected_s=injected_s, ranks=ranks, still_ran=list(still_ran))
-    return fault_outcome(case, told, host="b", no_answer=(case.rank,) if case.no_answer else (), weights=weights)
+    ended = RunOutcome(injected_s=injected_s, ranks=ranks, still_ran=list(still_ran))
+    return fault_outcome(case, ended, host="b", no_answer=(case.rank,) if case.no_answer else (), weights=weights)
 
 
 def test_an_error_that_says_all_it_should_in_time_holds():
@@ -193,8 +193,8 @@ class NeverMeets(Played):
         self.num_times = num_times
 
     def run(self, train, spec, **settings):
-        told = super().run(train, spec, **settings)
-        return replace(told, injected_s=None) if len(self.specs) <= self.num_times else told
+        ended = super().run(train, spec, **settings)
+        return replace(ended, injected_s=None) if len(self.specs) <= self.num_times else ended
 
 
 @pytest.mark.parametrize("num_times", [0, 1, 2, 3])
@@ -234,11 +234,11 @@ def sleep_on_rank_one(spec):
 @pytest.mark.slow  # two processes that import torch
 @pytest.mark.long
 def test_a_rank_that_never_ends_is_ended_and_reported():
-    told = OneHost(num_ranks=2).run(sleep_on_rank_one, {"a": 1}, limit_s=20.0)
-    assert told.still_ran == [1]
-    assert told.ranks[0]["a"] == 1
-    assert told.ranks[1] is None
-    assert told.injected_s is None
+    ended = OneHost(num_ranks=2).run(sleep_on_rank_one, {"a": 1}, limit_s=20.0)
+    assert ended.still_ran == [1]
+    assert ended.ranks[0]["a"] == 1
+    assert ended.ranks[1] is None
+    assert ended.injected_s is None
 
 
 @pytest.mark.long

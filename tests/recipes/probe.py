@@ -17,14 +17,14 @@ class Probe(Callback):
         self.note = note
 
     def on_train_start(self, trainer, pl_module):
-        told = {
+        content = {
             "directory": HydraConfig.get().runtime.output_dir,
             "note": self.note,
             "lr": pl_module.optimizer.keywords["lr"],
             "seed": trainer.datamodule.seed,
             "num_threads": os.environ["OMP_NUM_THREADS"],
         }
-        (self.directory / f"rank{trainer.global_rank}.json").write_text(json.dumps(told))
+        (self.directory / f"rank{trainer.global_rank}.json").write_text(json.dumps(content))
 
 
 class Kill(Callback):

@@ -107,6 +107,7 @@ def run_case(case: FaultCase, world: OneHost, weights: int | None = None) -> tup
     spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
     spec |= {"precision": case.precision, "num_steps": case.num_steps}
     spec["rank"] = None if case.everywhere else case.rank
+    # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
         run = world.run(train_rank, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))

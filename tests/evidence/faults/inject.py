@@ -109,6 +109,7 @@ class Inject(Callback):
         """Reach phase `end of fit`; for `teardown` wrap the watchdog's end."""
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
+            # This call is in the middle of the close of the engine, whose collectives are done.
             watch: Any = trainer.strategy._engine._watch  # type: ignore[attr-defined]
             leave = watch.leave
 
@@ -281,6 +282,7 @@ def middle_of(trainer: pl.Trainer) -> Tensor:
 
 def write_answer(path: Path, answer: dict[str, Any]) -> None:
     """Write JSON whole or not at all: another process looks for it all the time."""
+    # Renamed when it is whole: the reader polls for the name.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(answer))
     partial.rename(path)

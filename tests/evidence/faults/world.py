@@ -109,6 +109,7 @@ class OneHost:
         Ends when all have ended but `no_answer`, those that the fault keeps from it; at the latest after
         `limit_s`. `when_injected` runs here, once, as soon as a rank has written that the moment has come.
         """
+        # The server has imported torch once: a rank then starts in tenths of a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning_hybrid", "tests.evidence.faults.rank"])
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -117,8 +118,8 @@ class OneHost:
             network, processes = self.network(), list[BaseProcess]()
             try:
                 for rank in range(self.num_ranks):
-                    answer = (train, spec | {"folder": folder}, self.environment(rank) | network, self.enter(rank))
-                    processes.append(context.Process(target=_serve, args=answer))
+                    arguments = (train, spec | {"folder": folder}, self.environment(rank) | network, self.enter(rank))
+                    processes.append(context.Process(target=_serve, args=arguments))
                     processes[-1].start()
                 _wait(processes, Path(folder), limit_s, no_answer, when_injected)
                 alive = [process.is_alive() for process in processes]
@@ -142,6 +143,7 @@ def _wait(
     when_injected: Callable[[], None] | None,
 ) -> None:
     deadline_s = time.monotonic() + limit_s
+    # Ranks of `no_answer` are stopped or hang: to wait for them would take the whole limit.
     asked = [process for rank, process in enumerate(processes) if rank not in no_answer]
     while any(process.is_alive() for process in asked) and time.monotonic() < deadline_s:
         if when_injected is not None and Path(folder, "injected.json").exists():

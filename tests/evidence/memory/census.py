@@ -136,6 +136,7 @@ def _alive(allocations: Iterable[tuple[int, int]]) -> dict[int, int]:
         if size < 0:
             held.pop(address, None)
             continue
+        # Two live allocations cannot overlap: what this one covers was freed by another thread.
         covered = [other for other, its in held.items() if other < address + size and address < other + its]
         for other in covered:
             del held[other]

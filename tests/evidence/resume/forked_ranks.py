@@ -51,6 +51,7 @@ def run_ranks(overrides: list[str], run_dir: Path, *, num_ranks: int = 2, limit_
         if pid == 0:
             _be_rank(rank, num_ranks, port, overrides, run_dir)
         group = group or pid
+        # One group for all ranks: a signal to it is what a failure of the host would be.
         os.setpgid(pid, group)
         codes[pid] = -1000
     left = set(codes)

@@ -70,6 +70,7 @@ def points(num_trials: int, seed: int) -> list[KillPoint]:
         is_written = phase in (*OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED)
         number = signal.SIGKILL if is_written or phase == "test" else draw.choice((signal.SIGKILL, signal.SIGTERM))
         rank = draw.choice((0, None) if is_written else (0, 1, None))
+        # A checkpoint must follow in the run, else the point is never reached.
         last = NUM_STEPS - SAVED_EVERY if is_written else NUM_STEPS
         found.append(KillPoint(phase=phase, rank=rank, step=draw.randint(1, last), number=int(number)))
     return found
@@ -87,6 +88,7 @@ def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) 
     wrong = None if mark.is_file() else "the point was not reached"
     if second.codes != (0, 0):
         wrong = wrong or f"second run ended with {second.codes}: {last_line(second.output)}"
+    # Whichever rank got the signal: rank zero ends with 128 + SIGTERM, the other regularly.
     expected = (143, 0) if point.number == signal.SIGTERM else None
     if expected is not None and first.codes != expected and at < NUM_STEPS:
         wrong = wrong or f"SIGTERM ended ranks with {first.codes}, not {expected}"

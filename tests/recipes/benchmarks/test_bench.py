@@ -74,7 +74,7 @@ MISTAKES = {
     "allreduce.algorithms=[ring]": r"`algorithm` \(='ring'\)",
     "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
     "steps.arms=[ring]": r"`algorithm` \(='ring'\)",
-    "steps.overlap=ddp": r"`overlap` \(=ddp\) must be an arm of ours",
+    "steps.overlap=ddp": r"`overlap` \(=ddp\) must be a hybrid arm",
     "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be 2 or more",
     "steps.bucket_bytes=0": r"`bucket_bytes` \(=0\)",
 }

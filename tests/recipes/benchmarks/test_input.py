@@ -30,14 +30,14 @@ def test_the_program_measures_every_arm_and_writes_its_tables(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "bench.json").read_text())
-    arms = {row["arm"]: row for row in told["speeds"]}
+    content = json.loads((tmp_path / "bench.json").read_text())
+    arms = {row["arm"]: row for row in content["speeds"]}
     assert {"Pillow + DataLoader", "ours, folder, pillow", "ours, shards, pillow", "ours, noise"} <= set(arms)
     assert all(len(row["images_per_s"]) == 1 and row["images_per_s"][0] > 0 for row in arms.values())
     small, large = arms["ours, shards, 256 px, pillow"], arms["ours, shards, pillow"]
     assert small["bytes_per_image"] < 0.7 * large["bytes_per_image"]
-    assert [row["load"] for row in told["waits"]] == [0.5, 0.5]
-    assert "scratch" not in told["config"]["bench"]
+    assert [row["load"] for row in content["waits"]] == [0.5, 0.5]
+    assert "scratch" not in content["config"]["bench"]
     text = (tmp_path / "table.md").read_text()
     assert text.count("\n| ") == 2 * 1 + len(arms) + 2 - 1  # two heads and the rows, less the very first line
 

@@ -30,8 +30,8 @@ def folder(tmp_path_factory):
         for name in "xy":
             Image.new("RGB", (8, 8)).save(folder / "images" / place / f"{name}.jpg")
     (folder / "run").mkdir()
-    told = {"metrics": {}, "best": {}, "config": {}, "num_steps": 1, "images_per_s": None, "environment": {}}
-    (folder / "run" / "summary.json").write_text(json.dumps(told))
+    content = {"metrics": {}, "best": {}, "config": {}, "num_steps": 1, "images_per_s": None, "environment": {}}
+    (folder / "run" / "summary.json").write_text(json.dumps(content))
     (folder / "run" / "curves.json").write_text(json.dumps({"train/loss": [[1, 0.5]]}))
     return folder
 
@@ -60,8 +60,8 @@ def test_every_value_is_built_or_refused_by_name(recipe, folder, monkeypatch, tm
     def is_built_or_refused(key, action, value):
         kind, text = fuzzed.outcome_of(program, fuzzed.changed(base, key, action, value))
         note(f"{recipe} {action} {key}={value!r}: {kind} {text}")
-        if (told := os.environ.get("FUZZ_RECORD")) is not None:
-            with open(told, "a") as file:
+        if (content := os.environ.get("FUZZ_RECORD")) is not None:
+            with open(content, "a") as file:
                 file.write(json.dumps([recipe.strip(), action, key, repr(value), kind, text]) + "\n")
         if kind == "error":
             name = key.rpartition(".")[2] + ("_" if action == "misspell" else "")

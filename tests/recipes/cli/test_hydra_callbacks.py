@@ -54,9 +54,9 @@ def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, m
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     value = f"[{{api_key: {MARKER}}}]" if key == "logger.tags" else MARKER
     cfg = composed("train", f"+{key}={value}" if "tags" not in key else f"{key}={value}", f"hydra.run.dir={tmp_path}/x")
-    with pytest.raises(SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY") as told:
+    with pytest.raises(SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY") as message:
         BeforeRun().on_run_start(cfg)
-    assert MARKER not in str(told.value)
+    assert MARKER not in str(message.value)
     assert not (tmp_path / "x").exists()
 
 
@@ -74,10 +74,10 @@ def test_a_reader_that_leaves_ends_no_program(monkeypatch):
         os.close(reader)
         for _ in range(3):
             print("not heard", flush=True)
-        told = sys.stderr.getvalue()
+        message = sys.stderr.getvalue()
         stdio.restore_streams()
         assert sys.stdout is out
-    assert told == (
+    assert message == (
         "standard output takes no more (Broken pipe): nothing is printed there from here on; the run goes on\n"
     )
 

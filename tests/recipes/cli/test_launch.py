@@ -106,10 +106,10 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as told, launch.short_errors():
+    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as raised, launch.short_errors():
         build(configured(*mistake.split()))
-    assert "full_key" not in str(told.value)
-    assert "raised while resolving" not in str(told.value)
+    assert "full_key" not in str(raised.value)
+    assert "raised while resolving" not in str(raised.value)
 
 
 def test_a_key_of_the_users_own_may_be_referred_to():

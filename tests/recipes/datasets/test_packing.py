@@ -26,9 +26,9 @@ def root(tmp_path):
 
 
 def packing_of(root, out, **changes):
-    told = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 6000}
-    told |= {"max_corrupt_images": 0, "num_threads": 2, "verify": True}
-    return Packing(root=str(root), out=str(out), **told | changes)
+    options = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 6000}
+    options |= {"max_corrupt_images": 0, "num_threads": 2, "verify": True}
+    return Packing(root=str(root), out=str(out), **options | changes)
 
 
 def files_of(out):
@@ -41,8 +41,8 @@ def numbers_of(out):
 
 
 def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(root, tmp_path):
-    told = packing_of(root, tmp_path / "a").run()
-    assert [(part.split, part.num_images, part.num_corrupt) for part in told] == [("train", 23, 0), ("val", 4, 0)]
+    packed = packing_of(root, tmp_path / "a").run()
+    assert [(part.split, part.num_images, part.num_corrupt) for part in packed] == [("train", 23, 0), ("val", 4, 0)]
     packing_of(root, tmp_path / "b").run()
     packing_of(root, tmp_path / "c", seed=1).run()
     numbers, other = numbers_of(tmp_path / "a"), numbers_of(tmp_path / "c")
@@ -114,8 +114,8 @@ def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path
 def test_corrupt_images_are_listed_and_left_out_within_the_budget(root, tmp_path):
     for number in (3, 8):
         (root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG").write_bytes(image_of(number)[:-200])
-    told = packing_of(root, tmp_path / "out", max_corrupt_images=2).run()
-    assert (told[0].num_images, told[0].num_corrupt) == (21, 2)
+    packed = packing_of(root, tmp_path / "out", max_corrupt_images=2).run()
+    assert (packed[0].num_images, packed[0].num_corrupt) == (21, 2)
     assert sorted(numbers_of(tmp_path / "out")) == [number for number in range(23) if number not in (3, 8)]
     listed = (tmp_path / "out" / "train" / "corrupt.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0][-10:] for line in listed) == ["00003.JPEG", "00008.JPEG"]

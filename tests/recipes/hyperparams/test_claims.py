@@ -40,10 +40,10 @@ def study_of(tuning=(), seeds=(1, 2, 3), **changes):
 
 def run(study, folder, trial=None, budget_s=None):
     log = TrialLog(folder / "results.jsonl", fingerprint="f")
-    told = []
+    reported = []
     with TrialPool(trial or PlantedStudy(), num_workers=0, budget_s=budget_s) as pool:
-        is_complete = study.run(pool, log, lambda name, outcome: told.append((name, outcome)))
-    return log, told, is_complete
+        is_complete = study.run(pool, log, lambda name, outcome: reported.append((name, outcome)))
+    return log, reported, is_complete
 
 
 def test_the_tables_say_what_the_trials_said(tmp_path):
@@ -85,16 +85,16 @@ def test_the_linear_rule_scales_the_tuned_rate_of_the_smallest_batch(tmp_path):
 
 def test_every_arm_is_tuned_with_as_many_trials_and_no_trial_is_run_twice(tmp_path):
     """Five and two for each arm that is tuned; where the linear rule gives the tuned rate it shares its runs."""
-    _, told, _ = run(study_of(), tmp_path)
-    tuning = Counter(name for name, outcome in told if "seed=0" in outcome.overrides)
+    _, reported, _ = run(study_of(), tmp_path)
+    tuning = Counter(name for name, outcome in reported if "seed=0" in outcome.overrides)
     assert set(tuning.values()) == {7}
     assert set(tuning) == {f"{arm}, fp32, batch {size}" for arm in ("SGD", "LARS") for size in (10, 20)}
-    assert len({outcome.key for _, outcome in told}) == len(told) == 4 * (7 + 3)
+    assert len({outcome.key for _, outcome in reported}) == len(reported) == 4 * (7 + 3)
 
 
 def test_what_tunes_is_never_tested_and_what_is_tested_never_tunes(tmp_path):
-    _, told, _ = run(study_of(), tmp_path)
-    for _, outcome in told:
+    _, reported, _ = run(study_of(), tmp_path)
+    for _, outcome in reported:
         is_tuning = "seed=0" in outcome.overrides
         assert is_tuning == ("trainer.limit_test_batches=0" in outcome.overrides)
         assert ("test/acc" in outcome.metrics) <= (not is_tuning)
@@ -113,14 +113,14 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     study = study_of()
     with pytest.raises(KeyboardInterrupt):
         run(study, tmp_path, RunsOut())
-    log, told, is_complete = run(study, tmp_path)
+    log, reported, is_complete = run(study, tmp_path)
     assert is_complete
-    assert len(told) == 40 - 17
+    assert len(reported) == 40 - 17
     whole, _, _ = run(study, tmp_path / "whole")
     assert markdown(study, log) == markdown(study, whole)
-    _, told, is_complete = run(study, tmp_path, budget_s=0.0)
+    _, reported, is_complete = run(study, tmp_path, budget_s=0.0)
     assert is_complete
-    assert told == []
+    assert reported == []
 
 
 def test_a_mean_waits_for_all_of_its_seeds(tmp_path):
@@ -131,9 +131,9 @@ def test_a_mean_waits_for_all_of_its_seeds(tmp_path):
 
 def test_a_study_without_time_is_not_complete(tmp_path):
     study = study_of()
-    log, told, is_complete = run(study, tmp_path, budget_s=0.0)
+    log, reported, is_complete = run(study, tmp_path, budget_s=0.0)
     assert not is_complete
-    assert told == []
+    assert reported == []
     study_report.write_study(tmp_path, study, log, environment={})
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 

@@ -163,15 +163,15 @@ def test_a_line_that_is_no_trial_is_named(tmp_path):
 
 def test_a_limit_is_the_median_of_what_ended_before(tmp_path):
     """Each trial receives the median of those before it, once there are three."""
-    told = []
+    received = []
 
     def trial(overrides, limits):
-        told.append(limits)
-        value = float(len(told))
+        received.append(limits)
+        value = float(len(received))
         return TrialOutcome(overrides=overrides, status="done", value=value, curve=((0.5, value), (1.0, 0.0)))
 
     searched(tmp_path, trial, backend=CoarseToFine(num_rounds=1), stopping=Stopping(fractions=(0.5,), min_trials=3))
-    assert told == [(), (), (), ((0.5, 2.0),), ((0.5, 2.5),)]
+    assert received == [(), (), (), ((0.5, 2.0),), ((0.5, 2.5),)]
 
 
 def test_a_run_that_was_not_validated_there_gives_no_limit():

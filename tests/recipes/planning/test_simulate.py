@@ -58,17 +58,17 @@ def test_one_command_plans_a_run(tmp_path):
     rates = ["cluster.price_per_node_hour=30", "cluster.watts_per_node=3000"]
     done = run(tmp_path, *ask, *rates, "search.algorithms=[flat,two_level]", "search.bucket_bytes=[4194304,67108864]")
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "simulate.json").read_text())
-    numbers = told["numbers"]
+    content = json.loads((tmp_path / "simulate.json").read_text())
+    numbers = content["numbers"]
     assert numbers["num_ranks"] == 16
-    assert numbers["step_s"] == pytest.approx(statistics.fmean(told["steps_s"]))
-    assert len(told["steps_s"]) == 7
+    assert numbers["step_s"] == pytest.approx(statistics.fmean(content["steps_s"]))
+    assert len(content["steps_s"]) == 7
     hours = 2 * 1281167 / (16 * 64) * numbers["step_s"] / 3600
     assert numbers["run_hours"] == pytest.approx(hours)
     assert numbers["run_price"] == pytest.approx(hours * 2 * 30)
     assert numbers["run_kwh"] == pytest.approx(hours * 2 * 3)
-    assert [point["num_ranks"] for point in told["scaling"]] == [1, 16]
-    assert len(told["plans"]) == 4
+    assert [point["num_ranks"] for point in content["scaling"]] == [1, 16]
+    assert len(content["plans"]) == 4
     events = json.loads((tmp_path / "trace" / "rank-0.json").read_text())["traceEvents"]
     assert {"backward", "buckets"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert (tmp_path / "simulate.png").stat().st_size > 10_000
@@ -180,20 +180,20 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 
 
 def checked():
-    told = json.loads((RECORDS / "2026-11-21_check_emulated" / "rows.jsonl").read_text())
-    return told, emulated.Machine(**told["machine"])
+    content = json.loads((RECORDS / "2026-11-21_check_emulated" / "rows.jsonl").read_text())
+    return content, emulated.Machine(**content["machine"])
 
 
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
     """Median within 10 %, worst within 20, of records that no parameter was fitted to; errors are as recorded."""
-    told, machine = checked()
-    records = [ROOT / "recipes" / path for path in told["records"]]
-    assert told["fitted_to"] not in {record.name for record in records}
+    content, machine = checked()
+    records = [ROOT / "recipes" / path for path in content["records"]]
+    assert content["fitted_to"] not in {record.name for record in records}
     found, now = emulated.check_ranking(records, machine)
     assert len(now["settings"]) >= 6
     assert now["error"]["step"]["median"] < 0.10
     assert now["error"]["step"]["worst"] < 0.20
-    for section, errors in told["predictions"]["error"].items():
+    for section, errors in content["predictions"]["error"].items():
         assert now["error"][section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
     wrong = now["of_these_in_the_wrong_order"]
     assert len(wrong) <= 0.01 * now["pairs_that_differ_by_10_percent"]
@@ -236,7 +236,7 @@ def test_the_papers_cluster_is_as_published():
 
 def test_published_rows_are_as_recorded():
     """The record shows what the model says today, the bad rows included."""
-    _, *told = map(json.loads, (RECORDS / "2026-11-22_check_published" / "rows.jsonl").read_text().splitlines())
+    _, *content = map(json.loads, (RECORDS / "2026-11-22_check_published" / "rows.jsonl").read_text().splitlines())
     now = published_rows()
-    assert [row["what"] for row in told] == [row.what for row in now]
-    assert [row["predicted"] for row in told] == pytest.approx([row.predicted for row in now], rel=1e-6)
+    assert [row["what"] for row in content] == [row.what for row in now]
+    assert [row["predicted"] for row in content] == pytest.approx([row.predicted for row in now], rel=1e-6)

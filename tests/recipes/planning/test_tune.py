@@ -81,16 +81,16 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     plan = plan_from(str(tmp_path / "plan.json"), algorithm="auto", bucket_bytes=None)
     assert plan == found.plans[0].plan
     assert plan != CommPlan()
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert told["plan"] == asdict(plan)
-    assert told["config"] == {"asked": 1}
-    assert [one["step_s"] for one in told["plans"]] == [one.step_s for one in found.plans]
-    assert told["calibration"]["links"]["across"]["latency_interval_s"][0] > 0
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content["plan"] == asdict(plan)
+    assert content["config"] == {"asked": 1}
+    assert [one["step_s"] for one in content["plans"]] == [one.step_s for one in found.plans]
+    assert content["calibration"]["links"]["across"]["latency_interval_s"][0] > 0
     assert (tmp_path / "tune.png").stat().st_size > 10_000
     table = (tmp_path / "table.md").read_text()
     assert "| between nodes |" in table
     assert "(the library's own)" in table
-    assert tune_check.cluster_from(told["cluster"]) == found.found.cluster
+    assert tune_check.cluster_from(content["cluster"]) == found.found.cluster
 
 
 def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
@@ -130,10 +130,10 @@ def test_one_rank_a_bad_name_and_a_folder_that_cannot_be_written_are_refused_bef
 
 
 def test_ranks_that_were_asked_for_different_things_are_refused():
-    told = [asdict(Measurement()), asdict(Measurement(limit_s=3.0))]
+    content = [asdict(Measurement()), asdict(Measurement(limit_s=3.0))]
     with pytest.raises(ValueError, match=r"`measure.limit_s` \(=3.0 on rank 1\) must be the same on all ranks"):
-        tune_setup.check_same_on_all_ranks(told)
-    tune_setup.check_same_on_all_ranks(told[:1] * 2)
+        tune_setup.check_same_on_all_ranks(content)
+    tune_setup.check_same_on_all_ranks(content[:1] * 2)
 
 
 def world_on_rank():
@@ -186,9 +186,9 @@ def test_one_command_measures_this_host(tmp_path):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert told["world"]["ranks_per_node"] == 2
-    assert told["calibration"]["links"]["inside"]["bytes_per_s"] > 0
+    content = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert content["world"]["ranks_per_node"] == 2
+    assert content["calibration"]["links"]["inside"]["bytes_per_s"] > 0
     assert (tmp_path / "out" / "cluster" / "measured.yaml").exists()
     assert CommPlan.from_json((tmp_path / "out" / "plan.json").read_text())
     assert "links between nodes were not measured" in done.stdout

@@ -87,7 +87,7 @@ def test_validation_with_unequal_shares_ends_and_is_exact(three_ranks):
 
 
 def test_all_ranks_hold_the_same_accuracies(three_ranks):
-    assert len({told for told, _ in three_ranks.run(validated)}) == 1
+    assert len({metrics for metrics, _ in three_ranks.run(validated)}) == 1
 
 
 def validated():

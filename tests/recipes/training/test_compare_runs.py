@@ -38,10 +38,10 @@ def two_runs(tmp_path):
 def test_runs_are_laid_side_by_side(two_runs, tmp_path):
     runs = compare_runs.read_runs(two_runs)
     compare_runs.write_comparison(tmp_path / "out", runs, title="Two <rates>")
-    told = json.loads((tmp_path / "out/report.json").read_text())
-    assert [run["name"] for run in told["runs"]] == ["a", "b"]
-    assert told["differing_keys"] == {"optim.lr": [1.0, 2.0]}  # and not where they were written
-    assert told["final_metrics"] == {
+    content = json.loads((tmp_path / "out/report.json").read_text())
+    assert [run["name"] for run in content["runs"]] == ["a", "b"]
+    assert content["differing_keys"] == {"optim.lr": [1.0, 2.0]}  # and not where they were written
+    assert content["final_metrics"] == {
         m.VAL_ACC: [0.5, 0.6],
         f"{m.VAL_ACC}, best": [0.75, 0.75],
         m.TRAIN_LOSS: [0.25, 0.25],

@@ -81,10 +81,10 @@ def fit_with_a_report(folder):
 
 
 def test_a_report_that_cannot_be_written_costs_no_run(one_rank):
-    ((num_steps, told),) = one_rank.run(fit_with_a_report, "/proc/none")
+    ((num_steps, warned),) = one_rank.run(fit_with_a_report, "/proc/none")
     assert num_steps == 1
-    assert len(told) == 4
-    assert told[0].startswith("/proc/none/summary.json was not written (No such file or directory)")
+    assert len(warned) == 4
+    assert warned[0].startswith("/proc/none/summary.json was not written (No such file or directory)")
 
 
 def test_a_timeline_that_cannot_be_written_costs_no_run(tmp_path):

@@ -80,9 +80,9 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     with pytest.warns(UserWarning, match=rf"`.*stopped.ckpt` is not .* passed over: the run resumes from {good}"):
         assert resume.newest_whole(tmp_path) == good
     damage(good)
-    with pytest.warns(UserWarning, match="passed over") as told:
+    with pytest.warns(UserWarning, match="passed over") as caught:
         assert resume.newest_whole(tmp_path) == tmp_path / "last.previous.ckpt"
-    assert sum("is not the checkpoint that was written" in str(each.message) for each in told) == 2
+    assert sum("is not the checkpoint that was written" in str(each.message) for each in caught) == 2
     damage(tmp_path / "last.previous.ckpt")
     with pytest.raises(ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"):
         resume.newest_whole(tmp_path)
@@ -124,9 +124,9 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
         ("global_batch_size", "64", 128),
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
     ):
-        with pytest.raises(ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)") as told:
+        with pytest.raises(ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)") as caught:
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
-        assert "without `resume`" in str(told.value)
+        assert "without `resume`" in str(caught.value)
     assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
 
 
@@ -134,9 +134,9 @@ def test_what_changes_no_number_may_change(tmp_path):
     before = {"model": {"depth": 50, "checkpoint_activations": False}}
     path = saved(tmp_path, "last.ckpt", 4, callbacks={"Configuration": {"kept": before}})
     resume.refuse_other_configuration(path, {"model": {"depth": 50, "checkpoint_activations": True}})
-    with pytest.raises(ValueError, match=r"^`model.depth` \(=18\)") as told:
+    with pytest.raises(ValueError, match=r"^`model.depth` \(=18\)") as caught:
         resume.refuse_other_configuration(path, {"model": {"depth": 18, "checkpoint_activations": True}})
-    assert "checkpoint_activations" not in str(told.value)
+    assert "checkpoint_activations" not in str(caught.value)
 
 
 def validate_with(paths):
@@ -155,9 +155,9 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
     one, other = str(saved(tmp_path, "one.ckpt", 4)), str(saved(tmp_path / "b", "one.ckpt", 6))
     assert two_ranks.run(fit_from, [one, one], 2) == [("", True)] * 2
     for paths, found in (([one, None], "rank 1: no checkpoint"), ([one, other], "rank 1: one.ckpt, crc32 ")):
-        for told, is_untrained in two_ranks.run(fit_from, paths, 0):
-            assert "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 " in told
-            assert found in told
+        for caught, is_untrained in two_ranks.run(fit_from, paths, 0):
+            assert "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 " in caught
+            assert found in caught
             assert is_untrained
     assert two_ranks.run(validate_with, [one, other]) == ["", ""]  # which resumes from nothing
 

@@ -104,8 +104,8 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=3", path) == [begun]
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == ["mine"]
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # saved for later
-    told = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
-    assert told == [(begun, [0, 1]), (begun, [2, 3])]
+    message = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
+    assert message == [(begun, [0, 1]), (begun, [2, 3])]
     rows = [row["_step"] for each in runs_in(first) for row in each.history]
     assert rows == list(
         range(len(rows))
@@ -141,11 +141,11 @@ class Unauthorized(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.rfile.read(int(self.headers.get("content-length", 0)))
-        told = b'{"errors": [{"message": "user is not logged in"}]}'
+        message = b'{"errors": [{"message": "user is not logged in"}]}'
         self.send_response(401)
-        self.send_header("content-length", str(len(told)))
+        self.send_header("content-length", str(len(message)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(message)
 
     def log_message(self, *args):
         pass
@@ -175,9 +175,9 @@ def error_against(kind, run_dir, key="a" * 40):
     with server(kind) as address, environment(WANDB_BASE_URL=address, WANDB_API_KEY=key, WANDB_SILENT="true"):
         cfg = configured(run_dir, "logger.offline=false", "logger.settings.init_timeout=2")
         trainer, *_ = build(cfg)
-        told = toy.error_of(tracking.begin, trainer, cfg, overrides=[])
+        message = toy.error_of(tracking.begin, trainer, cfg, overrides=[])
         wandb.teardown()
-        return told, trainer.global_step
+        return message, trainer.global_step
 
 
 REASONS = {"refuses": "not logged in", "is not there": "", "is silent": ""}  # W&B words the last two as it likes
@@ -186,16 +186,16 @@ REASONS = {"refuses": "not logged in", "is not there": "", "is silent": ""}  # W
 @pytest.mark.parametrize("kind", REASONS)
 def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_path, kind):
     """Within seconds: the pool's own limit would end the test after 20."""
-    ((told, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), timeout_s=20.0)
-    assert told.startswith("ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: ")
-    assert REASONS[kind] in told
-    assert "leave `logger.offline` and WANDB_MODE out" in told
+    ((message, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), timeout_s=20.0)
+    assert message.startswith("ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: ")
+    assert REASONS[kind] in message
+    assert "leave `logger.offline` and WANDB_MODE out" in message
     assert num_steps == 0
 
 
 def test_a_key_that_is_none_is_an_early_error(one_rank, tmp_path):
-    ((told, _),) = one_rank.run(error_against, "is not there", str(tmp_path), "abc", timeout_s=20.0)
-    assert "needs a W&B server that lets this run in: WANDB_API_KEY invalid" in told
+    ((message, _),) = one_rank.run(error_against, "is not there", str(tmp_path), "abc", timeout_s=20.0)
+    assert "needs a W&B server that lets this run in: WANDB_API_KEY invalid" in message
 
 
 def test_without_wandb_metrics_go_to_a_file(monkeypatch, tmp_path):

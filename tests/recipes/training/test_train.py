@@ -101,12 +101,12 @@ def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "multirun.yaml"]
     for job, lr in (("0", 1.0), ("1", 2.0)):
         assert sorted(path.name for path in (tmp_path / job).iterdir()) == [".hydra", "rank0.json", "rank1.json"]
-        told = [json.loads((tmp_path / job / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-        assert told[0] == told[1]
-        assert told[0]["directory"] == str(tmp_path / job)
-        assert told[0]["lr"] == lr
-        assert told[0]["note"] == 'two words, a "comma" = trouble'
-        assert told[0]["num_threads"] == "1"
+        probes = [json.loads((tmp_path / job / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        assert probes[0] == probes[1]
+        assert probes[0]["directory"] == str(tmp_path / job)
+        assert probes[0]["lr"] == lr
+        assert probes[0]["note"] == 'two words, a "comma" = trouble'
+        assert probes[0]["num_threads"] == "1"
 
 
 @pytest.mark.long
@@ -116,8 +116,8 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
     (where,) = set(re.findall(r"^run directory +(\S+)$", out, flags=re.MULTILINE))
     run_dir = Path(where)
     try:
-        told = [json.loads((run_dir / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-        assert told[0] == told[1]
+        probes = [json.loads((run_dir / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        assert probes[0] == probes[1]
         assert run_dir.name.startswith("torchrun-")
         written = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".json")
         assert written == [".hydra", "checkpoints", "run.html", "run.png"]
