@@ -35,11 +35,11 @@ class AllReduceBench:
     sample of every arm, and every round begins with another arm. Before, each arm sums ones, and the sum is checked.
 
     Args:
-        algorithms: null means `auto` and every algorithm there is.
-        min_bytes, max_bytes, factor: sizes are `min_bytes * factor**k` up to `max_bytes`, which is the last.
-        dtypes: names of torch's, such as `float16`.
-        num_rounds: samples of each arm, for each size and dtype.
-        timeout_s: of every collective.
+        algorithms: Null means `auto` and every algorithm there is.
+        min_bytes, max_bytes, factor: Sizes are `min_bytes * factor**k` up to `max_bytes`, which is the last.
+        dtypes: Names of torch's, such as `float16`.
+        num_rounds: Samples of each arm, for each size and dtype.
+        timeout_s: Limit of every collective.
     """
 
     min_bytes: Count

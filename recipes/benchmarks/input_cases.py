@@ -76,16 +76,16 @@ class InputBench:
     Args:
         root: An unpacked image set; None: photo-like images are made in `scratch`.
         scratch: Where images and shards of the benchmark go; they are used again.
-        num_photos: To make.
-        short_side: Of the resized shards.
+        num_photos: Images to make.
+        short_side: Pixels of the short side in the resized shards.
         image_size: Pixels of a side of a crop.
-        batch_size: Images.
-        num_batches: In a sample.
+        batch_size: Images of a batch.
+        num_batches: Batches of a sample.
         num_rounds: Samples of each arm, in turns.
         num_threads: Threads of the library, worker processes of the others; None: the number of cores.
         arms: Names to run; None: all that are installed.
         loads: Decoding time over step time, for the second part; empty leaves it out.
-        num_steps: Of the second part.
+        num_steps: Steps of the second part.
     """
 
     root: str | None

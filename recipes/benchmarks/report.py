@@ -20,9 +20,9 @@ from recipes.cli.results import environment, size
 class Timing:
     """Times of one arm in one case.
 
-    `section`: `allreduce`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: of the buffer,
-    or of all gradients of a step, as they travel. `times_s`: every sample, of the slowest rank. `backward_s`: how
-    long backward waited on purpose.
+    `section`: `allreduce`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: size of the
+    buffer, or of all gradients of a step, as they travel. `times_s`: every sample, on the slowest rank. `backward_s`:
+    how long backward waited on purpose.
 
     >>> row = Timing(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
     >>> row.median_s, row.bound_s(link_bytes_per_s=100.0)

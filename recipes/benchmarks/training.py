@@ -63,15 +63,15 @@ class TrainingBench:
     """Benchmark of `Trainer.fit` on one device, on images in its memory. Arms take turns in rounds.
 
     Args:
-        arms: names of `ARMS`; the first is the reference.
-        batch_sizes: images per step; None: 256, 512, 1024 and 2048 on a GPU, 8 on a CPU.
-        image_size: pixels of a side; None: 224 on a GPU, 64 on a CPU.
-        depth: of the ResNet.
-        compile: whether the network is compiled; None: on a GPU.
-        channels_last: memory format of network and images.
-        num_steps: steps that a sample is over.
-        num_warmup_steps: steps of each fit before them, not counted.
-        num_rounds: samples of each arm.
+        arms: Names of `ARMS`; the first is the reference.
+        batch_sizes: Images per step; None: 256, 512, 1024 and 2048 on a GPU, 8 on a CPU.
+        image_size: Pixels of a side; None: 224 on a GPU, 64 on a CPU.
+        depth: Depth of the ResNet.
+        compile: Whether the network is compiled; None: on a GPU.
+        channels_last: Memory format of network and images.
+        num_steps: Steps of a sample.
+        num_warmup_steps: Steps of each fit before them, not counted.
+        num_rounds: Samples of each arm.
     """
 
     arms: Sequence[str]

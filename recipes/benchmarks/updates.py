@@ -120,9 +120,9 @@ class UpdateBench:
     """Benchmark of updates. Arms take turns: each round is one update of every arm.
 
     Args:
-        gradients: names of `recipes.benchmarks.gradient_sets`.
-        arms: names of `ARMS`; the first is the reference.
-        num_rounds, num_warmup: rounds counted, and rounds before them (compilation, first touch of memory).
+        gradients: Names of `recipes.benchmarks.gradient_sets`.
+        arms: Names of `ARMS`; the first is the reference.
+        num_rounds, num_warmup: Rounds counted, and rounds before them (compilation, first touch of memory).
     """
 
     gradients: Sequence[str]
@@ -158,7 +158,7 @@ class UpdateBench:
                 )
 
 
-MAX_CYCLES_PER_S = 2e9  # of a GPU
+MAX_CYCLES_PER_S = 2e9  # clock rate of a GPU
 MAX_SLEEP_S = 0.2
 
 

@@ -40,10 +40,10 @@ from recipes.cli.world import accumulation, slurm_started_us, steps_between_ques
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
 """Errors whose message says what is wrong without their name."""
 
-TOLD_WHILE_RUNNING = (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError)
+RUNTIME_ERRORS = (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError)
 """Errors of a run that end it in one message; a ValueError if it is about what was given."""
 
-IN_OUR_WORDS = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)")
+OWN_MESSAGE = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)")
 
 NOT_TOGETHER = (
     "`WORLD_SIZE` ranks must find one another at MASTER_ADDR:MASTER_PORT and stay; one did not come, or is gone: see "
@@ -74,7 +74,7 @@ def register_resolvers() -> None:
         "steps_between_questions": steps_between_questions,
         "on_rank_zero": lambda value: value if is_rank_zero() else None,
         "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
-        "offline_unless_told": lambda: "WANDB_MODE" not in os.environ,
+        "offline_by_default": lambda: "WANDB_MODE" not in os.environ,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
@@ -112,7 +112,7 @@ def message_of(error: Exception) -> str:
     key = where.partition(":")[2].strip()
     if isinstance(cause, DistError):
         return f"{NOT_TOGETHER}: {text.partition(chr(10))[0]}"
-    if IN_OUR_WORDS.match(text) is None:  # not in our words: by torch, Lightning or the system
+    if OWN_MESSAGE.match(text) is None:  # an error of torch, Lightning or the system
         text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
     return text + (f" [{key}]" if key else "")
@@ -180,9 +180,9 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         if is_rank_zero():
             print(f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto", flush=True)
         raise
-    except TOLD_WHILE_RUNNING as error:
-        is_told = not isinstance(error, ValueError) or str(error).startswith("`")
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_told:  # not about what was given: where matters
+    except RUNTIME_ERRORS as error:
+        is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:  # not about what was given: where matters
             raise
         raise SystemExit(f"error: {message_of(error)}") from None
     finally:

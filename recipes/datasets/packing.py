@@ -209,7 +209,7 @@ class _Split:
     def _write(self, shard: int, images: NDArray[np.int64], bar: tqdm) -> ShardIndex:
         path = self.out / shard_name(shard)
         unfinished = path.with_suffix(".unfinished")
-        kept, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
+        stored, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
         with open(unfinished, "wb") as file:
             num_threads = self.packing.num_threads or share_of_cores(1)
             for image, data in zip(images, mapped_ahead(self._prepared, images, num_threads), strict=True):
@@ -219,7 +219,7 @@ class _Split:
                     self._refuse_too_many(corrupt)
                     continue
                 file.write(data)
-                kept.append(int(image))
+                stored.append(int(image))
                 sizes.append(len(data))
                 crc32s.append(zlib.crc32(data))
                 shard_crc32 = zlib.crc32(data, shard_crc32)
@@ -228,12 +228,12 @@ class _Split:
         os.replace(unfinished, path)
         # The shard is in place before its index: an index always describes a whole shard.
         part = ShardIndex(
-            shards=np.full(len(kept), shard, dtype=np.int32),
-            offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(kept)].astype(np.int64),
+            shards=np.full(len(stored), shard, dtype=np.int32),
+            offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(stored)].astype(np.int64),
             num_bytes=np.array(sizes, dtype=np.int32),
             crc32s=np.array(crc32s, dtype=np.uint32),
-            labels=self.source.labels[kept],
-            names=np.array([self._name(image) for image in kept], dtype=np.bytes_),
+            labels=self.source.labels[stored],
+            names=np.array([self._name(image) for image in stored], dtype=np.bytes_),
             shard_num_bytes=np.array([sum(sizes)], dtype=np.int64),
             shard_crc32s=np.array([shard_crc32], dtype=np.uint32),
             classes=self.source.classes,
@@ -260,7 +260,7 @@ class _Split:
             )
 
 
-_DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # of a packing: what the bytes depend on
+_DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # options on which the bytes depend
 
 
 def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: int) -> Iterator[R]:

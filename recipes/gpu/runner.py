@@ -160,7 +160,7 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
     {'out': 'here', 'minutes': '2'}
 
     Raises:
-        ValueError: another key, or no key at all.
+        ValueError: Another key, or no key at all.
     """
     keys = dict(each.partition("=")[::2] for each in given)
     for key in keys:
@@ -173,7 +173,7 @@ def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
     """Return the checks whose names are in `only`, separated by commas; all where it is empty.
 
     Raises:
-        ValueError: there is no check of a name.
+        ValueError: A name is no check.
     """
     names = list(filter(None, only.split(",")))
     known = {check.name: check for check in checks}
@@ -234,7 +234,7 @@ def limit_s_from(minutes: str) -> float:
     """Return the time limit of all checks together.
 
     Raises:
-        ValueError: it is no number above zero.
+        ValueError: It is no number above zero.
 
     >>> limit_s_from("0.5")
     30.0

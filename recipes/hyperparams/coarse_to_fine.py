@@ -251,7 +251,7 @@ class TrialRunner:
 
     Args:
         pool: Runs trials.
-        log: Of this search, and others with the same settings.
+        log: Log of this search, and of others with the same settings.
         fixed: Overrides of all points.
         mode: Which way is better.
         stopping: When losers are stopped.

@@ -22,11 +22,11 @@ class StudyArm:
     """Way to train.
 
     Attributes:
-        overrides: What makes it.
+        overrides: Overrides that make it.
         low, high: Ends of the first grid of learning rates.
         lr_of: Instead of all of these, the arm whose overrides it shares, and whose rate at the smallest batch it
             scales linearly with the batch (Goyal et al. 2017, arXiv:1706.02677).
-        precisions, batch_sizes: Those it is run with; None = all of the study.
+        precisions, batch_sizes: Precisions and sizes to run; None = all of the study.
     """
 
     __pydantic_config__ = STRICT
@@ -44,8 +44,8 @@ class Precision:
     """Way to compute.
 
     Attributes:
-        overrides: What makes it.
-        batch_sizes: Those it is run with; None = all of the study.
+        overrides: Overrides that make it.
+        batch_sizes: Sizes to run; None = all of the study.
     """
 
     __pydantic_config__ = STRICT

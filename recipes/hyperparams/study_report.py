@@ -24,10 +24,10 @@ class Accuracy:
     """Accuracy over several seeds.
 
     Attributes:
-        mean: Of all runs.
+        mean: Mean of all runs.
         deviation: Sample standard deviation (n - 1 in the denominator); 0 for one run.
-        num_runs: How many.
-        num_lost: How many of them diverged or failed; they count as chance.
+        num_runs: Number of runs.
+        num_lost: Number of runs that diverged or failed; they count as chance.
     """
 
     mean: float

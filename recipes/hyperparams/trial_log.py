@@ -22,7 +22,7 @@ class TrialOutcome:
         overrides: What this trial's configuration has instead of the study's; they name the trial.
         status: `done`; `stopped` early, as a loser; `diverged`, a loss that is not finite; `failed`, an error.
         reason: Why it was not done.
-        value: Of the objective; None where there is none to compare.
+        value: Objective; None where there is none to compare.
         metrics: Everything measured at the end.
         curve: `(fraction of the run, objective)` of each validation on the way.
         wall_s: Duration.
@@ -80,8 +80,8 @@ class TrialLog:
     half line of a write that was killed is dropped.
 
     Args:
-        path: Of the file, one JSON object per line; made if missing.
-        fingerprint: Of all that the trials have in common. A file with another one is refused; None = it is only read.
+        path: File, one JSON object per line; made if missing.
+        fingerprint: Hash of all that the trials have in common. A file with another is refused; None = it is only read.
 
     Raises:
         ValueError: The file belongs to other settings, or holds what is no trial.

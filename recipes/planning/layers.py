@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.planning.workload import StepWorkload
 
-FORWARD_SHARE = 1 / 3  # of a step's arithmetic: backward makes two products for each of forward's
+FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,9 +133,9 @@ class Search:
     """Search over every algorithm with every bucket size.
 
     Args:
-        algorithms: null is the plan's choice by bytes.
-        bucket_bytes: caps; `num_buckets` of the plan is 1, so that they are what counts.
-        num_shown: how many to tell of.
+        algorithms: Null is the plan's choice by bytes.
+        bucket_bytes: Caps; `num_buckets` of the plan is 1, so that they are what counts.
+        num_shown: Number of plans in the report.
     """
 
     algorithms: Sequence[str | None]

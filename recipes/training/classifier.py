@@ -29,11 +29,11 @@ class Classifier(pl.LightningModule):
     Args:
         model: Images `"batch channels height width"` -> logits `"batch num_classes"`.
         optimizer: Makes the optimizer out of parameter groups.
-        weight_decay: Of weights; biases and normalisation get none.
+        weight_decay: Decay of weights; biases and normalisation get none.
         schedule: Makes the schedule out of `(optimizer, total_steps=, warmup_steps=)`; it steps once per update.
-        warmup_epochs: Of the learning rate, in epochs of whole steps; may be a fraction. None: see `warmup_steps`.
+        warmup_epochs: Warm-up of the learning rate, in epochs; may be a fraction. None: see `warmup_steps`.
         warmup_steps: The same in optimizer steps, instead.
-        num_classes: For the accuracy.
+        num_classes: Number of classes, for the accuracy.
         label_smoothing: Part of a training target that is spread evenly over all classes (Szegedy et al. 2015,
             arXiv:1512.00567). The loss in validation is of the plain targets.
         trust_ratio: False = every layer learns at the bare learning rate: an ablation.

@@ -72,22 +72,22 @@ class CSVRows(CSVLogger):
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = _part_of(path)
             # A kill between the deletion by Lightning and the rename below leaves only the part.
-            kept = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
-            if len(kept) < self._num_rows_kept:
+            known = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
+            if len(known) < self._num_rows_kept:
                 rank_zero_warn(
-                    f"{path} has {len(kept)} rows, and the checkpoint knows {self._num_rows_kept}: the others were "
+                    f"{path} has {len(known)} rows, and the checkpoint knows {self._num_rows_kept}: the others were "
                     "lost with the machine. curves.json of the run directory has all that training logged."
                 )
-            columns = sorted({name for row in kept for name in row})
-            if kept:
-                write_rows(path, kept, columns, is_moved=False)
+            columns = sorted({name for row in known for name in row})
+            if known:
+                write_rows(path, known, columns, is_moved=False)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 self._experiment = _Writer(log_dir=self.log_dir)
-            if kept:
+            if known:
                 os.replace(part, path)
                 self._experiment.metrics_keys = columns
-            self.num_rows = len(kept)
+            self.num_rows = len(known)
         return self._experiment
 
     @rank_zero_only

@@ -48,7 +48,7 @@ def checkpoint(cfg: DictConfig) -> str | None:
         ValueError: There is no such file, none of those there is whole, or it is of another configuration.
     """
     path = _asked_for(cfg.resume, Path(cfg.run_dir))
-    if path is not None and (now := kept_configuration(cfg)) is not None:
+    if path is not None and (now := saved_configuration(cfg)) is not None:
         refuse_other_configuration(path, now)
     return None if path is None else str(path)
 
@@ -127,7 +127,7 @@ class Configuration(Callback):
         return {"kept": self.kept}
 
 
-def kept_configuration(cfg: DictConfig) -> dict[str, Any] | None:
+def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
     """Return what `Configuration` would save of this run; None where it is taken out."""
     node = (cfg.callbacks or {}).get("configuration")
     return None if node is None else cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))

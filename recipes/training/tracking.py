@@ -71,13 +71,13 @@ class TrackerRun(Callback):
             self.run_id = state_dict["run_id"]
 
 
-def kept_run_id(ckpt_path: str | None) -> str | None:
-    """Return the run id in a checkpoint; None where it has none. Raises as `kept_state`."""
-    found: str | None = kept_state(ckpt_path).get("run_id")
+def saved_run_id(ckpt_path: str | None) -> str | None:
+    """Return the run id in a checkpoint; None where it has none. Raises as `saved_state`."""
+    found: str | None = saved_state(ckpt_path).get("run_id")
     return found
 
 
-def kept_state(ckpt_path: str | None) -> dict[str, Any]:
+def saved_state(ckpt_path: str | None) -> dict[str, Any]:
     """Return what `TrackerRun` saved in a checkpoint, of which nothing else is read; nothing where it has none.
 
     Raises:
@@ -116,16 +116,16 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
             "would be logged. Run `pip install -e '.[tensorboard]'`, or choose logger=csv or logger=wandb."
         )
     if target.endswith("CSVRows"):
-        num_rows = kept_state(ckpt_path).get("num_rows", {}).get("CSVRows")
+        num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
         return cast(Logger, instantiate(cfg.logger, num_rows_kept=num_rows or 0))
     if not target.endswith("WandbLogger"):
         return cast(Logger | None, instantiate(cfg.logger) or None)
     if not _is_installed("wandb"):
         rank_zero_warn("wandb is not installed: metrics go to csv/metrics.csv of the run directory, as with logger=csv")
-        num_rows = kept_state(ckpt_path).get("num_rows", {}).get("CSVRows")
+        num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
         return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)
-    kept = None if cfg.logger.get("id") else kept_run_id(ckpt_path)
-    return cast(Logger, instantiate(cfg.logger, **({} if kept is None else {"id": kept})))
+    run_id = None if cfg.logger.get("id") else saved_run_id(ckpt_path)
+    return cast(Logger, instantiate(cfg.logger, **({} if run_id is None else {"id": run_id})))
 
 
 def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> None:

@@ -144,8 +144,8 @@ def trends_of(samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int) -> 
     """Return the trends of every quantity and rank, without the first `warmup_steps` steps."""
     counted = {rank: [s for s in rows if (s["step"] or 0) > warmup_steps] for rank, rows in samples.items()}
     sampled = {quantity for rows in samples.values() for sample in rows for quantity in sample}
-    kept = [quantity for quantity in QUANTITIES if quantity in sampled]
-    return [trend_of(rows, rank=rank, quantity=quantity) for quantity in kept for rank, rows in counted.items()]
+    known = [quantity for quantity in QUANTITIES if quantity in sampled]
+    return [trend_of(rows, rank=rank, quantity=quantity) for quantity in known for rank, rows in counted.items()]
 
 
 def markdown(trends: Sequence[Trend]) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 class Environment:
     """Environment, and the expected end of a program in it.
 
-    `names`: all of these must be said. `goes_on`: exit code 0; otherwise the program must end in an error, in
-    words. `variables`: of all processes; None: unset. `ranks`: further ones of each process that is started.
-    `wrapper`: a command that the program's is appended to. `needs`: of the machine. In variables and overrides
+    `names`: texts that must all be in the output. `goes_on`: exit code 0; otherwise the program must end in an error
+    message. `variables`: environment of all processes; None: unset. `ranks`: further variables of each process.
+    `wrapper`: a command that the program's is appended to. `needs`: tools of the machine. In variables and overrides
     <FREE> and <TAKEN> are ports, <RUN> the run directory, <SHIM> a library whose clock is a year ahead.
     """
 

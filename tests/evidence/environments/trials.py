@@ -63,7 +63,7 @@ class FillDisk(Callback):
     """Callback that leaves no byte on the disk of `folder` before a step.
 
     Args:
-        folder: Of the run.
+        folder: Run directory.
         step: The first one that finds it full, counted from 0.
     """
 

@@ -101,7 +101,7 @@ def run_cases(cases: Sequence[FaultCase], worlds: Sequence[OneHost]) -> Generato
 def run_case(case: FaultCase, world: OneHost, weights: int | None = None) -> tuple[FaultOutcome, int | None]:
     """Inject the fault; return the outcome, and a hash of the weights where all ranks have the same.
 
-    `weights`: of an undisturbed run, to be compared with.
+    `weights`: hash of an undisturbed run, to be compared with.
     """
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}

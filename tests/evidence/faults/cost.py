@@ -33,7 +33,7 @@ from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
 
 BATCH, NUM_STEPS, EVERY = 4, 6, 3
-DEFAULT_EVERY_N_STEPS = 100  # of ReplicaCheck
+DEFAULT_EVERY_N_STEPS = 100  # default of ReplicaCheck
 LOG_EVERY_N_STEPS = 50  # Lightning's default
 
 

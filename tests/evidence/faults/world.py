@@ -37,7 +37,7 @@ class OneHost:
     """World with all ranks on this machine, over its loopback.
 
     Args:
-        num_ranks: in all.
+        num_ranks: Number of ranks.
 
     A world of several hosts has the same methods, `has_links` and `spoil_link`: `tests/netlab/faults.py`.
     """

@@ -25,7 +25,7 @@ ITEMSIZE = 2  # fp16
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultsRow:
-    """Seconds of communication of one step, which nothing hides; `flat_s`: of the best plan without a hierarchy."""
+    """Seconds of communication of one step, which nothing hides; `flat_s`: of the best flat plan."""
 
     cluster: str
     num_nodes: int

@@ -12,7 +12,7 @@ from lightning_hybrid.planning.simulate import Outcome, simulate
 from recipes.planning.layers import flops_per_image, work_of
 from tests.evidence.planner.known_clusters import PublishedRow, bus_gb_per_s, cluster_of, network, num_tensors
 
-TRAIN_IMAGES = 1_281_167  # of ImageNet
+TRAIN_IMAGES = 1_281_167  # images of ImageNet
 P40_IMAGES_PER_S = 218  # at 64 images; see conf/cluster/p40_roce.yaml
 P100_32_OVER_64 = 195 / 219  # ResNet-50 on a P100 at 32 and at 64 images, TensorFlow 1 benchmarks page
 SMALL_LL_BYTES = 16384  # NCCL_LL_THRESHOLD's default in 2018

@@ -34,7 +34,7 @@ class RanksExit:
     """End of two ranks: exit codes (negative: by a signal), when the first was gone, and when the last."""
 
     codes: tuple[int, ...]
-    last_s: float  # of the monotonic clock, which all processes of a machine share
+    last_s: float  # by the monotonic clock, which all processes of a machine share
     was_helped: bool
     output: str
 

@@ -29,8 +29,8 @@ class DieAt(Callback):
     Args:
         mark: A file that says that it has happened, and when.
         phase: One of `PHASES`.
-        rank: That dies; None: all of them at once, as when the power fails.
-        step: In which, counted from 1. Of a checkpoint: the first that is written in this step or later.
+        rank: Rank that dies; None: all of them at once, as when the power fails.
+        step: Step, counted from 1. For a checkpoint: the first that is written in this step or later.
         number: Number of the signal. 0: none, but from then on no file may grow beyond `LIMIT_BYTES`.
     """
 

@@ -215,9 +215,9 @@ def resume_outcomes(
     """Yield all trials, each as it ends.
 
     Args:
-        folder: Of the runs; each gets a directory of its own, which stays where the promise is broken.
-        num_trials: Of killed runs; the damaged files and the full disk come on top.
-        seed: Of the points.
+        folder: Folder of the runs; each gets a directory of its own, which stays where the promise is broken.
+        num_trials: Killed runs; the damaged files and the full disk come on top.
+        seed: Seed of the points.
         own: Overrides of every run, after `BASE`.
     """
     base, undisturbed = [*BASE, *own], folder / "undisturbed"
@@ -225,16 +225,16 @@ def resume_outcomes(
     if ended.codes != (0, 0):
         raise RuntimeError(f"the undisturbed run ended with {ended.codes}: {ended.output[-2000:]}")
     for index, point in enumerate(points(num_trials, seed)):
-        yield _kept_if_broken(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
+        yield _removed_if_held(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
     interrupted = folder / "interrupted"
     run_ranks([*base, KillPoint(phase="loading", rank=None, step=10, number=int(signal.SIGKILL)).override], interrupted)
     for index, name in enumerate(DAMAGES):
         run_dir = folder / f"damaged{index}"
-        yield _kept_if_broken(damaged(name, interrupted, undisturbed, run_dir, base), run_dir)
-    yield _kept_if_broken(disk_full(undisturbed, folder / "full", base), folder / "full")
+        yield _removed_if_held(damaged(name, interrupted, undisturbed, run_dir, base), run_dir)
+    yield _removed_if_held(disk_full(undisturbed, folder / "full", base), folder / "full")
 
 
-def _kept_if_broken(outcome: FaultOutcome, run_dir: Path) -> FaultOutcome:
+def _removed_if_held(outcome: FaultOutcome, run_dir: Path) -> FaultOutcome:
     if outcome.is_held:
         shutil.rmtree(run_dir)
     return outcome

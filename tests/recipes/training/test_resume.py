@@ -18,7 +18,7 @@ from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_check
 from recipes.cli import launch
 from recipes.training import resume
 from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
-from recipes.training.tracking import TrackerRun, kept_state
+from recipes.training.tracking import TrackerRun, saved_state
 from tests import toy
 from tests.evidence.resume import trials
 from tests.evidence.resume.kill_points import PHASES
@@ -114,7 +114,7 @@ def test_a_path_must_be_a_whole_checkpoint(tmp_path):
 
 
 def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_not(tmp_path):
-    kept = resume.kept_configuration(configured(tmp_path))
+    kept = resume.saved_configuration(configured(tmp_path))
     saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
     for same in ((), ("trainer.max_epochs=99", "trainer.devices=4", "logger=csv", "strategy.algorithm=flat")):
         assert resume.checkpoint(configured(tmp_path, "resume=auto", *same)) is not None
@@ -181,7 +181,7 @@ def logged(folder, max_steps, from_step=None, **settings):
         save_dir=folder,
         name="",
         version="csv",
-        num_rows_kept=kept_state(path).get("num_rows", {}).get("CSVRows", 0),
+        num_rows_kept=saved_state(path).get("num_rows", {}).get("CSVRows", 0),
     )
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     trainer = toy.trainer(

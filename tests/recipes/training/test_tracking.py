@@ -68,7 +68,7 @@ def tracked(run_dir, *overrides, **variables):
         finally:
             wandb.teardown()  # finishes, and forgets the environment
             wandb.run = None  # a disabled one stays
-    return tracking.kept_run_id(f"{run_dir}/checkpoints/last.ckpt")
+    return tracking.saved_run_id(f"{run_dir}/checkpoints/last.ckpt")
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -226,10 +226,10 @@ def test_tensorboard_writes_into_the_run_directory(tmp_path):
 def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     path = tmp_path / "some.ckpt"
     torch.save({"callbacks": {"TrackerRun": {"run_id": "abc"}}, "state_dict": {"w": torch.ones(1000)}}, path)
-    assert tracking.kept_run_id(str(path)) == "abc"
+    assert tracking.saved_run_id(str(path)) == "abc"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"`resume` \(=.*some.ckpt\) must be a whole checkpoint of Lightning's: "):
-        tracking.kept_run_id(str(path))
+        tracking.saved_run_id(str(path))
 
 
 class Own:
@@ -239,10 +239,10 @@ class Own:
 @pytest.mark.parametrize("checkpoint", [{}, {"callbacks": {}}, {"callbacks": {"TrackerRun": {"run_id": None}}}])
 def test_a_checkpoint_without_an_id_has_none(tmp_path, checkpoint):
     torch.save(checkpoint, tmp_path / "some.ckpt")
-    assert tracking.kept_run_id(str(tmp_path / "some.ckpt")) is None
+    assert tracking.saved_run_id(str(tmp_path / "some.ckpt")) is None
 
 
 def test_a_checkpoint_with_objects_of_the_users_own_resumes_in_a_new_run(tmp_path):
     torch.save({"callbacks": {}, "hyper_parameters": Own()}, tmp_path / "some.ckpt")
     with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
-        assert tracking.kept_run_id(str(tmp_path / "some.ckpt")) is None
+        assert tracking.saved_run_id(str(tmp_path / "some.ckpt")) is None
