@@ -1,6 +1,6 @@
 """What must not stand in the source, nor in what a run writes: ways in for others, and the tracker's key.
 
-What listens, and where: `test_rendezvous.py`. A key in the configuration: `recipes/test_before_run.py`.
+What listens, and where: `test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
 """
 
 from __future__ import annotations

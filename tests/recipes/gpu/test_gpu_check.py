@@ -87,7 +87,7 @@ def test_nothing_that_a_hanging_check_started_is_left(outcomes):
 def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_path):
     _, found = outcomes
     path = tmp_path / "gpu_check.json"
-    runner.write_outcomes(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.environment(ROOT))
+    runner.write_outcomes(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.gpu_environment(ROOT))
     content = json.loads(path.read_text())
     assert content["environment"]["torch"] == torch.__version__
     assert content["environment"]["device"] == "cpu"
