@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_hybrid.comm.engine.process_groups import CommGroups
+from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
+from lightning_hybrid.comm.plan import Algorithm
+
 Nodes = tuple[tuple[int, ...], ...]
 
 
@@ -33,6 +37,14 @@ def name(nodes: Nodes) -> str:
 
 def is_even(nodes: Nodes) -> bool:
     return len({len(node) for node in nodes}) == 1
+
+
+def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:
+    """Run the stages of an algorithm one after the other, in place."""
+    job = Job(flat=flat, topology=groups.topology)
+    for stage in STAGES[algorithm]:
+        run_stage(stage, job, groups.by_stage[stage.name])
+    return flat
 
 
 def integers(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:

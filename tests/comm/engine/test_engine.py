@@ -60,7 +60,7 @@ def test_many_tensors_in_flight_are_each_summed_right(rank_pool, nodes):
 
 def submit_before_the_other_rank():
     engine = engine_over(((0, 1),))
-    assert engine._watch._give_up_after_s is None  # Gloo's collectives tell by themselves
+    assert engine._watchdog._give_up_after_s is None  # Gloo's collectives raise by themselves
     if dist.get_rank() == 1:
         time.sleep(0.5)
     start = time.monotonic()
@@ -183,7 +183,7 @@ def failing_finish():
     engine.close()
 
 
-def test_a_failure_after_the_sum_is_told_likewise(one_rank):
+def test_a_failure_after_the_sum_is_the_same_error(one_rank):
     one_rank.run(failing_finish)
 
 

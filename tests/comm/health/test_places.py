@@ -18,7 +18,7 @@ GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), h
 
 
 @pytest.mark.parametrize(
-    ("roll", "words"),
+    ("statuses", "words"),
     [
         ([HERE, None, HERE], "Rank 1 is on host b."),
         ([None, None, HERE], "Rank 0 is on host a, rank 1 is on host b."),
@@ -27,9 +27,9 @@ GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), h
         ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # nobody's fault: the network's
     ],
 )
-def test_a_verdict_ends_with_the_hosts_of_whom_it_blames(roll, words):
-    assert diagnose("Rank 0 saw it", roll, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
-    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
+def test_a_diagnosis_ends_with_the_hosts_of_the_ranks_it_names(statuses, words):
+    assert diagnose("Rank 0 saw it", statuses, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
+    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
 
 
 def test_of_many_hosts_some_are_told():
