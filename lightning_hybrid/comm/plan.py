@@ -113,9 +113,9 @@ class CommPlan:
             ranks on a node over 2 / k times as many, but one at least: each is k flows. Gloo asks consent for each
             message, and another flow uses the wire meanwhile; too many flows hinder each other: at
             100 Mbit/s 8 MiB took 723 ms with 8 flows, 704 with 4 (k = 4), and 1051 with 4, 1081 with 2 (k = 2).
-        check_order: compare, once per step, the order of all buckets over ranks (order_check.py). The 128 elements that do it
-            shift where Gloo's ring begins to add, so without them `flat` is plain DistributedDataParallel bit for
-            bit, and with them all but the last bucket is.
+        check_order: compare, once per step, the order of all buckets over ranks (order_check.py). The 128 elements
+            that do it shift where Gloo's ring begins to add, so without them `flat` is plain DistributedDataParallel
+            bit for bit, and with them all but the last bucket is.
         hierarchical_below_bytes: see the rule. 1 MiB: on emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s Gloo
             the hierarchical form took 13.5 ms against 17.3 ms at 1 MB and 91.3 ms against 88.9 ms at 8 MB.
 

@@ -1,4 +1,4 @@
-"""When the plan of communication is tuned in a ``Trainer``'s fit; how that is done is in ``comm/tuning.py``."""
+"""When the plan of communication is tuned in a `Trainer`'s fit; how that is done is in `comm/tuning.py`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_hybrid.comm.tuning.session import TuningSession
 LEAST_STEPS = 100
 """What tuning needs, about: with fewer it would end before it has found much."""
 MOST_SHARE = 0.1
-"""Of the steps of a run; in a shorter run than ``LEAST_STEPS / MOST_SHARE`` there is none."""
+"""Of the steps of a run; in a shorter run than `LEAST_STEPS / MOST_SHARE` there is none."""
 
 
 def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: bool, num_steps: float) -> str | None:
-    """Why the plan of a run of ``num_steps`` is not tuned; None where it is. Empty where that need not be said.
+    """Why the plan of a run of `num_steps` is not tuned; None where it is. Empty where that need not be said.
 
     >>> one, two = (Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=k) for k in (4, 2))
     >>> [why_not(tune, nodes, on_cuda=False, num_steps=10_000)
@@ -41,7 +41,7 @@ def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: 
 class FitTuning:
     """Tunes the plan of an engine in a fit, where that is worth it: at the first batch the length of the run is known.
 
-    Arguments:
+    Args:
         engine: of the fit.
         tune: the user's setting.
         cache_dir: where plans are kept; None: in the user's cache.
@@ -86,7 +86,7 @@ class FitTuning:
             return
         most_steps = MOST_STEPS if self._tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
         self._tuning = TuningSession(
-            engine, cache_folder=self._folder, most_steps=most_steps, tell=rank_zero_info, on_plan=self._on_plan
+            engine, cache_folder=self._folder, most_steps=most_steps, report=rank_zero_info, on_plan=self._on_plan
         )
 
 

@@ -3,7 +3,7 @@
     flat            all_reduce
                       everywhere
     parallel_flat   parallel_all_reduce
-                      flat, of pieces in several groups at once
+                      flat, of chunks in several groups at once
     hierarchical    reduce            -> ring                -> broadcast
                       to the node's        all-reduce of the      to the node's
                       leader               leaders                other ranks
@@ -11,9 +11,9 @@
                       each rank of a       over the ranks of      of the shards
                       node sums a shard    equal local rank       inside the node
 
-``hierarchical`` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
+`hierarchical` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
 4 (k - 1) + 2 (P / k - 1) hops where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
-``two_level`` moves as few bytes between nodes and lets every rank's link carry 1 / k of them.
+`two_level` moves as few bytes between nodes and lets every rank's link carry 1 / k of them.
 
 `flat` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too, which add in
 the tensor's own dtype, inside the node as between nodes. On the CPU they are messages of our own over Gloo

@@ -1,6 +1,6 @@
-"""How much was communicated, for how long, how much of that a step had to wait for; and, if asked, when what happened.
+"""Counters of communication, and if asked for a timeline of it.
 
-``CommTrace(keep_events=True)`` remembers every bucket and stage and writes them as a timeline that Perfetto
+`CommTrace(keep_events=True)` records every bucket and stage and writes them as a timeline that Perfetto
 (https://ui.perfetto.dev) and Chrome (chrome://tracing) show: one process per rank, one row per stage and column.
 """
 
@@ -23,7 +23,7 @@ MOST_EVENTS = 500_000
 
 
 class BucketLike(Protocol):
-    """What timeline and counters say of a bucket; it can be hashed."""
+    """A bucket as timeline and counters name it; it can be hashed."""
 
     @property
     def index(self) -> int:
@@ -35,26 +35,26 @@ class BucketLike(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """On the wire."""
+        """Bytes on the wire."""
 
     @property
     def dtype(self) -> str:
-        """On the wire, without ``torch.``."""
+        """Dtype on the wire, without `torch.`."""
 
     @property
     def algorithm(self) -> str:
-        """That carries it."""
+        """Algorithm that carries it."""
 
     @property
     def num_chunks(self) -> int:
-        """In which it is carried."""
+        """Number of chunks in which it is carried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """When what happened to one bucket on a device, which tells only afterwards; in seconds.
+    """The times of one bucket on a device, which are known only afterwards; in seconds.
 
-    ``ready_s``: its gradients were there. ``done_s``: it was averaged. ``stages``: (name, begin, end, bytes) of each.
+    `ready_s`: its gradients were there. `done_s`: it was averaged. `stages`: (name, begin, end, bytes) of each.
     """
 
     bucket: BucketLike
@@ -66,7 +66,7 @@ class DeviceTimes:
 
 
 class _Counts:
-    """Of one bucket: its traffic, how often it was averaged, seconds in flight and exposed."""
+    """The traffic of one bucket, how often it was averaged, seconds in flight and exposed."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -75,9 +75,9 @@ class _Counts:
 
 
 class CommTrace:
-    """Counters that a hook's and an engine's threads may write while another thread drains them.
+    """Counters that the threads of an engine may write while another thread drains them.
 
-    ``clock`` returns seconds. ``keep_events`` is for ``write``.
+    `clock` returns seconds. `keep_events` is for `write`.
 
     >>> ticks = iter([0.0, 2.0, 6.0])
     >>> trace = CommTrace(clock=lambda: next(ticks))
@@ -110,7 +110,7 @@ class CommTrace:
         self._by_bucket: dict[BucketLike, _Counts] = {}
 
     def look_first(self, look: Callable[[], None]) -> None:
-        """Call ``look`` before counts are read: it tells by ``replay`` what a device has done."""
+        """Call `look` before counts are read: it replays what a device has done."""
         self._look = look
 
     def _look_first(self) -> None:
@@ -120,7 +120,7 @@ class CommTrace:
     def begin(
         self, *, num_bytes: int, is_last: bool, traffic: Traffic = NO_TRAFFIC, at_s: float | None = None
     ) -> float:
-        """A bucket was handed over. Each call is followed by one of ``end``. Returns the time: ``at_s``, or now."""
+        """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now."""
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
             self._count(num_bytes, is_last, traffic)
@@ -139,13 +139,15 @@ class CommTrace:
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
     ) -> None:
-        """A bucket was averaged, or given up (None), now or ``at_s``; ``began_s``: when it was handed over."""
+        """Count a bucket that was averaged, or given up (None), now or at `at_s`; `began_s`: when it was submitted."""
         with self._lock:
             self._num_in_flight -= 1
             if self._num_in_flight and bucket is None:
                 return
             now_s = self._clock() if at_s is None else at_s
             if bucket is not None:
+                # Exposed time is what passes after the step's last bucket was submitted. It is given to the buckets in
+                # the order in which they are done: each gets the time since the one before.
                 self._event(f"bucket {bucket.index}", "buckets", began_s, now_s, bucket)
                 counts = self._by_bucket.setdefault(bucket, _Counts(traffic))
                 counts.num_times += 1
@@ -177,7 +179,7 @@ class CommTrace:
         (1, 6.0, 4.0)
         """
         moments = [moment for each in buckets for moment in ((each.ready_s, False, each), (each.done_s, True, each))]
-        with self._lock:  # whoever drains meanwhile reads the host's clock
+        with self._lock:  # a drain meanwhile would read the host's clock
             for at_s, is_end, each in sorted(moments, key=lambda moment: moment[:2]):
                 if is_end:
                     self.end(each.bucket, each.ready_s, each.traffic, at_s=at_s)
@@ -188,23 +190,23 @@ class CommTrace:
 
     @property
     def total_busy_s(self) -> float:
-        """Seconds with a bucket in flight since the beginning, whoever drains; without what still is."""
+        """Seconds with a bucket in flight since the beginning, drained or not; without what still is in flight."""
         return self.total_busy[0]
 
     @property
     def total_busy(self) -> tuple[float, int]:
-        """The same, and the steps in which that was."""
+        """`total_busy_s`, and the number of steps in which that was."""
         self._look_first()
         with self._lock:
             num_steps = self._drained.num_steps + self._num_steps
             return (self._drained.busy_s or 0.0) + self._busy_s, num_steps
 
     def now_s(self) -> float:
-        """Seconds on this trace's clock."""
+        """Read this trace's clock, in seconds."""
         return self._clock()
 
     def stage(self, bucket: BucketLike, stage: str, column: int, began_s: float, num_bytes: int) -> None:
-        """A stage of a piece of ``num_bytes`` ended."""
+        """Record that a stage of a chunk of `num_bytes` ended."""
         if self.keep_events:
             with self._lock:
                 self._stage(bucket, stage, column, began_s, self._clock(), num_bytes)
@@ -228,9 +230,9 @@ class CommTrace:
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
-        """The timeline so far, as JSON in Chrome's trace format; times in microseconds of this host's clock.
+        """Write the timeline so far as JSON in Chrome's trace format; times in microseconds of this host's clock.
 
-        On CUDA they are the device's, set beside this clock at the first bucket: the device may have been behind by
+        On CUDA they are the device's, set equal to this clock at the first bucket: the device may have been behind by
         what was queued then.
         """
         self._look_first()
@@ -248,7 +250,7 @@ class CommTrace:
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
     def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
-        """Write ``rank<r>.json`` into the folder; with a warning where it takes none, as a run is not lost for that."""
+        """Write `rank<r>.json` into the folder, or warn where it cannot be written: a run is not lost for that."""
         path = Path(folder) / f"rank{rank}.json"
         try:
             self.write(path, rank=rank)
@@ -256,9 +258,9 @@ class CommTrace:
             warnings.warn(f"`trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2)
 
     def drain(self) -> CommSummary:
-        """The counts since the last drain. Times of buckets still in flight are split at this moment.
+        """Return the counts since the last drain. Times of buckets still in flight are split at this moment.
 
-        On CUDA a step counts once the device is through with it, which nobody waits for: often in the next drain.
+        On CUDA a step counts once the device is through with it, and nothing waits for that: often in the next drain.
         """
         self._look_first()
         with self._lock:
@@ -268,13 +270,13 @@ class CommTrace:
             return summary
 
     def total(self) -> CommSummary:
-        """The counts since the beginning, whoever drains."""
+        """Return the counts since the beginning, however often drained."""
         self._look_first()
         with self._lock:
             return self._drained + self._summary()
 
     def _summary(self) -> CommSummary:
-        if self._num_in_flight:
+        if self._num_in_flight:  # what is in flight counts up to now here, and from now on in the next summary
             now_s = self._clock()
             self._add_times(now_s)
             self._busy_since_s = now_s
