@@ -7,7 +7,7 @@ from typing import Literal
 from lightning_hybrid.comm.plan import KIB
 
 ALIGNMENT = 16
-"""Chunks begin at multiples of this many elements, so that vector instructions find them aligned."""
+"""Chunks and parts of chunks begin at multiples of this many elements, which vector instructions find aligned."""
 
 EXCHANGE_BYTES = 64 * KIB
 """Up to here a rank sends all it has to every other rank across nodes: 4 nodes at 100 Mbit/s and 200 us took 2.5 ms for

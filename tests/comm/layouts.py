@@ -1,10 +1,14 @@
 """Ways in which a few ranks can be spread over nodes, and data that differs on every rank."""
 
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
 from lightning_hybrid.comm.plan import Algorithm
@@ -37,6 +41,13 @@ def name(nodes: Nodes) -> str:
 
 def is_even(nodes: Nodes) -> bool:
     return len({len(node) for node in nodes}) == 1
+
+
+def engine_over(nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **options: Any) -> CommEngine:
+    """Make this rank's engine on the CPU."""
+    topology = Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes)
+    options = {"device": torch.device("cpu"), **options}
+    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), **options)
 
 
 def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:

@@ -86,8 +86,7 @@ class CommEngine:
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
         self._is_closed = False
         self._close_limit_s: float | None = None
-        self._buckets: dict[tuple[int, int, torch.dtype], BucketPlan] = {}
-        self._traffic: dict[BucketPlan, Traffic] = {}
+        self._buckets: dict[tuple[int, int, torch.dtype], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
         self._latch = FailureLatch(self._order)
         fallback = plan.fallback(topology)
@@ -105,7 +104,7 @@ class CommEngine:
             give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if on_cuda else None,
         )
         self._new_job = partial(Job, topology=topology, dtype_across=dtype_across_nodes, by_backend=on_cuda)
-        self._groups = CommGroups(topology=topology, scopes={}, timeout=timeout, share=on_cuda)
+        self._groups = CommGroups(topology=topology, timeout=timeout, share=on_cuda)
         new_carrier = partial(CudaStreams, device=device) if on_cuda else StageThreads
         self._carrier: StageThreads | CudaStreams = new_carrier(
             groups=self._groups, trace=self.trace, latch=self._latch, watchdog=self._watchdog
@@ -176,8 +175,8 @@ class CommEngine:
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
                 "contiguous: it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
-        plan = self.bucket_plan(bucket_index, flat)
-        bucket = InFlightBucket(flat=flat, plan=plan, traffic=self.traffic(plan), finish=finish, is_last=is_last)
+        plan, traffic = self._planned(bucket_index, flat)
+        bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
         if isinstance(self._carrier, CudaStreams):
             self._carrier.look()
         with self._turn:
@@ -197,34 +196,24 @@ class CommEngine:
             bucket.contents = f"order/{self._order.num_submitted}", text
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 
-    def traffic(self, bucket: BucketPlan) -> Traffic:
-        """Return the bytes on the links of the busiest node for one sum of a bucket."""
-        if bucket not in self._traffic:
-            narrow = self.dtype_across_nodes
-            across = bucket.num_bytes if narrow is None else min(bucket.num_bytes, bucket.numel * narrow.itemsize)
-            self._traffic[bucket] = traffic_of(
-                bucket.algorithm, self.topology, bucket.num_bytes, num_bytes_across=across
-            )
-        return self._traffic[bucket]
-
-    def bucket_plan(self, index: int, flat: Tensor) -> BucketPlan:
-        """Return what is decided for this tensor; remembered by index, number of elements and dtype."""
+    def _planned(self, index: int, flat: Tensor) -> tuple[BucketPlan, Traffic]:
+        """Return what is decided for this tensor, and the bytes on the links for one sum of it; decided once."""
         key = (index, flat.numel(), flat.dtype)
         if key not in self._buckets:
-            self._buckets[key] = self.plan.bucket(
-                index=index,
-                numel=flat.numel(),
-                dtype=str(flat.dtype).removeprefix("torch."),
-                num_bytes=flat.numel() * flat.element_size(),
-                topology=self.topology,
-                on_cuda=self._on_cuda,
+            numel, num_bytes, topology = flat.numel(), flat.numel() * flat.element_size(), self.topology
+            dtype, narrow = str(flat.dtype).removeprefix("torch."), self.dtype_across_nodes
+            plan = self.plan.bucket(
+                index=index, numel=numel, dtype=dtype, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
             )
+            across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
+            self._buckets[key] = plan, traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across)
         return self._buckets[key]
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Every bucket that was submitted so far, by contents."""
-        return tuple(sorted(self._buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype)))
+        plans = (plan for plan, _ in self._buckets.values())
+        return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property
     def failure(self) -> str:

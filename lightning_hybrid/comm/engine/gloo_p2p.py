@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Parts begin at multiples of this many elements, so that vector instructions find them aligned."""
+from lightning_hybrid.comm.size_rules import ALIGNMENT
 
 _thread_local = threading.local()
 

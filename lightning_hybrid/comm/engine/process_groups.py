@@ -16,8 +16,6 @@ from lightning_hybrid.comm.topology import Scope, Topology
 class CommGroups:
     """The process groups of a set of stages, made for them alone and destroyed together.
 
-    Collective: every rank of WORLD must construct it, in the same order, with the same stages.
-
     Each stage has groups of its own: two stages that ran on one Gloo group from two threads would be matched with each
     other by order of arrival, which sums the wrong tensors without a word. `share` lets stages of equal membership
     use one group, and the default group serve for all ranks; right only where a single thread issues everything in one
@@ -30,19 +28,11 @@ class CommGroups:
 
     Args:
         topology: seen from this rank.
-        scopes: scope of each stage, by stage name; the order is the order of construction. More by `add`.
         timeout: of every collective. `dist.new_group` would not inherit that of the default group.
         share: see above.
     """
 
-    def __init__(
-        self,
-        *,
-        topology: Topology,
-        scopes: Mapping[str, Scope],
-        timeout: timedelta,
-        share: bool = False,
-    ) -> None:
+    def __init__(self, *, topology: Topology, timeout: timedelta, share: bool = False) -> None:
         self.topology = topology
         self._timeout, self._share = timeout, share
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
@@ -52,10 +42,12 @@ class CommGroups:
         everybody = tuple(range(topology.world_size))
         if share and dist.is_initialized() and dist.get_world_size() == len(everybody):
             self._built[everybody] = dist.distributed_c10d._get_default_group()
-        self.add(scopes)
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
-        """Make the groups of the stages that have none yet. Collective, as the constructor."""
+        """Make the groups of the stages that have none yet. `scopes`: by the name of the stage.
+
+        Collective: every rank of WORLD must call it with the same stages in the same order.
+        """
         rank, built = self.topology.rank, self._built
         for stage, scope in scopes.items():
             if stage in self.by_stage:

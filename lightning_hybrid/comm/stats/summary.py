@@ -90,17 +90,10 @@ class CommSummary:
         for bucket in (*self.buckets, *other.buckets):
             seen = buckets.get(bucket.contents)
             buckets[bucket.contents] = bucket if seen is None else seen + bucket
-        return CommSummary(
-            num_steps=self.num_steps + other.num_steps,
-            num_buckets=self.num_buckets + other.num_buckets,
-            num_bytes=self.num_bytes + other.num_bytes,
-            busy_s=_sum(self.busy_s, other.busy_s),
-            exposed_s=_sum(self.exposed_s, other.exposed_s),
-            least_bytes_across=self.least_bytes_across + other.least_bytes_across,
-            bytes_across=self.bytes_across + other.bytes_across,
-            bytes_inside=self.bytes_inside + other.bytes_inside,
-            buckets=tuple(sorted(buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
-        )
+        names = [field.name for field in dataclasses.fields(self) if field.name != "buckets"]
+        sums: dict[str, Any] = {name: _sum(getattr(self, name), getattr(other, name)) for name in names}
+        by_index = sorted(buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))
+        return CommSummary(**sums, buckets=tuple(by_index))
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dictionaries only, for a checkpoint."""

@@ -13,41 +13,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 MOST_EVENTS = 500_000
 """A timeline ends after so many events (about 100 MB of JSON); the counters go on."""
-
-
-class BucketLike(Protocol):
-    """A bucket as timeline and counters name it; it can be hashed."""
-
-    @property
-    def index(self) -> int:
-        """Place in the step."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the wire."""
-
-    @property
-    def dtype(self) -> str:
-        """Dtype on the wire, without `torch.`."""
-
-    @property
-    def algorithm(self) -> str:
-        """Algorithm that carries it."""
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks in which it is carried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +30,7 @@ class DeviceTimes:
     `ready_s`: its gradients were there. `done_s`: it was averaged. `stages`: (name, begin, end, bytes) of each.
     """
 
-    bucket: BucketLike
+    bucket: BucketPlan
     traffic: Traffic
     is_last: bool
     ready_s: float
@@ -107,7 +80,7 @@ class CommTrace:
         self._num_steps = self._num_buckets = self._num_bytes = 0
         self._busy_s = self._exposed_s = 0.0
         self._least_across = self._across = self._inside = 0.0
-        self._by_bucket: dict[BucketLike, _Counts] = {}
+        self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def look_first(self, look: Callable[[], None]) -> None:
         """Call `look` before counts are read: it replays what a device has done."""
@@ -134,7 +107,7 @@ class CommTrace:
 
     def end(
         self,
-        bucket: BucketLike | None = None,
+        bucket: BucketPlan | None = None,
         began_s: float = 0.0,
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
@@ -169,7 +142,6 @@ class CommTrace:
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
         """Count buckets that a device has averaged, each begun and ended when it was there.
 
-        >>> from lightning_hybrid.comm.plan import BucketPlan
         >>> trace, kind = CommTrace(), dict(numel=2, dtype="float16", num_bytes=4, algorithm="flat", num_chunks=1)
         >>> one, two = (BucketPlan(index=index, **kind) for index in range(2))
         >>> trace.replay([DeviceTimes(bucket=one, traffic=NO_TRAFFIC, is_last=False, ready_s=0.0, done_s=3.0),
@@ -189,13 +161,8 @@ class CommTrace:
                     self.begin(num_bytes=each.bucket.num_bytes, is_last=each.is_last, traffic=each.traffic, at_s=at_s)
 
     @property
-    def total_busy_s(self) -> float:
-        """Seconds with a bucket in flight since the beginning, drained or not; without what still is in flight."""
-        return self.total_busy[0]
-
-    @property
     def total_busy(self) -> tuple[float, int]:
-        """`total_busy_s`, and the number of steps in which that was."""
+        """Seconds with a bucket in flight since the beginning, drained or not, and the steps in which that was."""
         self._look_first()
         with self._lock:
             num_steps = self._drained.num_steps + self._num_steps
@@ -205,27 +172,24 @@ class CommTrace:
         """Read this trace's clock, in seconds."""
         return self._clock()
 
-    def stage(self, bucket: BucketLike, stage: str, column: int, began_s: float, num_bytes: int) -> None:
+    def stage(self, bucket: BucketPlan, stage: str, column: int, began_s: float, num_bytes: int) -> None:
         """Record that a stage of a chunk of `num_bytes` ended."""
         if self.keep_events:
             with self._lock:
                 self._stage(bucket, stage, column, began_s, self._clock(), num_bytes)
 
-    def _stage(self, bucket: BucketLike, stage: str, column: int, begin_s: float, end_s: float, num_bytes: int) -> None:
+    def _stage(self, bucket: BucketPlan, stage: str, column: int, begin_s: float, end_s: float, num_bytes: int) -> None:
         row = f"{bucket.algorithm}.{column} {stage}"
         self._event(f"bucket {bucket.index}", row, begin_s, end_s, bucket, num_bytes)
 
     def _event(
-        self, name: str, row: str, begin_s: float, end_s: float, bucket: BucketLike | None, num_bytes: int | None = None
+        self, name: str, row: str, begin_s: float, end_s: float, bucket: BucketPlan | None, num_bytes: int | None = None
     ) -> None:
         if not self.keep_events or len(self._events) >= MOST_EVENTS:
             return
         args: dict[str, Any] = {}
         if bucket is not None:
-            args = {
-                "bytes": bucket.num_bytes if num_bytes is None else num_bytes,
-                "algorithm": bucket.algorithm,
-            }
+            args = {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
         event = {"name": name, "row": row, "ph": "X", "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6, "args": args}
         self._events.append(event)
 
@@ -283,12 +247,7 @@ class CommTrace:
             self._exposed_since_s = None if self._exposed_since_s is None else now_s
         buckets = (
             BucketSummary(
-                index=bucket.index,
-                numel=bucket.numel,
-                num_bytes=bucket.num_bytes,
-                dtype=bucket.dtype,
-                algorithm=bucket.algorithm,
-                num_chunks=bucket.num_chunks,
+                **vars(bucket),
                 traffic=counts.traffic,
                 num_times=counts.num_times,
                 in_flight_s=counts.in_flight_s,

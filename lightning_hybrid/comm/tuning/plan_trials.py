@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from lightning_hybrid.comm.plan import Algorithm, BucketPlan, CommPlan, NodeShape
-from lightning_hybrid.comm.tuning.sequential_test import SIGN_TEST, PairedComparison, SequentialSignTest
+from lightning_hybrid.comm.tuning.sequential_test import PairedComparison
 
 MOST_STEPS = 300
 """Steps of trials, at most."""
@@ -56,7 +56,6 @@ class PlanTrials:
         start: the plan to begin with.
         neighbours: for each comparison in turn, what to try against the plan in force. It may give plans already tried.
         safeguard: what the outcome must not be slower than, tried last; None: nothing.
-        test: decides each comparison.
         most_steps: of trials in all. Where they run out, a comparison that is not decided leaves the plan in force,
             unless a challenger of it has won already.
 
@@ -74,13 +73,11 @@ class PlanTrials:
         neighbours: Sequence[Neighbours],
         *,
         safeguard: CommPlan | None = None,
-        test: SequentialSignTest = SIGN_TEST,
         most_steps: int = MOST_STEPS,
     ) -> None:
         self._plan = start
         self._neighbours = list(neighbours)
         self._safeguard = safeguard
-        self._test = test
         self._most_steps = most_steps
         self._comparison: PairedComparison[CommPlan] | None = None
         self._warmed = {start}
@@ -145,7 +142,7 @@ class PlanTrials:
         return False
 
     def _start(self, challengers: Sequence[CommPlan]) -> bool:
-        self._comparison = PairedComparison(self._plan, challengers, self._test)
+        self._comparison = PairedComparison(self._plan, challengers)
         self._seen |= set(challengers)
         self._compared |= {(self._plan, challenger) for challenger in challengers}
         return True
@@ -177,7 +174,6 @@ def trials_for(
     topology: NodeShape,
     *,
     on_cuda: bool = False,
-    test: SequentialSignTest = SIGN_TEST,
     most_steps: int = MOST_STEPS,
 ) -> PlanTrials:
     """Make the trials of a model's buckets on a topology: algorithms, then chunks, then groups, then flat.
@@ -195,7 +191,6 @@ def trials_for(
         start,
         [without_equal(neighbours) for neighbours in found],
         safeguard=None if is_flat else flat,
-        test=test,
         most_steps=most_steps,
     )
 

@@ -39,7 +39,6 @@ from lightning_hybrid.comm.tuning.plan_trials import (
     result_line,
     trials_for,
 )
-from lightning_hybrid.comm.tuning.sequential_test import SIGN_TEST, SequentialSignTest
 
 NUM_WARMUP_STEPS = 5
 CHECK_STEPS = 25
@@ -72,7 +71,6 @@ class TuningSession:
         engine: of a world of several ranks.
         cache_folder: of tuned plans; None: no cache.
         most_steps: of trials; for each time that the plan is tuned.
-        test: decides whether a plan is faster.
         report: gets a line for the user; called on rank 0.
         on_plan: called on every rank when a plan is taken for good.
         clock: seconds.
@@ -84,14 +82,13 @@ class TuningSession:
         *,
         cache_folder: Path | None,
         most_steps: int = MOST_STEPS,
-        test: SequentialSignTest = SIGN_TEST,
         report: Callable[[str], None] = print,
         on_plan: Callable[[CommPlan], None] = lambda plan: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
         self._folder = cache_folder
-        self._most_steps, self._test = most_steps, test
+        self._most_steps = most_steps
         self._report, self._on_plan, self._clock = report, on_plan, clock
         self._is_first_rank = engine.topology.rank == 0
         self._start = self._began_with = engine.plan
@@ -166,12 +163,10 @@ class TuningSession:
 
     def _new_busy_s(self) -> float:
         """Return seconds of communication since the last call; on CUDA per step that the device finished, 0 if none."""
-        trace, before_s, num_before = self._engine.trace, self._busy_s, self._num_busy
-        self._busy_s = trace.total_busy_s
-        if self._engine.device.type != "cuda":
-            return self._busy_s - before_s
-        self._busy_s, self._num_busy = trace.total_busy
-        return (self._busy_s - before_s) / max(1, self._num_busy - num_before)
+        before_s, num_before = self._busy_s, self._num_busy
+        self._busy_s, self._num_busy = self._engine.trace.total_busy
+        num_new = self._num_busy - num_before if self._engine.device.type == "cuda" else 1
+        return (self._busy_s - before_s) / max(1, num_new)
 
     def _rest(self, step_s: float) -> None:
         pass
@@ -266,7 +261,6 @@ class TuningSession:
             engine.buckets,
             engine.topology,
             on_cuda=engine.device.type == "cuda",
-            test=self._test,
             most_steps=self._most_steps,
         )
         self._began_with, self._change_s = plan, 0.0

@@ -12,7 +12,8 @@ def facts_of_groups():
     before = len(dist.distributed_c10d._world.pg_map)
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
     scopes = {"a": "node", "b": "node", "c": "leaders", "d": "world"}
-    groups = CommGroups(topology=topology, scopes=scopes, timeout=timedelta(seconds=3))
+    groups = CommGroups(topology=topology, timeout=timedelta(seconds=3))
+    groups.add(scopes)
     members = {name: group and dist.get_process_group_ranks(group) for name, group in groups.by_stage.items()}
     timeouts = {
         group._get_backend(torch.device("cpu")).options._timeout
@@ -22,7 +23,8 @@ def facts_of_groups():
     used = {id(group) for group in groups.by_stage.values() if group is not None}
     groups.destroy()
     groups.destroy()
-    shared = CommGroups(topology=topology, scopes=scopes, timeout=timedelta(seconds=3), share=True)
+    shared = CommGroups(topology=topology, timeout=timedelta(seconds=3), share=True)
+    shared.add(scopes)
     is_shared = shared.by_stage["a"] is shared.by_stage["b"]
     shared.destroy()
     return members, timeouts, len(used), is_shared, len(dist.distributed_c10d._world.pg_map) - before
@@ -41,7 +43,8 @@ def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
 
 def destroy_after_the_default_group():
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=2, ranks_per_node=2)
-    groups = CommGroups(topology=topology, scopes={"a": "world"}, timeout=timedelta(seconds=3))
+    groups = CommGroups(topology=topology, timeout=timedelta(seconds=3))
+    groups.add({"a": "world"})
     dist.destroy_process_group()
     groups.destroy()
 
@@ -53,6 +56,7 @@ def test_groups_may_be_destroyed_after_the_default_group(two_ranks):
 def test_ranks_alone_in_a_stage_get_no_group():
     """Nothing is built, so no process group needs to exist."""
     topology = Topology(rank=0, nodes=((0,),))
-    groups = CommGroups(topology=topology, scopes={"a": "node", "b": "world"}, timeout=timedelta(seconds=1))
+    groups = CommGroups(topology=topology, timeout=timedelta(seconds=1))
+    groups.add({"a": "node", "b": "world"})
     assert (groups.by_stage["a"], groups.by_stage["b"]) == (None, None)
     groups.destroy()

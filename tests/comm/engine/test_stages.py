@@ -7,12 +7,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
 from lightning_hybrid.comm.size_rules import SCATTER_BYTES
 from lightning_hybrid.comm.topology import Topology
-from tests.comm.layouts import integers, is_even, layouts, name, reals, sum_
+from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals, sum_
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMELS = [0, 1, 2, 3, 5, 4096, 10007]
@@ -28,7 +28,8 @@ CASES = [
 @contextmanager
 def groups_of(nodes, algorithm):
     topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    groups = CommGroups(topology=topology, scopes=stage_scopes({algorithm: 1}), timeout=timedelta(seconds=20))
+    groups = CommGroups(topology=topology, timeout=timedelta(seconds=20))
+    groups.add(stage_scopes({algorithm: 1}))
     try:
         yield groups
     finally:
@@ -139,12 +140,7 @@ def test_two_level_adds_halves_in_fp32_inside_the_node(four_ranks):
 @pytest.mark.parametrize("algorithm", STAGES)
 @pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)])
 def test_a_tensor_that_is_not_flat_is_refused(algorithm, flat):
-    engine = CommEngine(
-        topology=Topology(rank=0, nodes=((0,),)),
-        plan=CommPlan(algorithm=algorithm),
-        timeout=timedelta(seconds=1),
-        device=torch.device("cpu"),
-    )
+    engine = engine_over(((0,),), CommPlan(algorithm=algorithm))
     with pytest.raises(ValueError, match=r"^`flat` .* must be one-dimensional and contiguous"):
         engine.submit(flat, bucket_index=0)
     engine.close()
@@ -158,15 +154,7 @@ def test_stage_names_are_unique():
 
 def sum_in_halves_across(nodes, algorithm, numel):
     """Single precision in the node, fp16 between nodes."""
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    plan = CommPlan(algorithm=algorithm)
-    engine = CommEngine(
-        topology=topology,
-        plan=plan,
-        timeout=timedelta(seconds=20),
-        device=torch.device("cpu"),
-        dtype_across_nodes=torch.float16,
-    )
+    engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=torch.float16)
     flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
     engine.close()
     return flat

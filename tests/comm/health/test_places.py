@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, places_of
+from tests.comm.layouts import engine_over
 
 HERE = RankStatus(num_submitted=2, order="a", place="bucket 1", recent=("x", "y"))
 BEHIND = RankStatus(num_submitted=1, order="b", place="with no bucket in flight", recent=("x",))
@@ -44,10 +43,7 @@ def gives_up(odd_rank):
     rank = dist.get_rank()
     consensus.host_identity = lambda: (f"host{rank}",)
     try:
-        topology = Topology(rank=rank, nodes=((0, 1),))
-        engine = CommEngine(
-            topology=topology, plan=CommPlan(), timeout=timedelta(seconds=20), device=torch.device("cpu")
-        )
+        engine = engine_over(((0, 1),), CommPlan())
     finally:
         from lightning_hybrid.comm.topology import host_identity
 

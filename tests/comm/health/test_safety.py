@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,21 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
+from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
-from tests.comm.layouts import integers
+from tests.comm.layouts import engine_over, integers
 from tests.held import growth
 from tests.rank_pool import RankError
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
-
-
-def engine_over(nodes, plan, timeout_s=30.0):
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU)
 
 
 def error_of(wait):

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
-from lightning_hybrid.comm.tuning import session
-from lightning_hybrid.comm.tuning.session import CHECK_STEPS, MOST_RETUNES, NUM_WARMUP_STEPS, TuningSession
+from lightning_hybrid.comm import CommPlan, CommTrace, Topology
+from lightning_hybrid.comm.tuning.session import CHECK_STEPS, MOST_RETUNES, NUM_WARMUP_STEPS, Decision, TuningSession
 from tests.comm.engine.recording_cuda import Cuda
-from tests.comm.layouts import integers
+from tests.comm.layouts import engine_over, integers
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
 NUMELS = (300_000, 200_000)  # halves: of 586 and 391 KiB, in several pieces
 MOST_STEPS = 400
@@ -30,8 +27,8 @@ class PlantedTrace(CommTrace):
     planted_busy_s = 0.0
 
     @property
-    def total_busy_s(self):
-        return self.planted_busy_s
+    def total_busy(self):
+        return self.planted_busy_s, 0
 
 
 class Session:
@@ -40,13 +37,7 @@ class Session:
     def __init__(self, nodes=TWO_BY_TWO, folder=None, plan=None):
         self.now_s = 0.0
         self.reported, self.taken = [], []
-        self.engine = CommEngine(
-            topology=Topology(rank=dist.get_rank(), nodes=nodes),
-            plan=CommPlan() if plan is None else plan,
-            timeout=timedelta(seconds=30),
-            device=CPU,
-            trace=PlantedTrace(),
-        )
+        self.engine = engine_over(nodes, CommPlan() if plan is None else plan, trace=PlantedTrace())
         self.tuning = TuningSession(
             self.engine,
             cache_folder=folder,
@@ -147,16 +138,16 @@ def test_a_rank_under_another_plan_is_named_on_every_rank(four_ranks):
 
 def with_another_reading():
     session = Session(((0,), (1,)))
-    digest = session.Decision.digest
+    digest = Decision.digest
     try:
         if dist.get_rank() == 1:
-            session.Decision.digest = property(lambda self: "another")
-        session.tuning._from_first_rank(lambda: session.Decision(plan=CommPlan()))
+            Decision.digest = property(lambda self: "another")
+        session.tuning._from_first_rank(lambda: Decision(plan=CommPlan()))
         error = ""
     except RuntimeError as caught:
         error = str(caught)
     finally:
-        session.Decision.digest = digest
+        Decision.digest = digest
     session.close()
     return error
 
@@ -258,10 +249,6 @@ class EngineOnCuda:
         self.dtype_across_nodes, self.trace = None, self
         self.total_busy, self.prepared = (0.0, 0), []
 
-    @property
-    def total_busy_s(self):
-        return self.total_busy[0]
-
     def prepare(self, plans):
         self.prepared.append([plan.algorithm for plan in plans])
 
@@ -277,7 +264,7 @@ def on_cuda():
         patch.setattr(torch, "full", lambda size, value, device: full(size, value))
         patch.setattr(dist, "broadcast", lambda word, src: None)
         tuned = TuningSession(EngineOnCuda(), cache_folder=None, clock=lambda: 0.0)
-        tuned._follow(session.Decision(plan=tuned._engine.plan))
+        tuned._follow(Decision(plan=tuned._engine.plan))
         yield tuned, cuda
 
 
@@ -311,7 +298,7 @@ def test_on_cuda_what_rank_0_found_is_read_one_check_late_and_no_host_waits(on_c
     cuda.hang()  # what came after the last check may still be under way
     assert tuned._is_stale() is True
     assert cuda.host_waits == ["event"] * 2  # which the stand-in refuses where it would take time
-    tuned._follow(session.Decision(plan=tuned._engine.plan))
+    tuned._follow(Decision(plan=tuned._engine.plan))
     assert tuned._is_stale() is False  # no word is left over
 
 
