@@ -148,9 +148,7 @@ class CommPlan:
         _require_whole("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
         _require_whole("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
         _require_whole("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
-        if self.num_buckets is not None and (
-            not isinstance(self.num_buckets, int) or isinstance(self.num_buckets, bool) or self.num_buckets < 1
-        ):
+        if self.num_buckets is not None and (type(self.num_buckets) is not int or self.num_buckets < 1):
             raise ValueError(
                 f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more, or None: how many buckets "
                 "to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes."
@@ -248,10 +246,7 @@ class CommPlan:
     def algorithm_for(
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
-        """Choose the algorithm of a bucket of `num_bytes` on the wire, of a 16-bit dtype or not.
-
-        The rule is the table of the class.
-        """
+        """Choose the algorithm of a bucket of `num_bytes` on the wire, of a 16-bit dtype or not, by the table above."""
         if self.algorithm == "two_level" and topology.ranks_per_node is None:
             return "flat"
         if self.algorithm != "auto":

@@ -47,7 +47,7 @@ class SetupWatchdog:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside = 0
         told: list[tuple[str, list[str]]] = [("", [])] * self._world_size
-        dist.all_gather_object(told, (host_identity()[0], tcp_info.addresses()))
+        dist.all_gather_object(told, (host_identity()[0], tcp_info.own_addresses()))
         count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)  # a process may fit more than once
         self._watch = Watchdog(
             store=private_store(f"lightning_hybrid/setup/{count}"),

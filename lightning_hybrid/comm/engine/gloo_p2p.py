@@ -1,10 +1,10 @@
 """Sums and copies over host memory by messages that go straight to where they are needed.
 
-    reduce_to_first    others' tensors -> the first rank, which adds them
-    broadcast          the first rank's tensor -> all others
-    scatter_reduce     part r of every tensor -> rank r, which adds them
-    gather_parts       part r of rank r -> all others
-    exchange           every tensor -> every rank, which adds them
+    reduce_to_first_    others' tensors -> the first rank, which adds them
+    broadcast_          the first rank's tensor -> all others
+    scatter_reduce_     part r of every tensor -> rank r, which adds them
+    gather_parts_       part r of rank r -> all others
+    exchange_           every tensor -> every rank, which adds them
 
 Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
 one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
@@ -29,7 +29,7 @@ from lightning_hybrid.comm.size_rules import ALIGNMENT
 _thread_local = threading.local()
 
 
-def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
+def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `flat` over the group into that of its rank 0; the others stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me:
@@ -40,7 +40,7 @@ def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
     _add_up([flat, *arrived], [None, *arrivals], out=flat)
 
 
-def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
+def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Copy `flat` of the group's rank 0 to all others."""
     if dist.get_rank(group):
         _receive(flat, 0, group).wait()
@@ -53,7 +53,7 @@ def part_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _parts(flat, dist.get_world_size(group))[dist.get_rank(group)]
 
 
-def scatter_reduce(flat: Tensor, group: dist.ProcessGroup) -> None:
+def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum each rank's `part_of(flat)` over the group, in its place; other parts stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = _parts(flat, size)
@@ -66,7 +66,7 @@ def scatter_reduce(flat: Tensor, group: dist.ProcessGroup) -> None:
     _wait(departures)
 
 
-def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
+def gather_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Copy each rank's `part_of(flat)` to all others."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = _parts(flat, size)
@@ -76,7 +76,7 @@ def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
     _wait(arrivals + departures)
 
 
-def exchange(flat: Tensor, group: dist.ProcessGroup) -> None:
+def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     rows = list(_scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))

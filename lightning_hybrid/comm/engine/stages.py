@@ -108,10 +108,10 @@ def _ring(flat: Tensor, group: dist.ProcessGroup) -> None:
 def _all_reduce_by_bytes(flat: Tensor, group: dist.ProcessGroup) -> None:
     form = between_nodes_form(dist.get_world_size(group), flat.numel() * flat.element_size())
     if form == "exchange":
-        gloo_p2p.exchange(flat, group)
+        gloo_p2p.exchange_(flat, group)
     elif form == "scatter_gather":
-        gloo_p2p.scatter_reduce(flat, group)
-        gloo_p2p.gather_parts(flat, group)
+        gloo_p2p.scatter_reduce_(flat, group)
+        gloo_p2p.gather_parts_(flat, group)
     else:
         _ring(flat, group)
 
@@ -120,14 +120,14 @@ def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
         dist.reduce(job.flat, dst=job.topology.leader, group=group)
     else:
-        gloo_p2p.reduce_to_first(job.flat, group)
+        gloo_p2p.reduce_to_first_(job.flat, group)
 
 
 def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
         dist.broadcast(job.flat, src=job.topology.leader, group=group)
     else:
-        gloo_p2p.broadcast(job.flat, group)
+        gloo_p2p.broadcast_(job.flat, group)
 
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
@@ -137,7 +137,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     one.
     """
     if not job.by_backend:
-        gloo_p2p.scatter_reduce(job.flat, group)
+        gloo_p2p.scatter_reduce_(job.flat, group)
         job.shard = gloo_p2p.part_of(job.flat, group)
         return
     num_shards = dist.get_world_size(group)
@@ -159,7 +159,7 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
     if not job.by_backend:
-        gloo_p2p.gather_parts(job.flat, group)
+        gloo_p2p.gather_parts_(job.flat, group)
         return
     whole = shard.numel() * dist.get_world_size(group)
     if whole == job.flat.numel():

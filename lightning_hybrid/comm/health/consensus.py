@@ -59,7 +59,7 @@ def compare_plans(
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(dtype_across_nodes)
     gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
-    dist.all_gather_object(gathered, (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.addresses()))
+    dist.all_gather_object(gathered, (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses()))
     hosts = [host for *_, host, _ in gathered]
     if difference := differing([versions for _, versions, *_ in gathered]):
         raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_hybrid.comm.health.tcp_info import Liveness, in_words, most_telling
+from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, most_telling
 
 IDLE = "with no bucket in flight"
 """The place of a rank that waits for no other, as far as the engine knows."""
@@ -135,7 +135,7 @@ def _no_answer(
             if each is not None
         ]
         liveness = most_telling(found)
-        state = "" if liveness is None or host is None else in_words(liveness, host=host)
+        state = "" if liveness is None or host is None else describe_liveness(liveness, host=host)
         by_state.setdefault(state, []).append(rank)
     parts = []
     for state, ranks in by_state.items():

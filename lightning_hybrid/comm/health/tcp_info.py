@@ -95,7 +95,7 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def addresses() -> list[str]:
+def own_addresses() -> list[str]:
     """Return the addresses of this host that its connections show; none where it talks to itself alone."""
     return sorted({each.own for each in tcp_connections()} - {"127.0.0.1", "::1"})
 
@@ -130,10 +130,10 @@ def most_telling(found: Sequence[Liveness | None]) -> Liveness | None:
     return None if word is None else (word, min(heard_s for _, heard_s in there))
 
 
-def in_words(liveness: Liveness, *, host: str) -> str:
+def describe_liveness(liveness: Liveness, *, host: str) -> str:
     """Say what is known of a host none of whose ranks answers.
 
-    >>> in_words(("slow", 3.21), host="x")
+    >>> describe_liveness(("slow", 3.21), host="x")
     'host x lives, was last heard 3.2 s ago, but its link is so slow that answers do not come in time'
     """
     word, heard_s = liveness

@@ -237,7 +237,7 @@ class Watchdog:
         liveness = tcp_info.most_telling(list(found.values())) if isinstance(error, TimeoutError) else None
         host = self._hosts[0] if self._hosts else "of rank 0"
         if liveness is not None:
-            state = f"says nothing: {tcp_info.in_words(liveness, host=host)}"
+            state = f"says nothing: {tcp_info.describe_liveness(liveness, host=host)}"
         else:
             state = "is dead, stopped or unreachable" if isinstance(error, TimeoutError) else "is dead or unreachable"
         holder = "rank 0, or the launcher that keeps it,"

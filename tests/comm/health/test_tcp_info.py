@@ -116,7 +116,7 @@ def test_the_kernel_tells_what_was_sent_and_not_read_and_who_hung_up():
 def test_own_addresses_are_those_that_others_may_know(monkeypatch):
     lines = [LINE, replace(LINE, own="127.0.0.1"), replace(LINE, own="10.1.0.1"), LINE]
     monkeypatch.setattr(tcp_info, "tcp_connections", lambda: lines)
-    assert tcp_info.addresses() == ["10.0.0.1", "10.1.0.1"]
+    assert tcp_info.own_addresses() == ["10.0.0.1", "10.1.0.1"]
 
 
 def test_with_a_default_timeout_nothing_is_looked_at():
