@@ -185,7 +185,7 @@ class CommPlan:
         most = max(1, num_bytes // LEAST_CHUNK_BYTES)
         if algorithm == "parallel_flat":
             return min(most, self.num_parallel_groups)
-        if topology.num_nodes == 1 or topology.ranks_per_node == 1:
+        if topology.num_nodes == 1 or topology.ranks_per_node == 1:  # one level: no other stage to overlap with
             return 1
         return min(most, -(-num_bytes // (self.chunk_bytes * topology.num_nodes))) if num_bytes else 1
 
@@ -224,10 +224,10 @@ class CommPlan:
         num_buckets = self.num_buckets or (1 if is_left_whole else NUM_BUCKETS_ACROSS_NODES)
         # More buckets hide more of the communication, smaller ones cost more starts: never below LEAST_FUSED_BYTES.
         fused_bytes = min(self.bucket_bytes, max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES))
-        last_bytes = fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)
+        last_bytes = fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)  # exposed in any case
         num_last, last = 0, 0  # from the end: the bucket that is ready last, of which backward hides nothing
         for size in reversed(tensor_bytes):
-            if num_last and last + size > last_bytes:
+            if num_last and last + size > last_bytes:  # at least one tensor, however large
                 break
             num_last, last = num_last + 1, last + size
         caps: list[int] = []
@@ -251,7 +251,7 @@ class CommPlan:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
-        if on_cuda or topology.world_size == 1:
+        if on_cuda or topology.world_size == 1:  # NCCL has its own hierarchy; alone there is nothing to sum
             return "flat"
         if topology.num_nodes == 1 and not is_half and num_bytes >= self.hierarchical_below_bytes:
             return "flat"
@@ -316,7 +316,7 @@ plan 5e97'
     @property
     def plan_hash(self) -> str:
         """16 hexadecimal digits (64 bits) that differ where plans differ."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]  # keys are sorted, so equal plans hash equally
 
     def to_json(self) -> str:
         """Write the plan as JSON; keys are the constructor's arguments.

@@ -100,7 +100,7 @@ class Topology:
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
             raise ValueError(f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank")
-        return tuple(zip(*self.nodes, strict=True))
+        return tuple(zip(*self.nodes, strict=True))  # the transpose: local rank by node
 
     @classmethod
     def from_ranks_per_node(cls, *, rank: int, world_size: int, ranks_per_node: int) -> Topology:
@@ -155,7 +155,7 @@ equal size, and here the last node would hold 4 ranks. Either launch a multiple 
             f"`ranks_per_node` (={ranks_per_node!r}) must be a whole number from 1 to `world_size` (={world_size}): "
             "it counts the ranks that share a node. Leave `strategy.ranks_per_node` unset to have nodes found."
         )
-    if world_size % ranks_per_node:
+    if world_size % ranks_per_node:  # a last node with fewer ranks
         raise ValueError(
             f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): it says that nodes are "
             f"consecutive blocks of equal size, and here the last node would hold {world_size % ranks_per_node} "

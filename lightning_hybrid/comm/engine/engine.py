@@ -140,7 +140,7 @@ class CommEngine:
             if not all(bucket.is_issued for bucket in self._latch.in_flight):
                 raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
             self.plan = plan
-            self._buckets.clear()
+            self._buckets.clear()  # decided again by the new plan
         self._prepare()
 
     def free_unused(self) -> None:
@@ -184,9 +184,9 @@ class CommEngine:
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
                 self._carrier.split(bucket, self._new_job, self._record(bucket))
-                self._latch.in_flight[bucket] = None
+                self._latch.in_flight[bucket] = None  # before it can fail or end
                 self._carrier.accept(bucket)
-            return self._carrier.carry(bucket)
+            return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
 
     def _record(self, bucket: InFlightBucket) -> int | None:
         """Record the order of submits; returns the checksum of it that the bucket carries, if it is a step's last."""
@@ -212,7 +212,7 @@ class CommEngine:
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Every bucket that was submitted so far, by contents."""
-        plans = (plan for plan, _ in self._buckets.values())
+        plans = (plan for plan, _ in self._buckets.values())  # without their traffic
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property
@@ -263,7 +263,7 @@ class CommEngine:
                 self._close_limit_s = time.monotonic() + FAILED_CLOSE_LIMIT_S
             return (healthy_until_s if self._close_limit_s is None else self._close_limit_s) - time.monotonic()
 
-        stuck = self._carrier.end(limit_s=limit_s)
+        stuck = self._carrier.end(limit_s=limit_s)  # before leaving: until then others can ask for our status
         self._watchdog.leave()
         if stuck:
             warnings.warn(

@@ -61,7 +61,7 @@ def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup) -> None:
     rows = list(_scratch("rows", size * numel, flat.dtype).view(size, numel))
     arrivals = [_receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)]
     departures = [_send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()]
-    rows[me] = parts[me]
+    rows[me] = parts[me]  # in its place: sums are in rank order on every rank
     _add_up(rows, arrivals, out=parts[me])
     _wait(departures)
 
@@ -82,7 +82,7 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     rows = list(_scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
     arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
     departures = [_send(flat, rank, group) for rank in _others(me, size)]
-    rows[me] = flat
+    rows[me] = flat  # in its place: sums are in rank order on every rank
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
@@ -149,5 +149,5 @@ def _scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     held: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
     if name not in held or held[name].numel() < num_bytes:
-        held[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        held[name] = torch.empty(num_bytes, dtype=torch.uint8)  # grows to the largest, never shrinks
     return held[name][:num_bytes].view(dtype)

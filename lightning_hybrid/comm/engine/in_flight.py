@@ -74,8 +74,8 @@ class Chunk:
         """
         mismatch = self.take_sum()
         if mismatch is not None and self._copy is not None:
-            is_wrong = bool(mismatch)
-            copies.give_back(self._copy)
+            is_wrong = bool(mismatch)  # waits for the sum, which is there on the CPU
+            copies.give_back(self._copy)  # also after a mismatch: the memory is sound
             if is_wrong:
                 raise OrderError("the order of buckets in this step was not the same on all ranks")
         return self.bucket.chunk_done()
@@ -129,7 +129,7 @@ class InFlightBucket:
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
         self.chunks[-1].checksum = checksum
         self.chunks[-1].is_last = self.is_last
-        self._num_open = len(self.chunks)
+        self._num_open = len(self.chunks)  # counted down by `chunk_done`
 
     @property
     def place(self) -> str:
@@ -170,7 +170,7 @@ class InFlightBucket:
     def complete(self, latch: FailureLatch, trace: CommTrace) -> None:
         """Finish the sum and set the future, unless a failure was first and has set it."""
         result = self.finish(self.flat)
-        if latch.remove(self):
+        if latch.remove(self):  # else a failure has set the future already
             trace.end(self.plan, self.traced_s, self.traffic)
             self.done.set_result(result)
 
@@ -183,7 +183,7 @@ class InFlightBucket:
     def fail(self, error: str, cause: BaseException | None) -> None:
         """Let the future raise. `set_exception` is no way to do it: DDP would report a failed cast."""
         self.error, self.cause = error, cause
-        self.done.set_result(None)
+        self.done.set_result(None)  # `result` then raises
 
     def failed_in(self, stage: str, cause: Exception) -> str:
         """Say in words that this rank failed in a stage."""

@@ -83,7 +83,7 @@ class BucketOrder:
         self._all.add(record)
         self._step.add(record)
         self.value = self._all.value
-        is_new = self._step.value not in self._known
+        is_new = self._step.value not in self._known  # else it was compared in an earlier step
         self._known.add(self._step.value)
         if is_last:
             self._step = RollingHash()
@@ -108,7 +108,7 @@ class ChecksummedCopy:
         self.whole = torch.empty(-(-end // multiple_of) * multiple_of, dtype=dtype, device=device)
         self.body, self._checksum, rest = self.whole[:numel], self.whole[numel:end], self.whole[end:]
         if rest.numel():
-            rest.zero_()
+            rest.zero_()  # padding must not be nan
 
     def fill(self, flat: Tensor, value: int) -> None:
         """Copy `flat` and put the checksum of `value` behind it."""
@@ -121,7 +121,7 @@ class ChecksummedCopy:
         The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
         """
         own_is_zero = _ready_to_copy(_elements(~value), self._checksum).to(self._checksum.device, non_blocking=True)
-        return torch.dot(self._checksum, own_is_zero)
+        return torch.dot(self._checksum, own_is_zero)  # no host has to wait for it here
 
 
 class CopyPool:

@@ -39,7 +39,7 @@ class CommGroups:
         self._scopes: dict[str, Scope] = {}
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
         self._owned: list[dist.ProcessGroup] = []
-        everybody = tuple(range(topology.world_size))
+        everybody = tuple(range(topology.world_size))  # the default group serves for these
         if share and dist.is_initialized() and dist.get_world_size() == len(everybody):
             self._built[everybody] = dist.distributed_c10d._get_default_group()
 
@@ -73,7 +73,7 @@ class CommGroups:
             )
             return [(ranks, split if self.topology.rank in ranks else None) for ranks in missing]
         made = []
-        for ranks in missing:
+        for ranks in missing:  # `new_group` is collective: ranks outside call it too
             group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=desc)
             made.append((ranks, group if self.topology.rank in ranks else None))
         return made
@@ -107,7 +107,7 @@ class CommGroups:
     def destroy_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
         group, self.by_stage[stage] = self.by_stage.get(stage), None
-        self._built = {ranks: each for ranks, each in self._built.items() if each is not group}
+        self._built = {ranks: each for ranks, each in self._built.items() if each is not group}  # no reference may stay
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]
             _destroy(group)

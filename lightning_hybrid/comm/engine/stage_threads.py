@@ -134,14 +134,14 @@ class StageThreads:
         )
         columns = self._columns[bucket.plan.algorithm][: self._num_columns[bucket.plan.algorithm]]
         for chunk in bucket.chunks:
-            column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]
+            column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]  # round robin, the same on every rank
             self._num_put[bucket.plan.algorithm] += 1
             if column:  # empty where this rank is alone
                 column[0].put(chunk)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
         """Return the future of a bucket that was accepted."""
-        future = bucket.done.then(bucket.result)
+        future = bucket.done.then(bucket.result)  # raises there, so that DDP sees our error
         if not self._columns[bucket.plan.algorithm][0]:  # one rank alone
             for chunk in bucket.chunks:
                 self._end_chunk(chunk)
@@ -155,7 +155,7 @@ class StageThreads:
     def _serve(self, stage_thread: StageThread) -> None:
         for chunk in iter(stage_thread.queue.get, None):
             self._pass_through(stage_thread, chunk)
-            stage_thread.num_done += 1
+            stage_thread.num_done += 1  # after the chunk was handed on: "idle" means empty and at rest
             del chunk  # a thread that waits keeps no gradients alive
         if stage_thread.successor is not None:
             stage_thread.successor.queue.put(None)
@@ -235,7 +235,7 @@ class StageThreads:
             waiting = next((each for each in found if each.is_alive), None)
             if waiting is not None and waiting.thread is not None:
                 waiting.thread.join(0.02)
-        stuck = [each.group_name for each in found if each.is_alive]
+        stuck = [each.group_name for each in found if each.is_alive]  # their groups must outlive them
         if not stuck:
             self._groups.destroy()
         return stuck

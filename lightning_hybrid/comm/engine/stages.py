@@ -96,7 +96,7 @@ def _sum_across_(
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
-    wire = flat.to(dtype)
+    wire = flat.to(dtype)  # a copy: the tensor keeps its dtype inside the node
     all_reduce(wire, group)
     flat.copy_(wire)
 
@@ -144,18 +144,18 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     numel_shard = -(-job.flat.numel() // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
     numel_missing = num_shards * numel_shard - job.flat.numel()
     padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
-    job.shard = job.flat.new_empty(numel_shard)
+    job.shard = job.flat.new_empty(numel_shard)  # of equal size on all ranks, as the backend asks
     _reduce_scatter(job.shard, padded, group=group)
 
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.flat if job.shard is None else job.shard
-    if shard.numel() > 0:
+    if shard.numel() > 0:  # small tensors may leave no part for this rank
         _sum_across_(shard, job, group, _all_reduce_by_bytes)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
-    shard, job.shard = job.shard, None
+    shard, job.shard = job.shard, None  # its memory is free after this stage
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
     if not job.by_backend:

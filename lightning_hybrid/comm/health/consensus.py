@@ -89,8 +89,8 @@ def max_over_ranks(times_s: Sequence[float], place: str, device: torch.device) -
     words = [float(int.from_bytes(digest[at : at + 4], "big")) for at in (0, 4)]  # exact in fp64
     values = torch.tensor([*times_s, *words, *(-word for word in words)], dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    most = values.tolist()
-    if most[-4:-2] != [-word for word in most[-2:]]:
+    most = values.tolist()  # the largest of word and of -word are opposite only where all words are equal
+    if most[-4:-2] != [-word for word in most[-2:]]:  # max(word) != min(word): some rank is elsewhere
         places: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(places, place)
         difference = differing([{"place in the training": each} for each in places])

@@ -73,7 +73,7 @@ Rank 1 is on host y.
     elif left:
         has = "has" if len(left) == 1 else "have"
         blame = f"{name_ranks(left)} {has} left: closed the engine while others still averaged"
-    elif different:
+    elif different:  # before "behind": a rank in another order also has other counts
         blame = different
     elif behind:
         stands = "stands" if len(behind) == 1 else "stand"
@@ -81,7 +81,7 @@ Rank 1 is on host y.
             f"{name_ranks(behind)} {stands} behind: {here[behind[0]].num_submitted} buckets handed over where others "
             f"have {most}; now {here[behind[0]].place}. Look there for a hang, an error or a batch less"
         )
-    elif absent and len(absent) < len(here):
+    elif absent and len(absent) < len(here):  # all outside: none waits for another
         does = "does" if len(absent) == 1 else "do"
         blame = (
             f"{name_ranks(absent)} {does} not come to the collective in which others wait; now "
@@ -171,13 +171,13 @@ def _other_buckets(here: dict[int, RankStatus]) -> str | None:
     for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
         by_record: dict[str, list[int]] = {}
         for rank, each in here.items():
-            if place < each.num_submitted:
+            if place < each.num_submitted:  # a rank that has not come so far says nothing of this place
                 by_record.setdefault(each.recent[place - first[rank]], []).append(rank)
         if len(by_record) > 1:
             return _other_order(sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1])))
     by_order: dict[tuple[int, str], list[int]] = {}
     for rank, each in here.items():
-        by_order.setdefault((each.num_submitted, each.order), []).append(rank)
+        by_order.setdefault((each.num_submitted, each.order), []).append(rank)  # equal counts must have equal hashes
     if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
         ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
         return _other_order([("something else, longer ago than is remembered,", each) for each in ranks])
@@ -210,7 +210,7 @@ def differing(values: Sequence[dict[str, Any]]) -> str:
     for key in dict.fromkeys(key for each in values for key in each):
         by_value: dict[str, list[int]] = {}
         for rank, each in enumerate(values):
-            by_value.setdefault(repr(each.get(key)), []).append(rank)
+            by_value.setdefault(repr(each.get(key)), []).append(rank)  # repr: values need not be hashable
         if len(by_value) > 1:
             found.append(f"`{key}` is " + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items()))
     return "; ".join(found)

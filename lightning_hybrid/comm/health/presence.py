@@ -87,7 +87,7 @@ class Presence:
         while self._ask(lambda: self._store.check([f"question/{self._num_answered}"])):
             self._ask(partial(self._answer, f"answer/{self._num_answered}/{self._rank}"))
             self._num_answered += 1
-            self._num_in_a_row += 1
+            self._num_in_a_row += 1  # doubles the time to the next question
 
     def _answer(self, key: str) -> None:
         self._store.set(key, self._status().to_json())
@@ -97,7 +97,7 @@ class Presence:
         if stalled_s < ASK_AFTER_S:
             self._num_in_a_row = 0
             return False
-        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)
+        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)  # low ranks first
 
     def ask_all(self) -> list[RankStatus | None]:
         """Ask all ranks for their status, and wait for the answers for as long as patience lasts."""

@@ -76,7 +76,7 @@ def _connection_of(own: socket.socket) -> TcpConnection | None:
     if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
         return None
     peer, here = own.getpeername(), own.getsockname()
-    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
+    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)  # struct tcp_info
     # tcpi_unacked, tcpi_last_data_recv, tcpi_last_ack_recv of linux/tcp.h. What waits because a stopped process reads
     # nothing is not sent, and not in tcpi_unacked.
     unacked, data_ms, ack_ms = (struct.unpack_from("=I", info, at)[0] for at in (24, 52, 56))
@@ -85,7 +85,7 @@ def _connection_of(own: socket.socket) -> TcpConnection | None:
         port=peer[1],
         own=_plain(here[0]),
         is_open=info[0] == _ESTABLISHED,
-        heard_s=min(data_ms, ack_ms) / 1e3,
+        heard_s=min(data_ms, ack_ms) / 1e3,  # an acknowledgement is a sign of life as data are
         is_waiting=unacked > 0,
     )
 
@@ -112,7 +112,7 @@ def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> d
     known: dict[str, Liveness] = {}
     for each in found:
         if each.is_open:
-            was_heard = each.heard_s < waited_s - MARGIN_S
+            was_heard = each.heard_s < waited_s - MARGIN_S  # since the wait began
             word = ("slow" if was_heard else "cut") if each.is_waiting else ("taken" if was_heard else "idle")
             known[each.peer] = most_telling([known.get(each.peer), (word, each.heard_s)]) or (word, each.heard_s)
     return known

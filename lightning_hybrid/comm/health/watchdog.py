@@ -119,7 +119,7 @@ class Watchdog:
 
     def raise_alarm(self, error: str) -> str:
         """Write this rank's error for all; returns the one that holds, which is an earlier one if there is one."""
-        error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)
+        error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)  # with the host of this rank
         return self._agreed(lambda: self._write_error(error), error)
 
     def collect_status(self, noticed: str) -> str:
@@ -141,7 +141,7 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ended.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join(STORE_LIMIT_S)
         status = self._watched.status()
         left = RankStatus(num_submitted=status.num_submitted, order=status.order, place="gone", has_left=True)
@@ -157,7 +157,7 @@ class Watchdog:
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < STORE_LIMIT_S:
             others = list(range(1, self._world_size))
-            if waited_s > 2 * self._idle_poll_s:
+            if waited_s > 2 * self._idle_poll_s:  # by then every living watchdog has looked
                 others = [rank for rank in others if self._store.check([f"status/{rank}"])]
             if all(self._store.check([f"read/{rank}"]) for rank in others):
                 return
@@ -181,7 +181,7 @@ class Watchdog:
             try:
                 if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
                     self._ask(self._answer)
-                    has_answered = True
+                    has_answered = True  # from now on only the error is waited for
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     error_of_all = self._ask(lambda: self._store.get("error")).decode()
                     self._note_read()
@@ -193,10 +193,10 @@ class Watchdog:
                         self._ask_who_is_there(stalled_s)
                 num_unanswered = 0
             except Exception as error:
-                num_unanswered += 1
+                num_unanswered += 1  # of requests in a row
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
-                if is_stalled and not self._ended.is_set():
+                if is_stalled and not self._ended.is_set():  # else nothing here waits for the others
                     self._watched.trip(
                         f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
                         f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
@@ -248,7 +248,7 @@ class Watchdog:
 
     def _write_error(self, error: str) -> str:
         self._store.set("alarm", "1")
-        return self._first("error", error)
+        return self._first("error", error)  # the first error written holds for all
 
     def _all_status(self) -> list[RankStatus | None]:
         """Raise the alarm and collect every rank's status, for as long as the slowest watchdog may take to look."""
@@ -284,7 +284,7 @@ class Watchdog:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name="comm-ask", daemon=True)
+        thread = threading.Thread(target=run, name="comm-ask", daemon=True)  # left behind if the store never answers
         thread.start()
         thread.join(own_limit_s)
         if errors:
@@ -325,7 +325,7 @@ def private_store(prefix: str) -> dist.Store:
     Its client serves one thread at a time; a clone would not wait for others, but costs every rank a connection, and
     where names are looked up slowly the store's host stands still for seconds at each.
     """
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # keys of other engines do not collide
 
 
 def store_port() -> int | None:

@@ -61,11 +61,11 @@ def traffic_of(
     Traffic(least_across=100.0, across=300.0, inside=0.0)
     """
     num_ranks, num_nodes = topology.world_size, topology.num_nodes
-    most_ranks = max(len(node) for node in topology.nodes)
+    most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
     if algorithm in ("flat", "parallel_flat"):
-        edge = 2 * (num_ranks - 1) / num_ranks * wire
+        edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring
         # On each node, the edges of the ring 0 -> 1 -> ... -> 0 that leave it, and those that stay inside.
         leaving = [sum((rank + 1) % num_ranks not in node for rank in node) for node in map(frozenset, topology.nodes)]
         staying = [len(node) - out for node, out in zip(topology.nodes, leaving, strict=True)]

@@ -88,7 +88,7 @@ class CommSummary:
         """Add the counts and times of two summaries."""
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
-            seen = buckets.get(bucket.contents)
+            seen = buckets.get(bucket.contents)  # a plan that changed makes another bucket of the same index
             buckets[bucket.contents] = bucket if seen is None else seen + bucket
         names = [field.name for field in dataclasses.fields(self) if field.name != "buckets"]
         sums: dict[str, Any] = {name: _sum(getattr(self, name), getattr(other, name)) for name in names}
@@ -114,4 +114,4 @@ class CommSummary:
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
+    return None if one is None or other is None else one + other  # a sum with an unknown part is unknown

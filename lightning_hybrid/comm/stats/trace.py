@@ -102,7 +102,7 @@ class CommTrace:
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
             if is_last:
-                self._exposed_since_s = self._last_end_s = now_s
+                self._exposed_since_s = self._last_end_s = now_s  # backward is over: from here on a step waits
             return now_s
 
     def end(
@@ -114,8 +114,8 @@ class CommTrace:
     ) -> None:
         """Count a bucket that was averaged, or given up (None), now or at `at_s`; `began_s`: when it was submitted."""
         with self._lock:
-            self._num_in_flight -= 1
-            if self._num_in_flight and bucket is None:
+            self._num_in_flight -= 1  # several buckets in flight count their time once
+            if self._num_in_flight and bucket is None:  # given up: the last of them ends the time
                 return
             now_s = self._clock() if at_s is None else at_s
             if bucket is not None:
@@ -128,7 +128,7 @@ class CommTrace:
                 if self._exposed_since_s is not None:
                     counts.exposed_s += now_s - self._last_end_s
                     self._last_end_s = now_s
-            if self._num_in_flight == 0:
+            if self._num_in_flight == 0:  # the last one in flight stops the clock
                 self._add_times(now_s)
                 self._busy_since_s = self._exposed_since_s = None
 
@@ -201,7 +201,7 @@ class CommTrace:
         """
         self._look_first()
         with self._lock:
-            events = list(self._events)
+            events = list(self._events)  # a copy: threads go on adding
         rows = {row: tid for tid, row in enumerate(sorted({event["row"] for event in events}))}
         named = [("process_name", 0, f"rank {rank}"), *(("thread_name", tid, row) for row, tid in rows.items())]
         lines: list[dict[str, Any]] = [
@@ -210,7 +210,7 @@ class CommTrace:
         for event in events:
             lines.append({**event, "pid": rank, "tid": rows[event["row"]]})
             del lines[-1]["row"]
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # the folder of a run may not be there yet
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
     def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
@@ -229,7 +229,7 @@ class CommTrace:
         self._look_first()
         with self._lock:
             summary = self._summary()
-            self._drained += summary
+            self._drained += summary  # `total` counts over all drains
             self._reset()
             return summary
 

@@ -69,7 +69,7 @@ class ChangeDetector:
 
     def add(self, time_s: float) -> None:
         """Add the seconds of one step; a value that is not above zero and finite is left out."""
-        if self.has_changed or not 0 < time_s < math.inf:
+        if self.has_changed or not 0 < time_s < math.inf:  # found once is enough
             return
         if self.baseline is None:
             self._learned.append(time_s)
@@ -78,7 +78,7 @@ class ChangeDetector:
             return
         sigma = self.baseline.sigma
         most = max(3 * sigma, CLIP)
-        z = min(most, max(-most, math.log(time_s / self.baseline.seconds)))
+        z = min(most, max(-most, math.log(time_s / self.baseline.seconds)))  # one step that hangs is no change
         slack = max(sigma, SLACK)
         self._up, self._down = max(0.0, self._up + z - slack), max(0.0, self._down - z - slack)
         self._recent.append(time_s)

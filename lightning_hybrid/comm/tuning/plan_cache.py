@@ -112,7 +112,7 @@ def write_plan(folder: Path, key: Mapping[str, Any], cached: CachedPlan) -> Path
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
         json.dump(values, file, indent=2)
         file.write("\n")
-    os.replace(file.name, path)
+    os.replace(file.name, path)  # atomic: a reader sees the old file or the new one
     return path
 
 
@@ -125,7 +125,7 @@ def read_plan(folder: Path, key: Mapping[str, Any]) -> CachedPlan | None:
     path = path_of(folder, key)
     try:
         values = json.loads(path.read_text())
-        if values["facts"] != json.loads(json.dumps(key)):
+        if values["facts"] != json.loads(json.dumps(key)):  # as JSON, in which tuples are lists
             raise ValueError("its facts are of another case")
         level = values["level"]
         return CachedPlan(
@@ -134,7 +134,7 @@ def read_plan(folder: Path, key: Mapping[str, Any]) -> CachedPlan | None:
             num_steps=int(values["num_steps"]),
             baseline=None if level is None else Baseline(seconds=float(level["seconds"]), sigma=float(level["sigma"])),
         )
-    except FileNotFoundError:
+    except FileNotFoundError:  # the usual case: this was never tuned
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -99,10 +99,10 @@ class PlanTrials:
                 break
             assert self._comparison is not None
             order = self._comparison.order()
-            first = [Trial(plan=plan, is_counted=False) for plan in order if plan not in self._warmed]
-            if not order:
+            first = [Trial(plan=plan, is_counted=False) for plan in order if plan not in self._warmed]  # groups connect
+            if not order:  # all challengers have won or lost
                 self._end_comparison()
-            elif self._num_steps + len(first) + 2 * len(order) > self._most_steps:
+            elif self._num_steps + len(first) + 2 * len(order) > self._most_steps:  # no steps left for two whole rounds
                 self._end_comparison()
                 self._is_complete, self._is_done = False, True
             else:
@@ -124,7 +124,7 @@ class PlanTrials:
         for of_round in (dict(counted[:half]), dict(counted[half:])):
             if order := self._comparison.order():  # what the first round has decided needs no second
                 self._comparison.record([of_round[plan] for plan in order])
-        in_force_s = sum(time_s for plan, time_s in counted if plan == self._plan) / 2
+        in_force_s = sum(time_s for plan, time_s in counted if plan == self._plan) / 2  # it is in both rounds
         self._extra_s += sum(times_s) - len(trials) * in_force_s
         self._num_steps += len(trials)
         self._warmed |= {trial.plan for trial in trials}
@@ -136,7 +136,7 @@ class PlanTrials:
             found = [plan for plan in dict.fromkeys(self._neighbours.pop(0)(self._plan)) if plan not in self._seen]
             if found:
                 return self._start(found)
-        guard = self._safeguard
+        guard = self._safeguard  # flat, at the end: never slower than the plain all-reduce
         if guard is not None and guard != self._plan and (self._plan, guard) not in self._compared:
             return self._start([guard])
         return False
@@ -152,7 +152,7 @@ class PlanTrials:
         assert comparison is not None
         winner = comparison.winner
         if winner != self._plan:
-            self._ratio *= comparison.ratio(winner)
+            self._ratio *= comparison.ratio(winner)  # gains of successive comparisons multiply
             self._compared.add((winner, self._plan))  # it has won against what was in force
             self._plan = winner
 
@@ -185,7 +185,7 @@ def trials_for(
         return lambda plan: distinct([plan, *neighbours(plan)], buckets, topology, on_cuda=on_cuda)[1:]
 
     flat = replace(start, algorithm="flat")
-    is_flat = len(distinct([start, flat], buckets, topology, on_cuda=on_cuda)) == 1
+    is_flat = len(distinct([start, flat], buckets, topology, on_cuda=on_cuda)) == 1  # nothing to guard against
     found = (lambda plan: other_algorithms(plan, topology), other_chunks, other_groups)
     return PlanTrials(
         start,

@@ -85,7 +85,7 @@ class SequentialSignTest:
         wins = mean_pairs = 0.0
         chances = {0: 1.0}  # number of faster pairs so far -> probability of being there, undecided
         for num_pairs in range(1, self.most_pairs + 1):
-            following: dict[int, float] = {}
+            following: dict[int, float] = {}  # chances after one pair more
             for num_faster, chance in chances.items():
                 for is_faster, share in ((1, share_faster), (0, 1 - share_faster)):
                     now = num_faster + is_faster
@@ -94,7 +94,7 @@ class SequentialSignTest:
                         following[now] = following.get(now, 0.0) + chance * share
                     else:
                         wins += chance * share * has_won
-                        mean_pairs += chance * share * num_pairs
+                        mean_pairs += chance * share * num_pairs  # decided after this pair
             chances = following
         return wins, mean_pairs
 
@@ -153,14 +153,14 @@ class PairedComparison(Generic[Arm]):
         self._num_rounds += 1
         self.num_steps += len(arms)
         taken_s = dict(zip(arms, times_s, strict=True))
-        of_incumbent_s = taken_s.pop(self.incumbent)
+        of_incumbent_s = taken_s.pop(self.incumbent)  # of the same round: one pair for each challenger
         for arm, time_s in taken_s.items():
             count = self._counts[arm]
             is_time = 0 < time_s < math.inf and 0 < of_incumbent_s < math.inf
             if is_time and time_s < (1 - self.test.least_gain) * of_incumbent_s:
                 count.num_faster += 1
             else:
-                count.num_slower += 1
+                count.num_slower += 1  # ties too: a change must pay
             if is_time:
                 count.log_ratios.append(math.log(time_s / of_incumbent_s))
 

@@ -147,7 +147,7 @@ class TuningSession:
         if len(self._times_s) < len(self._trials):
             self._engine.adopt(self._trials[len(self._times_s)].plan)
             return
-        times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)
+        times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)  # the slowest rank counts
         self._follow(self._from_first_rank(lambda: self._next_decision(times_s)))
 
     def _monitor(self, step_s: float) -> None:
@@ -198,7 +198,7 @@ class TuningSession:
         self._stale_copy = torch.empty_like(is_stale, device="cpu", pin_memory=is_stale.is_cuda), torch.cuda.Event()
         self._stale_copy[0].copy_(is_stale, non_blocking=True)
         self._stale_copy[1].record(torch.cuda.current_stream(device))
-        if earlier is None:
+        if earlier is None:  # the first check has nothing to read yet
             return False
         earlier[1].synchronize()
         return bool(earlier[0].item())
@@ -238,7 +238,7 @@ class TuningSession:
         if decision.trials:
             self._do = self._try
             return
-        self._engine.free_unused()
+        self._engine.free_unused()  # threads and groups of plans that lost
         self._on_plan(plan)
         self._detector, self._num_watched, self._stale_copy = ChangeDetector(decision.baseline), 0, None
         self._do = self._monitor
