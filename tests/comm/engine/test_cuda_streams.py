@@ -1,4 +1,4 @@
-"""The CUDA path on a CPU: streams, events and communicators that keep book; and over Gloo the sums themselves."""
+"""The CUDA path on a CPU: streams, events and communicators that record; and over Gloo the sums themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.comm.layouts import integers
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
-NUMELS = (300_000, 70_001, 5)  # in several pieces, with a tail that does not divide, and tiny
+NUMELS = (300_000, 70_001, 5)  # in several chunks, with a tail that does not divide, and tiny
 
 
 class FakeWatchdog(Watchdog):
@@ -177,7 +177,7 @@ def test_no_such_line_is_forgotten():
 
 
 def faults_of(cuda, algorithm, line=None, role=""):
-    """What is wrong with two steps and with two buckets that nobody waited for, and with the times of the steps.
+    """What is wrong with two steps and with two buckets that were never waited for, and with the times of the steps.
 
     Where calls from a line of the library are left out, of the one stream, the other, or both.
     """
@@ -444,7 +444,7 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: destroyed.append(group))
     cuda.hang()
     step(engine, [torch.zeros(8)])
-    engine._latch.trip("comm: rank 2 gave up: OSError.")  # as from the watch's thread
+    engine._latch.trip("comm: rank 2 gave up: OSError.")  # as from the watchdog's thread
     assert len(fake_world) == 1
     with pytest.raises(RuntimeError, match=r"^comm: rank 2 gave up: OSError\. The gradients of this step are lost"):
         engine.submit(torch.zeros(8), bucket_index=0)

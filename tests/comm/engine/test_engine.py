@@ -159,7 +159,7 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_rank
         assert len(errors) >= 2
         assert errors[-1].startswith(expected)
         assert all(errors[-1] in error for error in errors)  # a future's carries the callback's words before it
-        assert waited_s < 3  # the groups' timeout is 30 s; the watch looks within 0.75 s; the rest is a busy machine
+        assert waited_s < 3  # the groups' timeout is 30 s; the watchdog looks within 0.75 s; the rest is a busy machine
         assert close_s < 4
         assert threads == []
         assert num_in_flight == 0

@@ -1,4 +1,4 @@
-"""Communicators are aborted all at the same time, and nobody waits for one that does not end."""
+"""Communicators are aborted all at the same time, and none that does not end is waited for."""
 
 import threading
 import time

@@ -23,7 +23,7 @@ GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), h
         ([None, None, HERE], "Rank 0 is on host a, rank 1 is on host b."),
         ([HERE, HERE, GONE], "Rank 2 is on host b."),
         ([HERE, HERE, BEHIND], "Rank 2 is on host b."),
-        ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # nobody's fault: the network's
+        ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # the network's fault, of no rank
     ],
 )
 def test_a_diagnosis_ends_with_the_hosts_of_the_ranks_it_names(statuses, words):
@@ -31,10 +31,10 @@ def test_a_diagnosis_ends_with_the_hosts_of_the_ranks_it_names(statuses, words):
     assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
 
 
-def test_of_many_hosts_some_are_told():
-    told = places_of([], [f"h{rank}" for rank in range(9)])
+def test_of_many_hosts_some_are_named():
+    text = places_of([], [f"h{rank}" for rank in range(9)])
     assert (
-        told
+        text
         == " Rank 0 is on host h0, rank 1 is on host h1, rank 2 is on host h2, rank 3 is on host h3 and 5 hosts more."
     )
 
@@ -61,8 +61,8 @@ def gives_up(odd_rank):
 
 @pytest.mark.parametrize("odd_rank", [0, 1])
 def test_a_rank_that_gives_up_is_told_with_its_host_on_every_rank(two_ranks, odd_rank):
-    for told in two_ranks.run(gives_up, odd_rank):
+    for text in two_ranks.run(gives_up, odd_rank):
         assert (
             f"comm: rank {odd_rank} gave up: OutOfMemoryError: no room. Rank {odd_rank} is on host host{odd_rank}."
-            in told
+            in text
         )

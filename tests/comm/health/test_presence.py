@@ -106,7 +106,7 @@ def test_what_can_come_to_no_end_is_an_error_at_once(soon, third, words):
 
 
 def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
-    monkeypatch.setattr(presence, "ASK_AFTER_S", 1000.0)  # nobody would ask again before
+    monkeypatch.setattr(presence, "ASK_AFTER_S", 1000.0)  # no rank would ask again before
     errors = World({0: WAITING, 1: WAITING, 2: BEHIND}, give_up_after_s=5.0).outcome(num_errors=3)
     assert len(set(errors.values())) == 1
     assert errors[2].startswith("comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no")
@@ -164,7 +164,7 @@ def host_in_a_sync(how):
         waited_s = time.monotonic() - began_s
         engine.close()
         if how == "dies":
-            raise AssertionError(f"told: {text}")  # this way the pool prints it beside the dead rank's
+            raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
         return text, waited_s
 
 
@@ -182,7 +182,7 @@ def test_hosts_that_wait_for_their_device_are_freed_at_the_time_limit_with_the_n
 
 @pytest.mark.slow  # the processes are started afresh after it
 def test_hosts_that_wait_for_their_device_are_freed_with_the_name_of_a_rank_that_died(three_ranks):
-    with pytest.raises(RankError) as told:
+    with pytest.raises(RankError) as raised:
         three_ranks.run(host_in_a_sync, "dies", grace_s=30.0)
-    text = "told: comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank "
-    assert str(told.value).count(text) == 2, str(told.value)
+    text = "error: comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank "
+    assert str(raised.value).count(text) == 2, str(raised.value)

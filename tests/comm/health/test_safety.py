@@ -1,4 +1,4 @@
-"""What must be alike on all ranks is checked; what fails on one fails on all, with one error that names it."""
+"""What must be equal on all ranks is checked; what fails on one fails on all, with one error that names it."""
 
 import os
 import signal
@@ -141,7 +141,7 @@ def one_rank_ends(how, ended_rank, algorithm):
     if how == "leaves":
         engine.close()
         return result
-    raise AssertionError(f"told: {result}")  # this way the pool prints it beside the dead rank's
+    raise AssertionError(f"error: {result}")  # this way the pool prints it next to the dead rank's
 
 
 @pytest.mark.slow  # the processes are started afresh after it
@@ -149,17 +149,17 @@ def one_rank_ends(how, ended_rank, algorithm):
     ("world_size", "ended_rank", "algorithm"), [(2, 0, "flat"), pytest.param(4, 3, "two_level", marks=pytest.mark.long)]
 )
 def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_rank, algorithm):
-    with pytest.raises(RankError) as told:
+    with pytest.raises(RankError) as raised:
         rank_pool.ranks(world_size).run(one_rank_ends, "dies", ended_rank, algorithm, grace_s=10.0)
-    text = f"told: ('comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
-    assert str(told.value).count(text) == world_size - 1, str(told.value)
+    text = f"error: ('comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
+    assert str(raised.value).count(text) == world_size - 1, str(raised.value)
 
 
 @pytest.mark.slow
 def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
-    with pytest.raises(RankError) as told:
+    with pytest.raises(RankError) as raised:
         two_ranks.run(one_rank_ends, "stops", 1, "hierarchical", timeout_s=40.0, grace_s=1.0)
-    assert str(told.value).count("told: ('comm: rank 1 does not answer") == 1, str(told.value)
+    assert str(raised.value).count("error: ('comm: rank 1 does not answer") == 1, str(raised.value)
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def gives_up(rank):
         engine.abort("later")
     result = error_of(lambda: engine.submit(torch.ones(4), bucket_index=0, is_last=True).wait())
     engine.close()
-    engine.abort("nobody hears it")
+    engine.abort("too late")
     return result
 
 

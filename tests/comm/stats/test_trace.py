@@ -69,8 +69,8 @@ def test_buckets_replayed_from_device_times_count_as_if_seen():
     clock = Clock()
     seen, replayed = CommTrace(clock=clock, keep_events=True), CommTrace(keep_events=True)
     one_step(seen, clock)
-    kept = [event for event in seen._events if event["row"] == "buckets"]
-    times = {int(event["name"].split()[1]): (event["ts"] / 1e6, event["dur"] / 1e6) for event in kept}
+    events = [event for event in seen._events if event["row"] == "buckets"]
+    times = {int(event["name"].split()[1]): (event["ts"] / 1e6, event["dur"] / 1e6) for event in events}
     last = max(times)
     replayed.replay(
         DeviceTimes(
@@ -200,7 +200,7 @@ def test_the_total_is_that_of_all_windows():
     clock = Clock()
     drained, never = CommTrace(clock=clock), CommTrace(clock=clock)
     summaries = []
-    for num_bytes in (8, 8, 16):  # DDP makes its buckets anew after the first step
+    for num_bytes in (8, 8, 16):  # DDP builds its buckets again after the first step
         for trace in (drained, never):
             clock.now_s = 0
             one_step(trace, clock, num_bytes=num_bytes)

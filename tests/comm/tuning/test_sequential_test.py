@@ -80,7 +80,7 @@ def test_of_several_that_are_faster_the_fastest_wins():
 
 
 def test_with_a_steady_change_no_challenger_wins():
-    """A machine that gets 1 % faster with every step favours whoever comes last: in mirrored rounds nobody does."""
+    """A machine that gets 1 % faster with every step favours the arm that comes last: in mirrored rounds none does."""
     clock = [1.0]
 
     def time_of(arm):

@@ -17,7 +17,7 @@ from tests.comm.engine.recording_cuda import Cuda
 from tests.comm.layouts import engine_over, integers
 
 TWO_BY_TWO = ((0, 1), (2, 3))
-NUMELS = (300_000, 200_000)  # halves: of 586 and 391 KiB, in several pieces
+NUMELS = (300_000, 200_000)  # halves: of 586 and 391 KiB, in several chunks
 MOST_STEPS = 400
 
 
@@ -163,7 +163,7 @@ def test_a_rank_that_reads_another_plan_than_was_sent_says_so(two_ranks):
 
 def tune_with_folder(folder, spoil):
     """Twice: where it is cached, another session takes it with the first step after warming up."""
-    folder = Path(folder, str(dist.get_rank()))  # nobody but rank 0 reads or writes
+    folder = Path(folder, str(dist.get_rank()))  # only rank 0 reads or writes
     sessions = []
     for number in range(2):
         if number and spoil is not None:
