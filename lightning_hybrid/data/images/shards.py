@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hybrid.atomic_file import atomic_path, sync
 from lightning_hybrid.data.images.decode import CorruptImageError
 from lightning_hybrid.data.images.source import ImageSource
 
@@ -60,12 +61,9 @@ class ShardIndex:
         """Write whole or not at all."""
         arrays: dict[str, Any] = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
         arrays["format_version"] = np.asarray(FORMAT_VERSION)
-        unfinished = path.with_suffix(".unfinished")
-        with open(unfinished, "wb") as file:
+        with atomic_path(path) as part, part.open("wb") as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            sync(file)
 
     @classmethod
     def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
