@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.callbacks.slurm import queue_again, requeue_signal_of
+from lightning_hybrid.checks import require_whole
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
@@ -73,11 +74,8 @@ class StopOnSignal(Callback):
         signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number, 1 or more: so often all ranks are asked "
-                "whether one of them was told to stop. Set callbacks.stop.every_n_steps=1."
-            )
+        why = "so often all ranks are asked whether one of them was told to stop. Set callbacks.stop.every_n_steps=1"
+        require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]
         self.every_n_steps = every_n_steps

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.checks import require_positive
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.optim.diagnostics import trust_ratios
@@ -53,11 +54,8 @@ class TrainingMetrics(Callback):
         with_trust_ratios: bool = True,
     ) -> None:
         for name, value in (("flops_per_image", flops_per_image), ("peak_flops_per_s", peak_flops_per_s)):
-            if value is not None and not value > 0:
-                raise ValueError(
-                    f"`{name}` (={value}) must be a number above zero: utilisation is a quotient. Leave it out where "
-                    "it is not known."
-                )
+            if value is not None:
+                require_positive(name, value, "utilisation is a quotient. Leave it out where it is not known")
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
                 f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`: utilisation is operations per "

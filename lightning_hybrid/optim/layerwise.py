@@ -123,8 +123,8 @@ class LayerwiseOptimizer(Optimizer):
                 group = self.param_groups.pop()
                 raise ValueError(
                     f"`{param_name(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or "
-                    "float64: the trust ratio is a quotient of real norms. Give this parameter to another optimizer, or store "
-                    "a complex one as its `torch.view_as_real`."
+                    "float64: the trust ratio is a quotient of real norms. Give this parameter to another optimizer, "
+                    "or store a complex one as its `torch.view_as_real`."
                 )
             if common and param.device.type not in FUSED_DEVICES:
                 self.param_groups.pop()
