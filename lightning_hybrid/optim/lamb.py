@@ -138,13 +138,13 @@ class LAMB(LayerwiseOptimizer):
         self._clip_factor = None
         if bound is None:
             return
-        kinds: dict[Any, list[Tensor]] = {}
+        by_dtype: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    kinds.setdefault((param.device, param.grad.dtype), []).append(param.grad)
-        if kinds:
-            norms = [tensor_norms(grads) for grads in kinds.values()]
+                    by_dtype.setdefault((param.device, param.grad.dtype), []).append(param.grad)
+        if by_dtype:
+            norms = [tensor_norms(grads) for grads in by_dtype.values()]
             norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
             (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
             self._clip_factor = (bound / norm).clamp(max=1.0)

@@ -234,7 +234,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
     else:
         rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
-        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # beside the other rings
+        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # next to the other rings
         wait_s = gloo.wait_of_ring_s(size, nodes, flow)
     if rounds:
         delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))

@@ -102,9 +102,10 @@ def candidates(
         flat = next(candidate for candidate in found if candidate.plan.algorithm in FLAT_ON_CUDA)
         if found[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
             found = [flat, *(candidate for candidate in found if candidate is not flat)]
-    ours = next(candidate for candidate in found if candidate.plan == base)  # tried first, so nothing stands for it
-    if found[0].step_s > (1 - CLEARLY_LESS) * ours.step_s:
-        found = [ours, *(candidate for candidate in found if candidate is not ours)]
+    # `base` was tried first, so that it is in the result itself and not an equal plan in its place.
+    own = next(candidate for candidate in found if candidate.plan == base)
+    if found[0].step_s > (1 - CLEARLY_LESS) * own.step_s:
+        found = [own, *(candidate for candidate in found if candidate is not own)]
     return tuple(found)
 
 

@@ -64,7 +64,7 @@ class ImageTrainLoader(ResumableLoader):
         `(images, labels)`: images uint8 `"batch 3 image_size image_size"`, channels_last; labels int64 `"batch"`.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ImageEvalLoader:
         ValueError: There are more ranks than images.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class TrainLoader(ResumableLoader):
         `(images, labels)`: images fp32 `"batch 1 16 16"`, normalised; labels int64 `"batch"`.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class EvalLoader:
         ValueError: There are more ranks than images.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalize: Normalize

@@ -228,7 +228,7 @@ class _Table:
             call(num_calls)
             self._synchronize()
             taken_s = (time.perf_counter() - began_s) / num_calls
-        # The slowest rank's times are the times of all ranks, so that all decide alike which cases to go on with.
+        # The slowest rank's times are the times of all ranks, so that all choose the same cases to go on with.
         slowest = torch.tensor([taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         taken_s, self.elapsed_s = slowest.tolist()

@@ -139,7 +139,7 @@ class NativeLars(NativeEngine):
         return self._norms(grads, measured, decays)
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `step.Engine`."""
+        """Write the step; see `step.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
         self._library.add_up(table, self.sums.data_ptr())
@@ -186,7 +186,7 @@ class NativeLamb(NativeEngine):
         return self.sums[1].sum()
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `step.Engine`."""
+        """Write the step; see `step.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         skip, choices, numbers, rates = (
             _address(found_inf),

@@ -57,7 +57,7 @@ class KernelLamb(KernelEngine):
         return self._sums[1].sum(dtype=torch.float64)
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `step.Engine`."""
+        """Write the step; see `step.Engine`."""
         with current(self._device):
             self._update(options, scaling)
             torch.autograd.graph.increment_version(self._steps)

@@ -143,7 +143,7 @@ class KernelLars(KernelEngine):
             return self._norms(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `step.Engine`."""
+        """Write the step; see `step.Engine`."""
         with current(self._device):
             self._update(options, scaling)
             self._views.unload()

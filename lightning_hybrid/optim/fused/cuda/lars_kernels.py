@@ -140,10 +140,10 @@ def norms(
 @triton.jit
 def _sum_of(sums, begin, end):
     """Sum the chunks from `begin` to `end` in float64."""
-    lanes = tl.arange(0, _SUMS_PER_STEP)
+    offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
     for first in range(begin, end, _SUMS_PER_STEP):
-        total += tl.load(sums + first + lanes, mask=first + lanes < end, other=0.0).to(tl.float64)
+        total += tl.load(sums + first + offsets, mask=first + offsets < end, other=0.0).to(tl.float64)
     return tl.sum(total, 0)
 
 
@@ -228,7 +228,7 @@ def _move(
     tl.store(weight_at, moved, mask=is_in)
     if HAS_COPY:
         tl.store(_places(copy, at, COPY, IS_ALIGNED), moved.to(COPY), mask=is_in)
-    # Of what is stored; lanes outside the tensor hold 0.
+    # The sum of the stored, rounded weights, for the next step; elements outside the tensor are 0.
     stored = moved.to(STATE)
     return tl.sum(stored * stored, 0)
 
