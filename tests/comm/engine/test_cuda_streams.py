@@ -60,7 +60,7 @@ def fake_world(monkeypatch):
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     monkeypatch.setattr(engines, "compare_plans", lambda *args: ("token", ["host"] * 4, [[]] * 4))
     monkeypatch.setattr(engines, "private_store", lambda prefix: dist.HashStore())
-    monkeypatch.setattr(engines, "Watch", WatchStandIn)
+    monkeypatch.setattr(engines, "Watchdog", WatchStandIn)
     monkeypatch.setattr(cuda_streams.ChecksummedCopy, "is_broken", lambda copy, value: copy.whole.isnan().sum() * 0)
     aborted = []
     monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: aborted.append(limit_s) or [])
