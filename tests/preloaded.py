@@ -6,6 +6,7 @@ import gc
 import hypothesis  # noqa: F401  tests import it
 import pytest  # noqa: F401
 
+import lightning_hybrid.callbacks  # noqa: F401
 import tests.toy  # noqa: F401
 
 gc.collect()

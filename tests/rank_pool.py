@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=45)  # below the default time limit of a run, so that the traceback names the op
 START_LIMIT_S = 120.0
-PRELOADED = ["tests.preloaded"]  # `tests/netlab` forks from the same process
+PRELOADED = ["wandb", "recipes.train", "tests.preloaded"]  # for all that tests fork; what is not installed is left out
 GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their tracebacks are often the telling ones
 
 
@@ -224,7 +224,9 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
         from tests import moving_device
 
         moving_device.install()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server of forks ends with pytest, the ranks with it
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG: the server of forks ends with pytest, the ranks with it
     if os.getppid() == 1:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -18,7 +18,7 @@ from lightning_hybrid.comm.engine.stages import (
     two_level_sum_,
 )
 from lightning_hybrid.comm.topology import CommGroups, Topology
-from tests.comm.layouts import integers, is_even, layouts, name, reals
+from tests.comm.layouts import integers, is_even, layouts, name, reals, sum_of_integers
 
 SUMS = {
     "flat": flat_sum_,
@@ -67,7 +67,7 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
     cases = [(numel, dtype) for numel in NUMELS for dtype in DTYPES]
     per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
     for index, (numel, dtype) in enumerate(cases):
-        expected = sum(integers(rank, numel, torch.float64) for rank in range(world_size)).to(dtype)
+        expected = sum_of_integers(world_size, numel, dtype)
         for results in per_rank:
             assert results[index].dtype == dtype
             assert torch.equal(results[index], expected)

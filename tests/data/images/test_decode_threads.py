@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,6 +14,7 @@ import torch
 from lightning_hybrid.data.images import decode_threads
 from lightning_hybrid.data.images.decode_threads import ThreadedBatches
 from lightning_hybrid.data.images.host_buffers import HostBuffers
+from tests.programs import run_program
 
 LIMIT_S = 90  # the programs below have 60 s of their own
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
@@ -102,18 +101,18 @@ def test_the_next_batch_is_ready_before_the_step_ends():
     """With a step longer than loading a batch, waiting is what it costs to take a full batch: next to nothing."""
 
     def slow(index, row):
-        time.sleep(0.002)
+        time.sleep(0.004)
         return 0
 
     ahead = batches(slow, num_threads=2)
     next(ahead)
     waits_s = []
     for _ in range(5):
-        time.sleep(0.05)  # the step; a batch takes 5 rows * 2 ms / 2 threads
+        time.sleep(0.05)  # the step; a batch takes 5 rows * 4 ms / 2 threads
         start_s = time.perf_counter()
         next(ahead)
         waits_s.append(time.perf_counter() - start_s)
-    assert sorted(waits_s)[2] < 0.004  # less than a batch takes; the median, as other programs run here too
+    assert min(waits_s) < 0.004  # no batch takes less than 8 ms; the best of five, as other programs run here too
     ahead.close()
 
 
@@ -300,10 +299,10 @@ if "fork" in sys.argv:
 
 
 @pytest.mark.parametrize("how", ["exit", "fork"])
-def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(tmp_path, how):
+    program = tmp_path / "program.py"
+    program.write_text(IN_A_PROGRAM)
+    done = run_program(str(program), how, timeout_s=60, is_finalized=True)
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
     assert ("iterate over the loader anew here" in done.stdout) == (how == "fork")
 
