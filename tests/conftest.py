@@ -8,9 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from recipes.cli.launch_variables import LAUNCH_VARIABLES
 from tests.rank_pool import RankPool, Ranks
+
+
+settings.register_profile("no deadline", deadline=None)  # how long an example takes is the machine's load
+settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -224,9 +224,7 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
         from tests import moving_device
 
         moving_device.install()
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGKILL
-    )  # PR_SET_PDEATHSIG: the server of forks ends with pytest
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server of forks ends with pytest
     if os.getppid() == 1:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
