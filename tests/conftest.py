@@ -13,7 +13,6 @@ from hypothesis import settings
 from recipes.cli.launch_variables import LAUNCH_VARIABLES
 from tests.rank_pool import RankPool, Ranks
 
-
 settings.register_profile("no deadline", deadline=None)  # how long an example takes is the machine's load
 settings.load_profile("no deadline")
 

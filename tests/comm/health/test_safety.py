@@ -95,7 +95,7 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
     for text, waited_s in results:
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
         assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
-        assert waited_s < 5
+        assert waited_s < 15  # the time limit is 30 s
 
 
 def of_another_size(odd_rank):
@@ -111,7 +111,7 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_ran
     """Sent, it would end the process: Gloo calls abort()."""
     for text, waited_s in four_ranks.run(of_another_size, odd_rank):
         assert f"comm: rank {odd_rank} handed over bucket 0 (41 x float32" in text
-        assert waited_s < 5
+        assert waited_s < 15  # the time limit is 30 s
 
 
 def with_another_plan():
@@ -176,7 +176,7 @@ def test_a_rank_that_left_is_named_on_all_others(four_ranks):
     for rank in (0, 2, 3):
         text, waited_s = results[rank]
         assert text.startswith("comm: rank 1 has left: closed the engine while others still averaged. ")
-        assert waited_s < 6
+        assert waited_s < 20
 
 
 def gives_up(rank):
@@ -193,7 +193,7 @@ def gives_up(rank):
 def test_a_rank_that_gives_up_tells_the_others(four_ranks):
     for text, waited_s in four_ranks.run(gives_up, 1):
         assert text.startswith("comm: rank 1 gave up: OutOfMemoryError: no room")
-        assert waited_s < 3
+        assert waited_s < 15  # the time limit is 30 s
 
 
 # ----------------------------------------------------------------------------------------------------------- afterwards
