@@ -7,11 +7,12 @@ local rank, so one node stands for all. `timeline.py` lets stages run beside eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.comm.plan import CommPlan, NodeShape
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
 from lightning_hybrid.planning.cost_nccl import Nccl
@@ -103,6 +104,24 @@ class Cluster:
     def of(self, num_nodes: int) -> Cluster:
         """The same with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
+
+    def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
+        """Choose the plan with the shortest step on this cluster, with as many nodes as the job has.
+
+        What `HybridAllReduceStrategy(plan=cluster)` asks; see `plan_search.choose_plan`.
+
+        Raises:
+            ValueError: nodes of the job have other numbers of ranks than those of the description.
+        """
+        from lightning_hybrid.planning.plan_search import choose_plan  # here: it imports this module
+
+        if topology.ranks_per_node != self.ranks_per_node:
+            raise ValueError(
+                f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
+                f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or "
+                "leave `strategy.plan` out."
+            )
+        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda)
 
     def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
         """What a piece of ``num_bytes`` goes through; empty for one rank.
