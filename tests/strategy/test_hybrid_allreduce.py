@@ -236,10 +236,7 @@ def test_registered_names_are_ddps_names():
         ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\)"),
         ({"bucket_bytes": 2**20, "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `bucket_bytes` \(=1048576\)"),
         ({"plan": "no/such/plan.json"}, r"`plan` \(='no/such/plan.json'\) must be the path of a plan"),
-<<<<<<< HEAD
-=======
         ({"plan": 3}, r"`plan` \(=3\) must be the path of a plan"),
->>>>>>> house
         ({"plan": __file__}, r"`plan` \(=.*test_hybrid_allreduce.py'\) must be the path of a plan"),
         ({"comm_dtype": "int8"}, r"`comm_dtype` \(='int8'\)"),
         ({"link_bytes_per_s": 0}, r"`link_bytes_per_s` \(=0\) must be None or a number of bytes per second above zero"),
