@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -222,10 +223,14 @@ def test_an_ablation_is_one_override_and_has_its_effect(one_rank, ablation):
     assert all(one_rank.run(effect_of, ablation, ABLATIONS[ablation])[0].values())
 
 
+@cache  # in the rank's process: ablations of one recipe share the run without
+def fitted_without(recipe):
+    return fitted(recipe, "trainer.max_steps=4")
+
+
 def effect_of(ablation, recipe):
-    (plain, module, weights), (ablated, ablated_module, others) = (
-        fitted(recipe, "trainer.max_steps=4", *overrides) for overrides in ((), (ablation,))
-    )
+    plain, module, weights = fitted_without(recipe)
+    ablated, ablated_module, others = fitted(recipe, "trainer.max_steps=4", ablation)
     norms, ablated_norms = (
         sum(isinstance(layer, nn.BatchNorm2d) for layer in m.modules()) for m in (module, ablated_module)
     )
