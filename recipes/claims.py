@@ -1,4 +1,4 @@
-"""Large batches at our size, with and without the method: `python recipes/claims.py`; see claims/README.md."""
+"""Large batches at our size, with and without the method: `python recipes/claims.py`; see records/claims/README.md."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Search hyper-parameters of a training run: `python recipes/search.py axes.optim.lr.high=50`; see search/README.md."""
+"""Search hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see records/search/README.md."""
 
 import os
 import sys

@@ -47,7 +47,7 @@ class GradScaling:
         A selection, not a product with 0 or 1: 0 * inf is nan.
 
         >>> weights, spoilt = [torch.tensor([1.0, -0.0])], [torch.tensor([float("inf"), float("nan")])]
-        >>> Scaling(found_inf=torch.tensor(1.0)).commit_(weights, spoilt); weights
+        >>> GradScaling(found_inf=torch.tensor(1.0)).commit_(weights, spoilt); weights
         [tensor([1., -0.])]
         """
         if self.found_inf is None:

@@ -31,7 +31,7 @@ textbook forms and the 2D torus, with the links' own latencies and no software."
 class StageCost:
     """One stage of one piece. ``share``: of the place's rate that it can fill by itself.
 
-    >>> Stage(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
+    >>> StageCost(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
     7.0
     """
 

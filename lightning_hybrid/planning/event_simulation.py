@@ -71,10 +71,10 @@ class _Lane:
 def simulate_events(pieces: Sequence[SimulatedChunk]) -> list[Span]:
     """Every stage of every piece, in the order of their ends. Pieces are taken in the order given.
 
-    >>> stages = tuple(Stage(name=name, place=place, delay_s=0.0, work_s=1.0) for name, place in
+    >>> stages = tuple(StageCost(name=name, place=place, delay_s=0.0, work_s=1.0) for name, place in
     ...                (("reduce", "inside"), ("ring", "across")))
-    >>> two = [Piece(bucket=b, num_bytes=1, ready_s=0.0, lane="x", column=0, stages=stages) for b in (0, 1)]
-    >>> [(span.bucket, span.stage, span.end_s) for span in run(two)]      # the second reduces beside the first's ring
+    >>> two = [SimulatedChunk(bucket=b, num_bytes=1, ready_s=0.0, lane="x", column=0, stages=stages) for b in (0, 1)]
+    >>> [(span.bucket, span.stage, span.end_s) for span in simulate_events(two)]
     [(0, 'reduce', 1.0), (1, 'reduce', 2.0), (0, 'ring', 2.0), (1, 'ring', 3.0)]
     """
     waiting = deque(sorted((piece for piece in pieces if piece.stages), key=lambda piece: piece.ready_s))

@@ -95,13 +95,13 @@ def mark_clean(parameter: Tensor) -> None:
 def is_untouched(parameter: Tensor) -> bool:
     """Whether nobody can have written since :func:`settle`. Always False if it is not watched.
 
-    >>> weight = nn.Parameter(torch.ones(2)); watch(weight, None); settle(weight)
+    >>> weight = nn.Parameter(torch.ones(2)); watch(weight, None); mark_clean(weight)
     >>> is_untouched(weight)
     True
     >>> with torch.no_grad(): _ = weight[0].mul_(2.0)
     >>> is_untouched(weight)
     False
-    >>> settle(weight); _ = weight.data
+    >>> mark_clean(weight); _ = weight.data
     >>> is_untouched(weight)    # now and later
     False
     """

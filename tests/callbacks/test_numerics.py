@@ -52,7 +52,8 @@ def fit(module, folder=None, *, precision="16-true", num_epochs=20, every=10, pa
             trainer.fit(module, toy.loader() if loader is None else loader)
         except Exception as raised:
             error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
-    return error, [str(each.message) for each in caught if "numbers" in each.filename or "was inf" in str(each.message)]
+    texts = {str(each.message): each.filename for each in caught}
+    return error, [text for text, filename in texts.items() if "numerics" in filename or "was inf" in text]
 
 
 def endless_overflow(folder):
@@ -250,7 +251,7 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
         trainer.fit(Quiet(), toy.loader(num_samples=128))
         counted.append(dict(counts.mode.by_file))
     of_the_watch = {name for name in counted[1] if name.startswith("callbacks/")}
-    assert of_the_watch == {"callbacks/numbers.py"}
+    assert of_the_watch == {"callbacks/numerics.py"}
     assert counted[0] == {name: num for name, num in counted[1].items() if name not in of_the_watch}
 
 

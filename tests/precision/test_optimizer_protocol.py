@@ -98,14 +98,14 @@ def fit(
     )
     calls = []
     if as_on_cuda:
-        optimizer_protocol.supports_device_skip = master_step.skips_by_itself = wherever_it_can
+        optimizer_protocol.supports_device_skip = master_step.supports_device_skip = wherever_it_can
     original = MasterStep.in_one_pass
     MasterStep.in_one_pass = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
         trainer.fit(module, toy.loader(num_samples), ckpt_path=ckpt_path)
     finally:
         MasterStep.in_one_pass = original
-        optimizer_protocol.supports_device_skip = master_step.skips_by_itself = supports_device_skip
+        optimizer_protocol.supports_device_skip = master_step.supports_device_skip = supports_device_skip
     if looks:
         assert watching.dtypes == {torch.float32}
     return module, trainer, len(calls)
@@ -314,8 +314,8 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
 
 def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
     """Before batches 0 to 7, of which 2 on are counted."""
-    assert two_ranks.run(host_reads, "lars", {}, 1) == [{"callbacks/stop.py": 6 - 1}] * 2
-    assert two_ranks.run(host_reads, "lars", {}, 4) == [{"callbacks/stop.py": 1}] * 2
+    assert two_ranks.run(host_reads, "lars", {}, 1) == [{"callbacks/stop_on_signal.py": 6 - 1}] * 2
+    assert two_ranks.run(host_reads, "lars", {}, 4) == [{"callbacks/stop_on_signal.py": 1}] * 2
 
 
 class NoSync(pl.Callback):

@@ -199,11 +199,11 @@ def split_into_chunks(flat: Tensor, *, num_pieces: int, alignment: int = ALIGNME
     last in its last, no other stage has anything to do.
 
     >>> import torch
-    >>> [piece.numel() for piece in cut(torch.zeros(100), num_pieces=3)]
+    >>> [piece.numel() for piece in split_into_chunks(torch.zeros(100), num_pieces=3)]
     [48, 48, 4]
-    >>> [piece.numel() for piece in cut(torch.zeros(1600), num_pieces=4)]
+    >>> [piece.numel() for piece in split_into_chunks(torch.zeros(1600), num_pieces=4)]
     [160, 640, 640, 160]
-    >>> [piece.numel() for piece in cut(torch.zeros(0), num_pieces=3)]
+    >>> [piece.numel() for piece in split_into_chunks(torch.zeros(0), num_pieces=3)]
     [0]
     """
     if not flat.numel():

@@ -54,8 +54,8 @@ def diagnose(
     ``hosts``: of every rank, where they are known; those of the ranks to blame, or of all, are told. ``addresses``:
     under which others know each rank's host.
 
-    >>> at_one = Standing(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
-    >>> print(verdict("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
+    >>> at_one = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
+    >>> print(diagnose("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
     comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
 Rank 1 is on host y.
     """
@@ -103,7 +103,7 @@ Rank 1 is on host y.
 def is_lost(roll: Sequence[RankStatus | None]) -> bool:
     """Whether what is in flight can come to no end: somebody does not answer, has left, or handed over other buckets.
 
-    >>> here = Standing(num_submitted=1, order="a", place=IDLE, recent=("x",))
+    >>> here = RankStatus(num_submitted=1, order="a", place=IDLE, recent=("x",))
     >>> is_lost([here, here]), is_lost([here, None])
     (False, True)
     """

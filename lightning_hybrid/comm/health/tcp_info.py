@@ -54,7 +54,7 @@ def tcp_connections() -> list[TcpConnection]:
 
     >>> server = socket.create_server(("127.0.0.1", 0))
     >>> client = socket.create_connection(server.getsockname())
-    >>> [(line.peer, line.is_open, line.is_waiting) for line in lines() if line.port == server.getsockname()[1]]
+    >>> [(c.peer, c.is_open, c.is_waiting) for c in tcp_connections() if c.port == server.getsockname()[1]]
     [('127.0.0.1', True, False)]
     >>> client.close(), server.close()
     (None, None)
@@ -102,7 +102,7 @@ def addresses() -> list[str]:
 def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> dict[str, Liveness]:
     """For each address that connections are open to: its sign. ``waited_s``: since when this rank has waited for it.
 
-    >>> line = Line(peer="x", port=1, own="y", is_open=True, heard_s=12.0, is_waiting=True)
+    >>> line = TcpConnection(peer="x", port=1, own="y", is_open=True, heard_s=12.0, is_waiting=True)
     >>> liveness_by_address([line], waited_s=10.0), liveness_by_address([line], waited_s=20.0)
     ({'x': ('cut', 12.0)}, {'x': ('slow', 12.0)})
     """
@@ -118,7 +118,7 @@ def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> d
 def most_telling(signs: Sequence[Liveness | None]) -> Liveness | None:
     """Of several signs of one host that which says most; the latest word, where it lives. None where there is none.
 
-    >>> strongest([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), strongest([None])
+    >>> most_telling([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), most_telling([None])
     (('slow', 3.0), None)
     """
     there = [sign for sign in signs if sign is not None]

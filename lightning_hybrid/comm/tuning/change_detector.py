@@ -41,8 +41,8 @@ class Baseline:
     def of(cls, times_s: list[float]) -> Baseline:
         """Of steps that are alike.
 
-        >>> Level.of([1.0, 1.0, 1.0, 50.0])
-        Level(seconds=1.0, sigma=0.0)
+        >>> Baseline.of([1.0, 1.0, 1.0, 50.0])
+        Baseline(seconds=1.0, sigma=0.0)
         """
         median_s = statistics.median(times_s)
         deviations = [abs(math.log(time_s / median_s)) for time_s in times_s]
@@ -52,7 +52,7 @@ class Baseline:
 class ChangeDetector:
     """Watches one number per step. ``level``: None learns it from the first steps.
 
-    >>> drift = Drift(Level(seconds=1.0, sigma=0.02))
+    >>> drift = ChangeDetector(Baseline(seconds=1.0, sigma=0.02))
     >>> for _ in range(1000): drift.add(1.04)
     >>> drift.has_changed
     False

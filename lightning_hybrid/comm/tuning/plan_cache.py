@@ -64,7 +64,7 @@ def facts_of(
 def network_key() -> dict[str, Any]:
     """Interfaces of this host that are up, with the rate that each claims in Mbit/s (-1: none), and InfiniBand's.
 
-    >>> "lo" in network()
+    >>> "lo" in network_key()
     False
     """
     found: dict[str, Any] = {}

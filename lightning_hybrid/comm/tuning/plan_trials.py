@@ -61,7 +61,7 @@ class PlanTrials:
             challenger of it has won already.
 
     >>> plans = {"auto": 1.0, "two_level": 0.8, "flat": 2.0}                     # seconds of a step under each
-    >>> tuner = Tuner(CommPlan(), [lambda plan: [CommPlan(algorithm="flat"), CommPlan(algorithm="two_level")]])
+    >>> tuner = PlanTrials(CommPlan(), [lambda plan: [CommPlan(algorithm="flat"), CommPlan(algorithm="two_level")]])
     >>> while trials := tuner.trials():
     ...     tuner.record([plans[trial.plan.algorithm] for trial in trials])
     >>> tuner.result.plan.algorithm, tuner.result.ratio, tuner.result.num_steps
@@ -285,7 +285,7 @@ def changes(before: CommPlan, after: CommPlan) -> str:
 def report(start: CommPlan, tuned: TuningResult, *, change_s: float = 0.0) -> str:
     """The outcome in a line. ``change_s``: what building groups and agreeing took, beside the steps.
 
-    >>> report(CommPlan(), Tuned(plan=CommPlan(), num_steps=60, ratio=1.0, extra_s=2.5, is_complete=True))
+    >>> report(CommPlan(), TuningResult(plan=CommPlan(), num_steps=60, ratio=1.0, extra_s=2.5, is_complete=True))
     'comm: plan tuned in 60 steps, which took 2.5 s more for it: nothing is faster beyond noise; plan e69c'
     """
     found = (

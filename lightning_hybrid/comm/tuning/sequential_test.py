@@ -113,7 +113,7 @@ class _Count:
 class PairedComparison(Generic[Arm]):
     """One incumbent against challengers.
 
-    >>> race, takes_s = Race("a", ["b", "c"]), {"a": 1.0, "b": 0.5, "c": 2.0}
+    >>> race, takes_s = PairedComparison("a", ["b", "c"]), {"a": 1.0, "b": 0.5, "c": 2.0}
     >>> while order := race.order():
     ...     race.record([takes_s[arm] for arm in order])
     >>> race.winner, race.ratio("b"), race.num_steps

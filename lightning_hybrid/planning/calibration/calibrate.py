@@ -35,7 +35,7 @@ CLEARLY_MORE = 1.1
 """Several flows must carry this many times what one does to count as more than noise: ours."""
 
 WELL_FITTED = 0.15
-"""A median error of sums beyond this is told: ours, near what the simulator reaches on records (recipes/simulate)."""
+"""A median error of sums beyond this is told: ours, near what the simulator reaches (recipes/records/simulate)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,8 @@ def exit_with_a_stuck_stage():
         import sys, time, warnings
         from datetime import timedelta
         import torch, torch.distributed as dist
-        from lightning_hybrid.comm import CommEngine, CommPlan, Topology, engine
+        from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+        from lightning_hybrid.comm.engine import engine
         rank, port = int(sys.argv[1]), int(sys.argv[2])
         engine.FAILED_CLOSE_LIMIT_S = 0.2
         dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=rank == 0), rank=rank,

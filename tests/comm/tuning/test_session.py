@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
-from lightning_hybrid.comm.tuning import session
+from lightning_hybrid.comm.tuning import session as tuning_session
 from lightning_hybrid.comm.tuning.session import CHECK_STEPS, MOST_RETUNES, NUM_WARMUP_STEPS, TuningSession
 from tests.comm.engine.recording_cuda import Cuda
 from tests.comm.layouts import integers
@@ -147,16 +147,16 @@ def test_a_rank_under_another_plan_is_named_on_every_rank(four_ranks):
 
 def with_another_reading():
     session = Session(((0,), (1,)))
-    digest = session.Decision.digest
+    digest = tuning_session.Decision.digest
     try:
         if dist.get_rank() == 1:
-            session.Decision.digest = property(lambda self: "another")
-        session.tuning._from_first_rank(lambda: session.Decision(plan=CommPlan()))
+            tuning_session.Decision.digest = property(lambda self: "another")
+        session.tuning._from_first_rank(lambda: tuning_session.Decision(plan=CommPlan()))
         error = ""
     except RuntimeError as caught:
         error = str(caught)
     finally:
-        session.Decision.digest = digest
+        tuning_session.Decision.digest = digest
     session.close()
     return error
 
@@ -277,7 +277,7 @@ def on_cuda():
         patch.setattr(torch, "full", lambda size, value, device: full(size, value))
         patch.setattr(dist, "broadcast", lambda word, src: None)
         tuned = TuningSession(EngineOnCuda(), cache_folder=None, clock=lambda: 0.0)
-        tuned._follow(session.Decision(plan=tuned._engine.plan))
+        tuned._follow(tuning_session.Decision(plan=tuned._engine.plan))
         yield tuned, cuda
 
 
@@ -311,7 +311,7 @@ def test_on_cuda_the_word_on_a_change_is_read_one_check_late_and_nobody_waits(on
     cuda.hang()  # what came after the last check may still be under way
     assert tuned._is_stale() is True
     assert cuda.host_waits == ["event"] * 2  # which the stand-in refuses where it would take time
-    tuned._follow(session.Decision(plan=tuned._engine.plan))
+    tuned._follow(tuning_session.Decision(plan=tuned._engine.plan))
     assert tuned._is_stale() is False  # no word is left over
 
 

@@ -1,4 +1,4 @@
-"""Train for long and see whether anything grows: `python -m tests.evidence.endurance`; see endurance/README.md."""
+"""Train for long and see whether anything grows: `python -m tests.evidence.endurance`."""
 
 import subprocess
 import sys
