@@ -1,4 +1,4 @@
-"""READMEs: links and anchors that resolve, Python that compiles, and user code of the first page that trains.
+"""READMEs: links, anchors and files that are there, Python that compiles, and user code of the first page that trains.
 
 Addresses on the web are not opened. What the commands in them take: `tests/recipes/test_readme_commands.py`.
 """
@@ -19,6 +19,7 @@ from tests import toy
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".github", "conf", "lightning_hybrid", "recipes", "tests")  # not those in which programs write
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 
@@ -51,13 +52,22 @@ def is_broken(page: Path, link: str) -> bool:
     return bool(anchor) and (not page_of_folder.is_file() or anchor not in anchors(page_of_folder))
 
 
+def absent_sources(page: Path) -> list[str]:
+    """Return the Python files (`folder/name.py`) that a page names and nothing has; a dated record names those of its commit."""
+    if re.match(r"\d{4}-", page.parent.name) or page.name == "CHANGELOG.md":
+        return []
+    named = re.findall(r"`(\w+/[\w/]+\.py)`", FENCE.sub("", page.read_text()))
+    return [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)]
+
+
 def python_blocks(page: Path) -> list[str]:
     return [textwrap.dedent(body) for _, language, body in FENCE.findall(page.read_text()) if language == "python"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_resolve_and_its_python_compiles(page):
+def test_links_and_sources_of_a_page_are_there_and_its_python_compiles(page):
     assert [link for link in relative_links(page) if is_broken(page, link)] == []
+    assert absent_sources(page) == []
     for block in python_blocks(page):
         compile(block, str(page), "exec")
 
@@ -72,6 +82,10 @@ def test_a_broken_link_is_found(tmp_path):
     assert [link for link in relative_links(page) if is_broken(page, link)] == ["absent"]
     page.write_text("# E\n\n" + " ".join(f"[x]({link})" for link in bad))
     assert [link for link in relative_links(page) if is_broken(page, link)] == bad
+    page.write_text(
+        "`lan.py` `comm/plan.py` `omm/plan.py` `optim/plan.py` `comm/*.py`\n```bash\npython absent.py\n```\n"
+    )
+    assert absent_sources(page) == ["omm/plan.py", "optim/plan.py"]
 
 
 def test_first_page_is_short_and_shows_python_early():
