@@ -19,7 +19,7 @@ OF_COMM = {"comm.plan", "comm.topology", "comm.ddp_buckets"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint"},
     "strategy": {"precision", "checkpoint", "comm", "data.prefetch"},
-    "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim"},
+    "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "strategy.run_status"},
     "planning": {"comm.stats", "comm.engine"} | OF_COMM,
     "comm": set(),
     "comm.tuning": {"comm.engine", "comm.health", "comm.stats"} | OF_COMM,

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.checkpoint.file import (
@@ -72,7 +71,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 f"`max_in_memory` (={max_in_memory!r}) must be a whole number of checkpoints, at least 1: the one that "
                 "is being written is in memory. Set checkpoint_io.max_in_memory=1."
             )
-        if not timeout_s > 0:
+        if not 0 < timeout_s < float("inf"):
             raise ValueError(f"`timeout_s` (={timeout_s!r}) must be a number of seconds above zero.")
         if on_error not in ("raise", "warn"):
             raise ValueError(
@@ -212,22 +211,3 @@ def _warn_of_objects(path: Path) -> None:
             "with fit(..., weights_only=False) only. Keep them out of hyper-parameters (`save_hyperparameters(ignore="
             "...)`) and of `state_dict` of callbacks."
         )
-
-
-class DurableCheckpointMixin:
-    """For a strategy: `DurableCheckpointIO` where the user gave no other, as `plugins=` or as `checkpoint_io=`."""
-
-    _checkpoint_io: Any
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The user's, or ours; inside of a wrapper such as `AsyncCheckpointIO`, ours."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = DurableCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = DurableCheckpointIO()  # it keeps the first that it is given
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io

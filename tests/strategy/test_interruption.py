@@ -47,7 +47,7 @@ class Module(toy.Toy):
 
 
 def signalled(rank, number, folder=None, stops=False):
-    """What ended the fit on this rank, and what rank zero was told."""
+    """What ended the fit on this rank, and what rank zero reported."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -76,7 +76,7 @@ def signalled(rank, number, folder=None, stops=False):
 def test_sigterm_to_a_rank_above_zero_ends_all_and_is_named(two_ranks):
     (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM)
     assert second.startswith("SIGTERMException")
-    assert "comm: rank 1 gave up: it was told to stop by SIGTERM" in first
+    assert "comm: rank 1 gave up: it received SIGTERM" in first
     assert "The run stopped in epoch 2 after step 1" in first
     assert "no checkpoint was written to go on from" in first
 
@@ -140,10 +140,10 @@ def is_alive(pid):
     [
         ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to go on from"),
         ("lightning", "none", signal.SIGINT, "rank 1", "rank 1 gave up: it was interrupted by Ctrl-C"),
-        ("lightning", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it was told to stop by SIGTERM"),
+        ("lightning", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
         ("lightning", "stops", signal.SIGINT, "all", "stopped.ckpt"),
         ("torchrun", "stops", signal.SIGINT, "launcher", "stopped.ckpt"),
-        ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it was told to stop by SIGTERM"),
+        ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
     ],
 )
 def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, number, whom, words):

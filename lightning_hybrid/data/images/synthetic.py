@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.images.datamodule import ImageDataModule
 from lightning_hybrid.data.images.source import RowSource
 from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
@@ -28,13 +29,6 @@ class StoredRows(RowSource):
     """
 
     def __init__(self, *, num_images: int, num_stored: int, num_classes: int, image_size: int, seed: int) -> None:
-        for name, value in (
-            ("num_stored_images", num_stored),
-            ("num_classes", num_classes),
-            ("num_images", num_images),
-        ):
-            if value < 1:
-                raise ValueError(f"`{name}` (={value}) must be at least 1. Set data.{name}=1 or more.")
         self.num_images, self.num_classes, self.image_size = num_images, num_classes, image_size
         levels = np.random.default_rng([seed, 0]).integers(
             0, 256, size=(min(num_stored, num_images), image_size, image_size, 3), dtype=np.uint8
@@ -95,6 +89,14 @@ class SyntheticImageNetDataModule(ImageDataModule):
             mean=mean,
             std=std,
         )
+        for name, value in (
+            ("num_classes", num_classes),
+            ("image_size", image_size),
+            ("num_train_images", num_train_images),
+            ("num_val_images", num_val_images),
+            ("num_stored_images", num_stored_images),
+        ):
+            require_whole(name, value, f"there would be no image. Set data.{name}=1 or more")
         self.num_classes, self.image_size = num_classes, image_size
         self.num_train_images, self.num_val_images = num_train_images, num_val_images
         self.num_stored_images = num_stored_images

@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 import lightning.pytorch as pl
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import recounting
 from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 
@@ -33,6 +34,8 @@ class InMemoryDataModule(pl.LightningDataModule):
         self, *, num_train: int, global_batch_size: int, seed: int, shift_pixels: int, eval_batch_size_per_rank: int
     ) -> None:
         super().__init__()
+        require_whole("global_batch_size", global_batch_size, "a step takes images. Set global_batch_size=1 or more")
+        require_whole("seed", seed, "NumPy's generators take no other. Set data.seed=0", least=0)
         if global_batch_size > num_train:
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "

@@ -42,8 +42,9 @@ def test_every_value_is_built_or_refused_by_name(recipe, folder, monkeypatch, tm
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     fuzzed.stop_where_work_starts(monkeypatch)
-    base = fuzzed.composed(recipe, str(folder))
-    assert fuzzed.outcome_of(recipe, base) == ("built", "")
+    program, overrides = recipe.strip(), [each.replace("TMP", str(folder)) for each in fuzzed.BASES[recipe]]
+    base = fuzzed.composed(program, *overrides, folder=str(folder))
+    assert fuzzed.outcome_of(program, base) == ("built", "")
     keys = fuzzed.keys_of(base)
     cases = settings(
         max_examples=pytestconfig.getoption("--fuzz-cases") or NUM_CASES,
@@ -57,7 +58,7 @@ def test_every_value_is_built_or_refused_by_name(recipe, folder, monkeypatch, tm
     @cases
     @given(key=st.sampled_from(keys), action=fuzzed.ACTIONS, value=fuzzed.VALUES)
     def is_built_or_refused(key, action, value):
-        kind, text = fuzzed.outcome_of(recipe, fuzzed.changed(base, key, action, value))
+        kind, text = fuzzed.outcome_of(program, fuzzed.changed(base, key, action, value))
         note(f"{recipe} {action} {key}={value!r}: {kind} {text}")
         if (told := os.environ.get("FUZZ_RECORD")) is not None:
             with open(told, "a") as file:

@@ -238,8 +238,8 @@ def effect_of(ablation, recipe):
         "model.pool5_bn": lambda: {"one norm less": norms - ablated_norms == 1},
         "precision": lambda: {"fp32": str(ablated.precision) == "32-true", "differ": differ},
         "strategy.loss_scale": lambda: {
-            "dynamic": plain.precision_plugin.loss_scales[0].value > 1,
-            "fixed": ablated.precision_plugin.loss_scales[0].value == 1,
+            "dynamic": plain.precision_plugin.loss_scale.value > 1,
+            "fixed": ablated.precision_plugin.loss_scale.value == 1,
         },
         # one rank sums nothing: the plan alone differs
         "strategy.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
