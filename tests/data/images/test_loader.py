@@ -11,7 +11,7 @@ from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.order import EpochOrder
-from tests.data.images.test_decode_threads import decode_threads, no_thread_is_left, wait_until  # noqa: F401  the fixture is for all
+from tests.data.images.test_decode_threads import living_threads, no_thread_is_left, wait_until  # noqa: F401  a fixture
 
 
 def test_threads_are_not_started_before_the_first_batch_is_asked_for():
@@ -19,11 +19,11 @@ def test_threads_are_not_started_before_the_first_batch_is_asked_for():
     rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
     buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
     generator = DecodeThreads(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
-    assert decode_threads() == []
+    assert living_threads() == []
     next(generator)
-    assert decode_threads() != []
+    assert living_threads() != []
     generator.close()
-    assert decode_threads() == []
+    assert living_threads() == []
 
 
 class Noted(StoredRows):

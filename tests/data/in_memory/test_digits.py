@@ -26,7 +26,7 @@ def numbered(num_images: int) -> ImageSet:
 
 def train_loader(num_images=103, **changes) -> TrainLoader:
     settings = {"global_batch_size": 12, "world_size": 2, "rank": 0, "accumulate_grad_batches": 1, "seed": 3}
-    settings |= {"shift_pixels": 0, "normalise": AS_STORED} | changes
+    settings |= {"shift_pixels": 0, "normalize": AS_STORED} | changes
     return TrainLoader(numbered(num_images), **settings)
 
 
