@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.checkpoint.file import (
@@ -204,22 +203,3 @@ def _warn_of_objects(path: Path) -> None:
             "with fit(..., weights_only=False) only. Keep them out of hyper-parameters (`save_hyperparameters(ignore="
             "...)`) and of `state_dict` of callbacks."
         )
-
-
-class DurableCheckpointMixin:
-    """A strategy mixin: `DurableCheckpointIO` unless the user gave another, as `plugins=` or as `checkpoint_io=`."""
-
-    _checkpoint_io: Any
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The user's plugin, or ours; inside of a wrapper such as `AsyncCheckpointIO`, ours."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = DurableCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = DurableCheckpointIO()  # the wrapper ignores any but the first
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
+from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.models.activation_checkpointing import run_stages
 
 BNPosition = Literal["before_relu", "after_pool"]
@@ -116,6 +117,15 @@ class AlexNetBN(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
+        for name, value in (
+            ("num_classes", num_classes),
+            ("in_channels", in_channels),
+            ("image_size", image_size),
+            ("stem_stride", stem_stride),
+        ):
+            require_whole(name, value, f"it is counted. Set model.{name}")
+        require_whole("stem_padding", stem_padding or 0, "it is counted. Set model.stem_padding", least=0)
+        require_number("bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True)
         channels = [round(width * c) for c in CONV_CHANNELS]
         _check(width, channels, bn_position, pool_padding, stem_kernel=stem_kernel, conv2_kernel=conv2_kernel)
         kernels = (stem_kernel, conv2_kernel, 3, 3, 3)
@@ -210,6 +220,8 @@ class AlexNet(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
+        require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
+        require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
         self.checkpoint_activations = checkpoint_activations
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),

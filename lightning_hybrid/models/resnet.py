@@ -7,6 +7,7 @@ from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 
+from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.models.activation_checkpointing import checkpointed
 
 Variant = Literal["v1.5", "v1"]
@@ -174,6 +175,9 @@ class ResNet(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
+        require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
+        require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
+        require_number("bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True)
         _check(depth=depth, variant=variant, stem=stem, zero_gamma=zero_gamma, width=width)
         self.checkpoint_activations = checkpoint_activations
         bn = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)

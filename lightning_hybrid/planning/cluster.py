@@ -7,19 +7,18 @@ equal local rank: one node stands for all. `event_simulation.py` runs stages at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.comm.plan import CommPlan, NodeShape
+from lightning_hybrid.comm.size_rules import between_nodes_form
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
 from lightning_hybrid.planning.cost_nccl import Nccl
 
 Place = Literal["inside", "across"]
-
-# As in comm/allreduce.py, which needs torch: up to here leaders exchange all they have, and sum parts in two rounds.
-EXCHANGE_BYTES, SCATTER_BYTES = 64 * 2**10, 128 * 2**10
 
 OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
@@ -105,6 +104,24 @@ class Cluster:
     def of(self, num_nodes: int) -> Cluster:
         """Return the same cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
+
+    def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
+        """Choose the plan with the shortest step on this cluster, with as many nodes as the job has.
+
+        What `HybridAllReduceStrategy(plan=cluster)` asks; see `plan_search.choose_plan`.
+
+        Raises:
+            ValueError: nodes of the job have other numbers of ranks than those of the description.
+        """
+        from lightning_hybrid.planning.plan_search import choose_plan  # here: it imports this module
+
+        if topology.ranks_per_node != self.ranks_per_node:
+            raise ValueError(
+                f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
+                f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or "
+                "leave `strategy.plan` out."
+            )
+        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda)
 
     def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
         """Return the stages of a chunk of `num_bytes`; none for one rank.
@@ -222,14 +239,15 @@ def _inside(
 
 
 def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
-    """All-reduce between nodes of `size` bytes in each of `num_groups` groups, as comm/allreduce.py chooses."""
+    """All-reduce between nodes of `size` bytes in each of `num_groups` groups, as `between_nodes_form` says."""
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
     wait_s = 0.0
-    if nodes == 2 or (nodes - 1) * size <= EXCHANGE_BYTES:
+    form = between_nodes_form(nodes, size)
+    if form == "exchange":
         rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
-    elif size <= SCATTER_BYTES:
+    elif form == "scatter_gather":
         rounds, sent, ends, end_s, share = 2, 2 * (nodes - 1) / nodes * size, 4 * (nodes - 1), gloo.message_s, 1.0
     else:
         rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s

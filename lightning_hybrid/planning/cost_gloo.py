@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_hybrid.checks import require_positive, require_share
+from lightning_hybrid.checks import require_number, require_positive, require_share
 from lightning_hybrid.planning.cost import Link
 
 SEGMENTS_OF_CHUNK = 2
@@ -50,6 +50,8 @@ class Gloo:
     num_shared_cores: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stage_s", "message_s", "segment_s", "burst_bytes"):
+            require_number(name, getattr(self, name), "it is a cost of the host or the switch, 0 where there is none")
         require_share("ring_share", self.ring_share, "it is how much of a link one ring fills")
         require_share("wire_share", self.wire_share, "it is how much of a link's rate is payload")
         if self.num_shared_cores is not None:

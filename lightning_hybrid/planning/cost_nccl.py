@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.planning.cost import Cost, Link
 
 NcclAlgorithm = Literal["ring", "tree", "nvls", "nvls_tree"]
@@ -86,6 +86,9 @@ class Nccl:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("net_overhead_s", "launch_s"):
+            require_number(name, getattr(self, name), "it is a time in seconds, 0 where there is none")
+        require_whole("ll_up_to_bytes", self.ll_up_to_bytes or 0, "it is a size of messages; null: NCCL's own", least=0)
         for name, values, known in (
             ("inside", [self.inside], ["nvlink", "pci"]),
             ("algorithms", list(self.algorithms), list(get_args(NcclAlgorithm))),

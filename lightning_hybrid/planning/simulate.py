@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.planning.cluster import Cluster
@@ -38,6 +38,10 @@ class Jitter:
     slow_share: float = 0.0
     slow_factor: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("slow_factor", self.slow_factor, "it multiplies a time. 1 is no slower", above=True)
+        require_whole("seed", self.seed, "NumPy's generators take no other. Set jitter.seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
         """Sample the slowest rank's time over the mean, in each step.

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.comm.size_rules import chunk_numels
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.event_simulation import SimulatedChunk
-
-ALIGNMENT = 16  # elements, as in comm/chunks.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +88,12 @@ def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[fl
 
 
 def piece_bytes(num_bytes: int, num_pieces: int, itemsize: int) -> list[int]:
-    """Bytes of the pieces into which comm/chunks.py cuts a bucket; the outer ones are small where there are four.
+    """Bytes of the chunks into which a bucket is cut.
 
     >>> piece_bytes(3200, 4, 2)
     [320, 1280, 1280, 320]
     """
-    numel = num_bytes // itemsize
-    quarters = 4 * num_pieces - 6 if num_pieces >= 4 else num_pieces
-    step = -(-numel // (quarters * ALIGNMENT)) * ALIGNMENT
-    if num_pieces < 4:
-        sizes = [min(step, numel - start) for start in range(0, numel, step)]
-        return [size * itemsize for size in sizes]
-    middle = max(-(-max(0, numel - 2 * step) // ((num_pieces - 2) * ALIGNMENT)) * ALIGNMENT, ALIGNMENT)
-    sizes = [min(step, numel), *(min(middle, numel - start) for start in range(step, numel, middle))]
-    return [size * itemsize for size in sizes if size > 0]
+    return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_pieces)]
 
 
 def chunks_of_step(

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -17,15 +16,15 @@ NETWORKS = {"linear_8mib": "8 MiB of gradients", "resnet50": "ResNet-50", "alexn
 
 
 def steps_of(record: Path) -> tuple[str, float, list[Row]]:
-    """Layout, rate of a link and the rows of whole steps. ``record``: the folder of a ``bench.json``."""
-    found: dict[str, Any] = json.loads((record / "bench.json").read_text())
+    """Layout, rate of a link and the rows of whole steps. ``record``: the folder of a ``rows.jsonl``."""
+    head, *found = map(json.loads, (record / "rows.jsonl").read_text().splitlines())
     rows = []
-    for row in found["rows"]:
+    for row in found:
         if row["section"] == "step":
             del row["median_s"]
             rows.append(Row(**{**row, "times_s": tuple(row["times_s"])}))
-    nodes = found["title"].partition("=")[2].split()
-    return f"{nodes[0]} x {nodes[3]}", found["config"]["link_bytes_per_s"], rows
+    nodes = head["title"].partition("=")[2].split()
+    return f"{nodes[0]} x {nodes[3]}", head["config"]["link_bytes_per_s"], rows
 
 
 def line_of(layout: str, rate: float, rows: Sequence[Row]) -> str:

@@ -29,6 +29,7 @@ from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.benchmarks.input_baselines import dali_batches, dataloader_batches
 from recipes.benchmarks.photos import write_photos
+from recipes.cli.config_check import Count, CountOrZero
 from recipes.datasets.packing import Packing
 
 REFERENCE = "Pillow + DataLoader"
@@ -88,16 +89,16 @@ class InputBench:
 
     root: str | None
     scratch: str
-    num_photos: int
-    short_side: int
-    image_size: int
-    batch_size: int
-    num_batches: int
-    num_rounds: int
-    num_threads: int | None
+    num_photos: CountOrZero
+    short_side: Count
+    image_size: Count
+    batch_size: Count
+    num_batches: CountOrZero
+    num_rounds: CountOrZero
+    num_threads: CountOrZero | None
     arms: Sequence[str] | None
     loads: Sequence[float]
-    num_steps: int
+    num_steps: Count
 
     def prepare(self) -> dict[str, Path]:
         """Make what is not there: the folder of each source by name."""

@@ -178,16 +178,12 @@ def environment() -> dict[str, Any]:
 def write(
     folder: Path, rows: Iterable[Row], *, link_bytes_per_s: float | None, config: dict[str, Any], title: str
 ) -> None:
-    """``bench.json`` (every sample), ``table.csv``, ``table.md`` and ``bench.png`` in ``folder``."""
+    """``rows.jsonl`` (every sample), ``table.csv``, ``table.md`` and ``bench.png`` in ``folder``."""
     rows = list(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    told = {
-        "title": title,
-        "config": config,
-        "environment": environment(),
-        "rows": [asdict(row) | {"median_s": row.median_s} for row in rows],
-    }
-    (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
+    head = {"title": title, "config": config, "environment": environment()}
+    lines = [head, *(asdict(row) | {"median_s": row.median_s} for row in rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with open(folder / "table.csv", "w", newline="") as file:
         csv.writer(file).writerows([HEADER, *cells(rows, link_bytes_per_s)])
     (folder / "table.md").write_text(markdown(rows, link_bytes_per_s) + "\n")

@@ -34,6 +34,7 @@ from lightning_hybrid.data.images.shards import (
     damaged_shards,
     shard_name,
 )
+from recipes.cli.config_check import CountOrZero, Seed
 
 PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
 NUM_SAMPLES = 64  # ours: images whose mean size tells how many make a shard
@@ -75,12 +76,12 @@ class Packing:
     root: str
     out: str
     splits: Sequence[str]
-    seed: int
+    seed: Seed
     short_side: int | None
     quality: int
     shard_bytes: int
-    max_corrupt_images: int
-    num_threads: int | None
+    max_corrupt_images: CountOrZero
+    num_threads: CountOrZero | None
     verify: bool
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
+from recipes.cli.config_check import CountOrZero
 from recipes.planning.layers import Layer, work_of
 
 
@@ -90,7 +91,7 @@ class Search:
 
     algorithms: Sequence[str | None]
     bucket_bytes: Sequence[int]
-    num_shown: int = 5
+    num_shown: CountOrZero = 5
 
     def run(self, scenario: Scenario) -> list[Candidate]:
         """All that differ, the best first; of equals the one with fewer buckets."""

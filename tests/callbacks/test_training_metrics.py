@@ -138,7 +138,7 @@ def momentum_logged(optimizer):
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
-    """Each batch is waited for 3 ms, of which the first four are not told; then two batches make a step."""
+    """Each batch is waited for 3 ms, of which the first four are not logged; then two batches make a step."""
     assert two_ranks.run(waits_logged, 1)[0] == pytest.approx({6: 0.003, 8: 0.003})
     assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
     assert two_ranks.run(waits_logged, 0)[0] == {}

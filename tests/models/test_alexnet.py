@@ -165,7 +165,7 @@ def test_batch_norm_options_reach_every_batch_norm():
 
 
 class AsRecorded(nn.Module):
-    """The digits' network as it was when the records of `recipes/digits` were measured."""
+    """The digits' network as it was when the records of `recipes/records/digits` were measured."""
 
     def __init__(self):
         super().__init__()

@@ -18,7 +18,7 @@ from lightning_hybrid.comm import CommEngine, CommPlan, Topology, traffic_of
 from lightning_hybrid.comm.plan import Algorithm
 from tests.netlab.cluster import Cluster
 
-NUM_BYTES = 8 * 2**20
+NUM_BYTES = 2 * 2**20
 TOLERANCE = 0.02
 LAYOUTS = {"2x2": (2, 2, False), "4x2": (4, 2, False), "4x2 interleaved": (4, 2, True), "2x3": (2, 3, False)}
 DTYPES = (torch.float32, torch.float16)

@@ -98,14 +98,14 @@ def fit(
     )
     calls = []
     if as_on_cuda:
-        optimizer_protocol.supports_device_skip = master_step.skips_by_itself = wherever_it_can
+        optimizer_protocol.supports_device_skip = master_step.supports_device_skip = wherever_it_can
     original = MasterStep.in_one_pass
     MasterStep.in_one_pass = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
         trainer.fit(module, toy.loader(num_samples), ckpt_path=ckpt_path)
     finally:
         MasterStep.in_one_pass = original
-        optimizer_protocol.supports_device_skip = master_step.skips_by_itself = supports_device_skip
+        optimizer_protocol.supports_device_skip = master_step.supports_device_skip = supports_device_skip
     if looks:
         assert watching.dtypes == {torch.float32}
     return module, trainer, len(calls)
@@ -305,7 +305,7 @@ def test_a_step_asks_the_device_nothing(one_rank, optimizer, settings):
 
 
 def test_what_still_asks_is_named(one_rank, two_ranks):
-    """An optimizer that cannot skip: the verdict. A schedule by steps: the verdict. Ranks: Lightning's SIGTERM."""
+    """An optimizer that cannot skip: the skip flag. A schedule by steps: the same. Ranks: Lightning's SIGTERM."""
     assert one_rank.run(host_reads, "sgd", {}) == [{"precision/master_step.py": 14}]
     assert one_rank.run(host_reads, "lars", {"scheduled": True}) == [{"precision/skipped_steps.py": 14}]
     for reads in two_ranks.run(host_reads, "lars", {}):
@@ -314,8 +314,8 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
 
 def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
     """Before batches 0 to 7, of which 2 on are counted."""
-    assert two_ranks.run(host_reads, "lars", {}, 1) == [{"callbacks/stop.py": 6 - 1}] * 2
-    assert two_ranks.run(host_reads, "lars", {}, 4) == [{"callbacks/stop.py": 1}] * 2
+    assert two_ranks.run(host_reads, "lars", {}, 1) == [{"callbacks/stop_on_signal.py": 6 - 1}] * 2
+    assert two_ranks.run(host_reads, "lars", {}, 4) == [{"callbacks/stop_on_signal.py": 1}] * 2
 
 
 class NoSync(pl.Callback):
@@ -490,14 +490,14 @@ def scales_of_two_games(toggles):
     trainer.fit(module, toy.loader())
     plugin = trainer.precision_plugin
     logged = [trainer.callback_metrics[f"train/loss_scale{of}"].item() for of in ("", "/optimizer_1")]
-    scales = [record.loss_scale.value for record in plugin.records]
+    scales = [record.loss_scale.value for record in plugin.optimizer_steps]
     assert logged == scales
     restored = MasterWeightPrecision("16-true")
-    restored.records.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    restored.records.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     restored.load_state_dict(plugin.state_dict())
     assert restored.state_dict() == plugin.state_dict()
-    return scales, [int(record.num_skipped) for record in plugin.records], plugin.num_skipped_steps
+    return scales, [int(record.num_skipped) for record in plugin.optimizer_steps], plugin.num_skipped_steps
 
 
 def test_each_optimizer_has_its_own_scale_where_it_is_toggled(one_rank):

@@ -1,8 +1,6 @@
 """What a strategy does about failures where its device is a GPU, as far as that can be seen without one."""
 
 import os
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +8,11 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.engine.in_flight import FailureLatch
+from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
 
-TOLD = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
+CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
 
 
 def strategy_on(device_type):
@@ -39,8 +39,9 @@ def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_t
 
 def failed_engine(device_type):
     engine = CommEngine.__new__(CommEngine)
-    engine.device, engine._failure, engine._is_closed = torch.device(device_type), (TOLD, None), False
-    engine._carrier, engine._lock = SimpleNamespace(look=lambda: None), threading.Lock()
+    engine.device, engine._carrier, engine._is_closed = torch.device(device_type), None, False
+    engine._latch = FailureLatch(BucketOrder())
+    engine._latch.error = CAUSE
     return engine
 
 
@@ -53,7 +54,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
-        strategy._engine._failure = None
+        strategy._engine._latch.error = ""
     strategy.save_checkpoint({}, "somewhere")
     assert saved == [({}, "somewhere")]
 
@@ -65,6 +66,6 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
     strategy.set_world_ranks = lambda: None
     error = ValueError("an illegal value")
     strategy.on_exception(error)
-    assert TOLD in error.__notes__
-    strategy.on_exception(explained := RuntimeError(TOLD))
-    assert TOLD not in getattr(explained, "__notes__", [])
+    assert CAUSE in error.__notes__
+    strategy.on_exception(explained := RuntimeError(CAUSE))
+    assert CAUSE not in getattr(explained, "__notes__", [])

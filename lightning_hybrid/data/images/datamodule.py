@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import recounting
 from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.images.source import RowSource
@@ -46,6 +47,14 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         std: Sequence[float],
     ) -> None:
         super().__init__()
+        for name, value, least in (
+            ("global_batch_size", global_batch_size, 1),
+            ("seed", seed, 0),
+            ("eval_batch_size_per_rank", eval_batch_size_per_rank, 1),
+            ("num_threads", num_threads or 0, 0),
+            ("num_batches_ahead", num_batches_ahead, 1),
+        ):
+            require_whole(name, value, f"no batch could be made. Set data.{name}={least} or more", least=least)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.eval_batch_size_per_rank = eval_batch_size_per_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
 from lightning_hybrid.data.images.dali import DaliFiller
 from lightning_hybrid.data.images.datamodule import ImageDataModule
@@ -76,6 +77,12 @@ class ImageNetDataModule(ImageDataModule):
             mean=mean,
             std=std,
         )
+        for name, value, least in (
+            ("num_classes", num_classes, 1),
+            ("image_size", image_size, 1),
+            ("max_corrupt_images", max_corrupt_images, 0),
+        ):
+            require_whole(name, value, f"it is counted. Set data.{name}={least} or more", least=least)
         self.decoder = decoder or default_decoder()
         check_decoder(self.decoder)
         self.train_crop = TrainCrop(

@@ -96,6 +96,14 @@ class SyntheticImageNetDataModule(ImageDataModule):
             mean=mean,
             std=std,
         )
+        for name, value in (
+            ("num_classes", num_classes),
+            ("image_size", image_size),
+            ("num_train_images", num_train_images),
+            ("num_val_images", num_val_images),
+            ("num_stored_images", num_stored_images),
+        ):
+            require_whole(name, value, f"there would be no image. Set data.{name}=1 or more")
         self.num_classes, self.image_size = num_classes, image_size
         self.num_train_images, self.num_val_images = num_train_images, num_val_images
         self.num_stored_images = num_stored_images

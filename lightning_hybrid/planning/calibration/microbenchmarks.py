@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.checks import require_positive, require_whole
+from lightning_hybrid.checks import require_number, require_positive, require_whole
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
@@ -102,8 +102,8 @@ class Measurement:
 
     def __post_init__(self) -> None:
         require_positive("limit_s", self.limit_s, "it is the time that measuring may take, in seconds")
-        require_positive("timeout_s", self.timeout_s, "it limits every wait for another rank, in seconds")
-        require_positive("min_sample_s", self.min_sample_s, "it is the least time of a sample, in seconds")
+        require_number("timeout_s", self.timeout_s, "it limits every wait for another rank, in seconds", above=True)
+        require_number("min_sample_s", self.min_sample_s, "it is the least time of a sample, in seconds", above=True)
         require_whole("num_rounds", self.num_rounds, "samples of each case are counted; intervals need", least=3)
         require_whole("max_bytes", self.max_bytes, "a line needs several sizes", least=16 * KIB)
         if self.dtype not in ("float16", "bfloat16", "float32"):

@@ -1,6 +1,7 @@
 """What the defaults on CUDA cost beside plain DDP, and what a plan chosen for the cluster would save, by the model.
 
-`python -m tests.evidence.planner.defaults` prints the table of recipes/simulate/README.md: nothing in it is measured.
+`python -m tests.evidence.planner.defaults` prints the table of recipes/records/simulate/README.md.
+Nothing in it is measured.
 """
 
 from __future__ import annotations

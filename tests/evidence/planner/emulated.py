@@ -25,7 +25,7 @@ from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.benchmarks.report import environment
 
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
-WIRE_SHARE = 0.989  # recipes/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
+WIRE_SHARE = 0.989  # recipes/records/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
 BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network card holds
 BYTES_PER_ELEMENT = 40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
 BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
@@ -186,8 +186,8 @@ def cases_of(folder: Path) -> list[Case]:
 
     The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
     """
-    told = json.loads((folder / "bench.json").read_text())
-    setting = Setting.from_title(told["title"])
+    head, *rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
+    setting = Setting.from_title(head["title"])
     is_network = "step_resnet50" in folder.name or "step_alexnet" in folder.name
     plan = CommPlan(num_buckets=1) if is_network else CommPlan()
     return [
@@ -202,7 +202,7 @@ def cases_of(folder: Path) -> list[Case]:
             backward_s=row["backward_s"],
             plan=plan,
         )
-        for row in told["rows"]
+        for row in rows
     ]
 
 

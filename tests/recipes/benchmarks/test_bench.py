@@ -49,22 +49,22 @@ def test_one_command_measures_every_algorithm_and_whole_steps(tmp_path):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "bench.json").read_text())
-    sums = {(r["arm"], r["case"], r["num_bytes"]) for r in told["rows"] if r["section"] == "allreduce"}
+    head, *rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    sums = {(r["arm"], r["case"], r["num_bytes"]) for r in rows if r["section"] == "allreduce"}
     arms = ("torch", "auto", *get_args(Algorithm))
     assert sums == {(a, d, n) for a in arms for d in ("float32", "float16") for n in (1024, 4096)}
-    steps = {r["arm"]: r for r in told["rows"] if r["section"] == "step"}
+    steps = {r["arm"]: r for r in rows if r["section"] == "step"}
     assert list(steps) == ["ddp", "fp16_compress", "auto"]
     assert steps["ddp"]["num_bytes"] == 2 * steps["auto"]["num_bytes"] == 2 * steps["fp16_compress"]["num_bytes"]
-    overlap = [r for r in told["rows"] if r["section"] == "overlap"]
+    overlap = [r for r in rows if r["section"] == "overlap"]
     assert [r["arm"].partition(", backward")[0] for r in overlap] == ["auto", "auto, silent"] * 2
     assert [r["backward_s"] for r in overlap[:2]] == [0.0, 0.0]
     assert all(min(r["times_s"]) >= r["backward_s"] for r in overlap)
-    assert all(len(r["times_s"]) == 2 and min(r["times_s"]) > 0 for r in told["rows"])
-    assert told["environment"]["torch"] == torch.__version__
+    assert all(len(r["times_s"]) == 2 and min(r["times_s"]) > 0 for r in rows)
+    assert head["environment"]["torch"] == torch.__version__
     assert (tmp_path / "bench.png").stat().st_size > 10_000
     with open(tmp_path / "table.csv") as file:
-        assert len(list(csv.reader(file))) == 1 + len(told["rows"])
+        assert len(list(csv.reader(file))) == 1 + len(rows)
     assert f"written to {tmp_path}" in done.stdout
 
 
@@ -129,11 +129,11 @@ def test_the_report_says_what_was_hidden(tmp_path):
     rows = [Row(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
     write(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
-    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "table.csv", "table.md", "bench.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.png"}
 
 
 def test_the_picture_of_several_records_shows_every_arm_and_bound(tmp_path):
-    records = sorted((Path(__file__).parents[3] / "recipes" / "bench" / "records").glob("*_step_*"))
+    records = sorted((Path(__file__).parents[3] / "recipes" / "records" / "bench").glob("*_step_*"))
     found = [compare.steps_of(record) for record in records]
     figure = compare.picture(found)
     bars = [patch for axes in figure.axes for patch in axes.patches]

@@ -20,7 +20,7 @@ from recipes.hyperparams.trial_pool import TrialPool
 from tests.recipes.hyperparams.planted import PlantedStudy
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORDS = sorted((ROOT / "recipes" / "claims" / "records").glob("*/results.jsonl"))
+RECORDS = sorted((ROOT / "recipes" / "records" / "claims").glob("*/rows.jsonl"))
 TUNING = {"objective": "val/loss", "mode": "min", "num": 5, "num_rounds": 2, "zoom": 2, "seed": 0}
 SGD = {"overrides": ["optim=sgd"], "low": 0.05, "high": 0.8}
 STUDY = {
@@ -209,10 +209,11 @@ def test_every_trial_of_a_study_can_be_configured(name):
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
 def test_a_record_says_what_its_trials_said(path):
     """Table, number of trials and rates of a record, made again from its own results and configuration."""
-    config = json.loads((path.parent / "config.json").read_text())
-    study = Study.from_config(config)
+    readme = (path.parent / "README.md").read_text().partition("## Accuracy\n\n")[2]
+    table, _, config = readme.partition("\n## Configuration\n\n```json\n")
+    study = Study.from_config(json.loads(config.partition("```")[0]))
     log = TrialLog(path, fingerprint=None)
-    assert (path.parent / "table.md").read_text() == f"{study.title}\n\n{markdown(study, log)}\n"
+    assert table == f"{study.title}\n\n{markdown(study, log)}\n"
     for cell, accuracy in accuracies(study, log).items():
         assert accuracy.num_runs == len(study.seeds) >= 5
         assert study.lr(cell, log) == pytest.approx(

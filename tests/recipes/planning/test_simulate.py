@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,9 +26,10 @@ from recipes.simulate import rate_of
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import rows
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORDS = ROOT / "recipes" / "simulate" / "records"
+RECORDS = ROOT / "recipes" / "records" / "simulate"
 NAMES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 
 
@@ -49,9 +48,9 @@ def scenario(num_nodes=16, **more):
 
 
 def run(tmp_path, *overrides):
-    command = [sys.executable, str(ROOT / "recipes" / "simulate.py"), f"hydra.run.dir={tmp_path}", *overrides]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "0"}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    command = [str(ROOT / "recipes" / "simulate.py"), f"hydra.run.dir={tmp_path}", *overrides]
+    return run_program(*command, cwd=tmp_path, env=environment)
 
 
 def test_one_command_plans_a_run(tmp_path):
@@ -181,7 +180,7 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 
 
 def checked():
-    told = json.loads((RECORDS / "2026-11-21_check_emulated" / "check.json").read_text())
+    told = json.loads((RECORDS / "2026-11-21_check_emulated" / "rows.jsonl").read_text())
     return told, emulated.Machine(**told["machine"])
 
 
@@ -198,8 +197,9 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
         assert now["error"][section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
     wrong = now["of_these_in_the_wrong_order"]
     assert len(wrong) <= 0.01 * now["pairs_that_differ_by_10_percent"]
-    table = (RECORDS / "2026-11-21_check_emulated" / "table.md").read_text()
-    assert len(table.splitlines()) == len(emulated.markdown(found).splitlines()) == 2 + len(found)
+    readme = (RECORDS / "2026-11-21_check_emulated" / "README.md").read_text()
+    table = [line for line in readme.splitlines() if line.startswith("|")]
+    assert len(table) == len(emulated.markdown(found).splitlines()) == 2 + len(found)
 
 
 def test_the_emulated_cluster_is_described_with_what_was_fitted():
@@ -236,7 +236,7 @@ def test_the_papers_cluster_is_as_published():
 
 def test_published_rows_are_as_recorded():
     """The record shows what the model says today, the bad rows included."""
-    told = json.loads((RECORDS / "2026-11-22_check_published" / "published.json").read_text())["rows"]
+    _, *told = map(json.loads, (RECORDS / "2026-11-22_check_published" / "rows.jsonl").read_text().splitlines())
     now = rows()
     assert [row["what"] for row in told] == [row.what for row in now]
     assert [row["predicted"] for row in told] == pytest.approx([row.predicted for row in now], rel=1e-6)

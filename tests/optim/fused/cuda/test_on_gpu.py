@@ -58,7 +58,9 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", WIDE)
 def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability, compiled):
     """Without a GPU: to PTX, and that to machine code."""

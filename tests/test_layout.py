@@ -1,0 +1,163 @@
+"""The layout of the house: who imports whom, by folder; names with one meaning; nothing that only its tests use."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "lightning_hybrid"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PROGRAMS = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tests" / "evidence").rglob("*.py"))]
+
+# A folder, and what of ours it may import besides itself. A name stands for all below it.
+OF_COMM = {"comm.plan", "comm.topology", "comm.ddp_buckets"}
+ARROWS = {
+    "": {"strategy", "precision", "checkpoint"},
+    "strategy": {"precision", "checkpoint", "comm", "data.prefetch"},
+    "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "strategy.run_status"},
+    "planning": {"comm.stats", "comm.engine"} | OF_COMM,
+    "comm": set(),
+    "comm.tuning": {"comm.engine", "comm.health", "comm.stats"} | OF_COMM,
+    "comm.engine": {"comm.health", "comm.stats"} | OF_COMM,
+    "comm.health": OF_COMM,
+    "comm.stats": OF_COMM,
+    "precision": set(),
+    "checkpoint": set(),
+    "optim": set(),
+    "data": set(),
+    "models": set(),
+}
+FOR_ALL = {"checks", "atomic_file"}
+NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
+MOST_MODULES = 15
+MOST_LINES = 380  # about 300; past this a file asks to be split
+
+FORBIDDEN = r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
+"""Words of a private language, in the prose of docstrings and comments."""
+
+
+def part_of(path: Path) -> str:
+    """The dotted name below the package."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def ours(names: set[str]) -> set[str]:
+    """Modules of ours behind imported names: `lightning_hybrid.comm.plan.CommPlan` -> `comm.plan`."""
+    found = set()
+    for name in names:
+        package, *parts = name.split(".")
+        while parts and not (PACKAGE.joinpath(*parts).with_suffix(".py").exists() or PACKAGE.joinpath(*parts).is_dir()):
+            parts.pop()
+        found |= {".".join(parts)} if package == "lightning_hybrid" else set()
+    return found
+
+
+def is_allowed(source: str, target: str) -> bool:
+    """Whether the arrow from one module to another is in the table; within the own folder all are."""
+    folder = source if source in ARROWS else source.rpartition(".")[0]
+    while folder not in ARROWS:
+        folder = folder.rpartition(".")[0]
+    if target in FOR_ALL or (folder and f"{target}.".startswith(f"{folder}.")):
+        return True
+    return any(f"{target}.".startswith(f"{allowed}.") for allowed in ARROWS[folder])
+
+
+@pytest.mark.parametrize("path", MODULES, ids=part_of)
+def test_arrows_run_one_way(path):
+    source = part_of(path)
+    wrong = sorted(target for target in ours(imports_of(path)) - {source} if not is_allowed(source, target))
+    assert not wrong, f"{source} imports {', '.join(wrong)}"
+
+
+def test_the_walk_sees_what_it_should():
+    """Guards the guard."""
+    assert {"precision", "comm", "data.prefetch"} <= ours(imports_of(PACKAGE / "strategy" / "hybrid_allreduce.py"))
+    assert is_allowed("comm.engine.engine", "comm.plan")
+    assert is_allowed("strategy.arguments", "comm.tuning.session")
+    assert is_allowed("optim.lars", "optim.fused.step")
+    assert not is_allowed("comm.health.watchdog", "comm.engine.engine")
+    assert not is_allowed("comm.stats.trace", "comm.health")
+    assert not is_allowed("strategy.arguments", "planning.cluster")
+    assert not is_allowed("data.order", "comm.plan")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=part_of)
+def test_the_library_knows_no_configuration_system_and_no_tracker(path):
+    assert not {name.split(".")[0] for name in imports_of(path)} & NEVER_IN_THE_LIBRARY
+
+
+def test_every_folder_says_what_it_is_for_and_has_few_modules():
+    for folder in {path.parent for path in [*MODULES, *PROGRAMS]}:
+        names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(names) <= MOST_MODULES, f"{folder}: {len(names)} modules"
+        if folder != ROOT / "recipes":
+            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+
+
+def test_no_module_is_two_concepts_long():
+    long = {str(path): n for path in [*MODULES, *PROGRAMS] if (n := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long
+
+
+def test_no_two_modules_of_a_folder_differ_by_a_plural_or_ing():
+    for folder in {path.parent for path in [*MODULES, *PROGRAMS]}:
+        names = {path.stem for path in folder.iterdir() if path.suffix == ".py"}
+        twins = {(a, b) for a in names for b in names if b in (f"{a}s", f"{a}es", f"{a}ing", f"{a.rstrip('e')}ing")}
+        assert not twins, f"{folder}: {twins}"
+
+
+def public_definitions(path: Path) -> list[str]:
+    body = ast.parse(path.read_text()).body
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def test_a_public_name_of_the_package_has_one_meaning():
+    places = defaultdict(list)
+    for path in MODULES:
+        for name in public_definitions(path):
+            places[name].append(part_of(path))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_every_public_definition_is_used_outside_of_its_own_tests():
+    """In code, configuration or a README. A method of torch's or Lightning's is theirs to call."""
+    texts = [path for kind in ("py", "yaml", "md") for path in ROOT.rglob(f"*.{kind}")]
+    tests = ROOT / "tests"
+    used = [p for p in texts if not p.is_relative_to(tests) or p in PROGRAMS or p.is_relative_to(tests / "netlab")]
+    words = Counter(word for path in used for word in re.findall(r"\w+", path.read_text()))
+    unused = [f"{part_of(path)}.{name}" for path in MODULES for name in public_definitions(path) if words[name] < 2]
+    assert not unused
+
+
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    """Lines of docstrings and comments, without what stands in backticks or quotes."""
+    source = path.read_text()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found += enumerate(node.value.value.splitlines(), node.lineno)
+    found += [(i, line.partition("# ")[2]) for i, line in enumerate(source.splitlines(), 1) if "# " in line]
+    return [(number, re.sub(r"`[^`]*`|\"[^\"]*\"|'[^']*'", "", line)) for number, line in found]
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_in_the_words_of_the_field(path):
+    found = [(number, match[0]) for number, line in prose_of(path) if (match := re.search(FORBIDDEN, line, re.I))]
+    assert not found
