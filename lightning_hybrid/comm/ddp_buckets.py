@@ -8,7 +8,7 @@ DDP_FIRST_BUCKET_BYTES = 2**20
 
 
 def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
-    """Sizes at which the first bucket is closed, and each further one.
+    """Return the sizes at which the first bucket is closed, and each further one.
 
     >>> ddp_limits(25 * 2**20), ddp_limits(1000)
     ((1048576, 26214400), (1000, 1000))
@@ -17,7 +17,7 @@ def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
 
 
 def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
-    """Bytes of the buckets of tensors in this order: one is closed once it has its size, so that most have more.
+    """Return the bytes of the buckets of tensors in this order: one is closed once it has its size, so most have more.
 
     >>> mib = 2**20
     >>> [size / mib for size in ddp_buckets([mib // 2, mib, 20 * mib, 20 * mib, 5 * mib], 25 * mib)]

@@ -58,16 +58,23 @@ class SetupWatchdog:
             store=private_store(f"lightning_hybrid/setup/{count}"),
             rank=self._rank,
             world_size=self._world_size,
-            standing=self._standing,
-            stalled_s=lambda: 0.0,
-            on_failure=lambda error: None,  # the backend's wait cannot be called off
+            watched=self,
             hosts=[host for host, _ in places],
             addresses=[addresses for _, addresses in places],
         )
+        self._watch.start()
 
-    def _standing(self) -> RankStatus:
+    def status(self) -> RankStatus:
+        """Return where this rank stands, for the diagnosis of a failure."""
         is_inside = self._num_inside > 0
         return RankStatus(num_submitted=0, order="", place=INSIDE if is_inside else OUTSIDE, is_inside=is_inside)
+
+    def stalled_s(self) -> float:
+        """Return 0: no bucket is in flight."""
+        return 0.0
+
+    def trip(self, error: str, cause: BaseException | None = None) -> None:
+        """Do nothing: the backend's wait cannot be called off."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -9,7 +9,7 @@
 Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
 one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
 tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link
-crowd each other, so large tensors between nodes are better off in Gloo's ring (``allreduce.py`` chooses).
+crowd each other, so large tensors between nodes are better off in Gloo's ring (`between_nodes_form` chooses).
 
 Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
 contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.
@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Parts begin at multiples of this many elements, so that vector instructions find them aligned."""
+from lightning_hybrid.comm.size_rules import ALIGNMENT
 
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
 def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``flat`` of the group's rank 0 becomes the sum of all; the others' stay."""
+    """Sum `flat` over the group into that of its rank 0; the others stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me:
         _send(flat, 0, group).wait()
@@ -42,7 +41,7 @@ def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``flat`` of the group's rank 0 becomes that of all."""
+    """Copy `flat` of the group's rank 0 to all others."""
     if dist.get_rank(group):
         _receive(flat, 0, group).wait()
     else:
@@ -50,12 +49,12 @@ def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def part_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The part of this rank of ``flat``, a view; it may be empty."""
+    """Return this rank's part of `flat`, a view; it may be empty."""
     return _parts(flat, dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def scatter_reduce(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``part_of(flat)`` becomes the sum of all ranks' ``part_of(flat)``; other parts stay."""
+    """Sum each rank's `part_of(flat)` over the group, in its place; other parts stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = _parts(flat, size)
     numel = parts[me].numel()
@@ -68,7 +67,7 @@ def scatter_reduce(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Every part of ``flat`` becomes that of its rank."""
+    """Copy each rank's `part_of(flat)` to all others."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = _parts(flat, size)
     others = _others(me, size)
@@ -78,7 +77,7 @@ def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def exchange(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``flat`` becomes the sum of all; every rank sends (n - 1) times its bytes."""
+    """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     rows = list(_scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
     arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
@@ -88,7 +87,7 @@ def exchange(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _parts(flat: Tensor, size: int) -> list[Tensor]:
-    """``size`` consecutive views of equal length; the last ones may be shorter, or empty.
+    """Split into `size` consecutive views of equal length; the last ones may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
@@ -98,7 +97,7 @@ def _parts(flat: Tensor, size: int) -> list[Tensor]:
 
 
 def _others(me: int, size: int) -> list[int]:
-    """Every other rank, nearest above first: not all begin with the same."""
+    """List every other rank, nearest above first: so not all begin with the same."""
     return [(me + distance) % size for distance in range(1, size)]
 
 
@@ -122,9 +121,9 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into ``out``.
+    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into `out`.
 
-    ``out`` may be one of the rows. ``before_writing`` is run before it is written.
+    `out` may be one of the rows. `before_writing` is run before it is written.
     """
     waits = iter(arrivals)
 
@@ -146,8 +145,8 @@ def _add_up(
 
 
 def _scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this thread, kept: fresh pages cost more than what is done in them."""
-    held: dict[str, Tensor] = _of_thread.__dict__
+    """Return memory that this thread uses again and again: fresh pages cost more than what is done in them."""
+    held: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
     if name not in held or held[name].numel() < num_bytes:
         held[name] = torch.empty(num_bytes, dtype=torch.uint8)

@@ -10,17 +10,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
 from lightning_hybrid.comm.engine import stages
-from tests.comm.layouts import integers
+from tests.comm.layouts import engine_over, integers
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
 MIXED = CommPlan(hierarchical_below_bytes=1000)  # auto: both algorithms in one run
 EVERY_STAGE = [(algorithm, stage.name) for algorithm, stages in stages.STAGES.items() for stage in stages]
-
-
-def engine_over(nodes, plan=MIXED, *, timeout_s=20.0, trace=None):
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU, trace=trace)
 
 
 def replace_stage(algorithm, name, run):
@@ -37,7 +31,7 @@ def replace_stage(algorithm, name, run):
 
 def many_sums(nodes, numels):
     """Submit everything at once, at a pace of each rank's own; then wait."""
-    engine = engine_over(nodes)
+    engine = engine_over(nodes, MIXED)
     futures = []
     for index, numel in enumerate(numels):
         time.sleep(0.002 * ((index + dist.get_rank()) % 3))
@@ -59,8 +53,8 @@ def test_many_tensors_in_flight_are_each_summed_right(rank_pool, nodes):
 
 
 def submit_before_the_other_rank():
-    engine = engine_over(((0, 1),))
-    assert engine._watch._give_up_after_s is None  # Gloo's collectives tell by themselves
+    engine = engine_over(((0, 1),), MIXED)
+    assert engine._watchdog._give_up_after_s is None  # Gloo's collectives raise by themselves
     if dist.get_rank() == 1:
         time.sleep(1.0)
     start = time.monotonic()
@@ -172,7 +166,7 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_rank
 
 
 def failing_finish():
-    engine = engine_over(((0,),))
+    engine = engine_over(((0,),), MIXED)
 
     def finish(flat):
         raise KeyError("no place")
@@ -183,13 +177,13 @@ def failing_finish():
     engine.close()
 
 
-def test_a_failure_after_the_sum_is_told_likewise(one_rank):
+def test_a_failure_after_the_sum_is_the_same_error(one_rank):
     one_rank.run(failing_finish)
 
 
 def late_rank_finds_a_timeout(late, stage):
     """Rank ``late`` never comes. Default group: 45 s."""
-    engine = engine_over(((0, 1),), timeout_s=1.0)
+    engine = engine_over(((0, 1),), MIXED, timeout_s=1.0)
     if dist.get_rank() == late:
         dist.barrier()
         engine.close()
@@ -236,7 +230,7 @@ def test_no_thread_and_no_group_is_left_behind(two_ranks):
 
 
 def close_with_work_in_flight():
-    engine = engine_over(TWO_BY_TWO)
+    engine = engine_over(TWO_BY_TWO, MIXED)
     futures = [engine.submit(torch.ones(400), bucket_index=index) for index in range(8)]
     engine.close()
     return all(future.done() for future in futures), [future.wait()[0].item() for future in futures]
@@ -248,7 +242,7 @@ def test_closing_waits_for_what_is_in_flight(four_ranks):
 
 def two_engines():
     """Two models in a process: their collectives must not meet, whatever the order in which they are submitted."""
-    one, two = engine_over(((0, 1),)), engine_over(((0, 1),))
+    one, two = engine_over(((0, 1),), MIXED), engine_over(((0, 1),), MIXED)
     order = (one, two) if dist.get_rank() == 0 else (two, one)
     futures = {engine: engine.submit(torch.ones(2) * (1 if engine is one else 10), bucket_index=0) for engine in order}
     sums = futures[one].wait()[0].item(), futures[two].wait()[0].item()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, places_of
+from tests.comm.layouts import engine_over
 
 HERE = RankStatus(num_submitted=2, order="a", place="bucket 1", recent=("x", "y"))
 BEHIND = RankStatus(num_submitted=1, order="b", place="with no bucket in flight", recent=("x",))
@@ -18,7 +17,7 @@ GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), h
 
 
 @pytest.mark.parametrize(
-    ("roll", "words"),
+    ("statuses", "words"),
     [
         ([HERE, None, HERE], "Rank 1 is on host b."),
         ([None, None, HERE], "Rank 0 is on host a, rank 1 is on host b."),
@@ -27,9 +26,9 @@ GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), h
         ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # nobody's fault: the network's
     ],
 )
-def test_a_verdict_ends_with_the_hosts_of_whom_it_blames(roll, words):
-    assert diagnose("Rank 0 saw it", roll, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
-    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
+def test_a_diagnosis_ends_with_the_hosts_of_the_ranks_it_names(statuses, words):
+    assert diagnose("Rank 0 saw it", statuses, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
+    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
 
 
 def test_of_many_hosts_some_are_told():
@@ -44,10 +43,7 @@ def gives_up(odd_rank):
     rank = dist.get_rank()
     consensus.host_identity = lambda: (f"host{rank}",)
     try:
-        topology = Topology(rank=rank, nodes=((0, 1),))
-        engine = CommEngine(
-            topology=topology, plan=CommPlan(), timeout=timedelta(seconds=20), device=torch.device("cpu")
-        )
+        engine = engine_over(((0, 1),), CommPlan())
     finally:
         from lightning_hybrid.comm.topology import host_identity
 

@@ -6,7 +6,6 @@ import socket
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,22 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
+from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
-from tests.comm.layouts import integers, sum_of_integers
+from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.held import growth
 from tests.programs import run_program
 from tests.rank_pool import RankError
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
-
-
-def engine_over(nodes, plan, timeout_s=30.0):
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU)
 
 
 def error_of(wait):
@@ -45,26 +38,26 @@ def error_of(wait):
     return "", time.monotonic() - start
 
 
-# ------------------------------------------------------------------------------------------------------------ the seal
+# ---- the checksum ----------------------------------------------------------------------------------------------------
 
 
 @given(
     st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=300),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
 )
-def test_a_seal_breaks_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
+def test_a_checksum_is_wrong_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
     total, own = (ChecksummedCopy(2, dtype, torch.device("cpu")) for _ in range(2))
     for given_values in (values, values[:1] * len(values)):
         total.whole.zero_()
         for value in given_values:
             own.fill(torch.ones(2, dtype=dtype), value)
             total.whole.add_(own.whole)
-        broken = [bool(total.is_broken(value)) for value in given_values]
-        assert broken == [len(set(given_values)) > 1] * len(given_values)
+        wrong = [bool(total.mismatch(value)) for value in given_values]
+        assert wrong == [len(set(given_values)) > 1] * len(given_values)
 
 
 @given(st.lists(st.text(), max_size=5), st.lists(st.text(), max_size=5))
-def test_the_hash_tells_sequences_apart(one, other):
+def test_the_hash_differs_where_sequences_do(one, other):
     hashes = [RollingHash(), RollingHash()]
     for each, records in zip(hashes, (one, other), strict=True):
         for record in records:
@@ -131,7 +124,7 @@ def test_plans_that_differ_are_refused_on_every_rank(four_ranks):
     assert all(text.startswith(message) for text in four_ranks.run(with_another_plan))
 
 
-# ---------------------------------------------------------------------------------------------------- dead and absent
+# ---- dead and absent -------------------------------------------------------------------------------------------------
 
 
 def one_rank_ends(how, ended_rank, algorithm):
@@ -196,7 +189,7 @@ def test_a_rank_that_gives_up_tells_the_others(four_ranks):
         assert waited_s < 15  # the time limit is 30 s
 
 
-# ----------------------------------------------------------------------------------------------------------- afterwards
+# ---- afterwards ------------------------------------------------------------------------------------------------------
 
 
 def train_fail_and_train_again():
@@ -302,7 +295,7 @@ def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, a
         numels,
         numels[::-1],
         [3_000_017],
-    ):  # the last carries the seal: small, empty, or larger than its limit
+    ):  # the last carries the checksum: small, empty, or larger than its limit
         for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
             assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
             assert are_right == [True] * len(last)
@@ -324,20 +317,20 @@ def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
         assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
 
 
-# ------------------------------------------------------------------------------------------------------------- verdicts
+# ---- diagnosis -------------------------------------------------------------------------------------------------------
 
 AT_TWO = RankStatus(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
 OUTSIDE = RankStatus(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
 INSIDE_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
 IDLE_TWO = RankStatus(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
 AT_ONE = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
-STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
+OTHER_BUCKET = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
 LONG_AGO = RankStatus(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
 LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
 
 
 @pytest.mark.parametrize(
-    ("roll", "words"),
+    ("statuses", "words"),
     [
         ([AT_TWO, None, AT_TWO], "rank 1 does not answer: its process is dead"),
         ([None, None, AT_TWO], "ranks 0, 1 do not answer: their processes are dead"),
@@ -347,18 +340,18 @@ LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
         ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
         ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
         ([OUTSIDE, OUTSIDE], "every rank answers, so the network between them is the cause"),
-        ([AT_TWO, AT_TWO, STRAYED], "rank 2 handed over z where ranks 0, 1 handed over y"),
-        ([AT_ONE, AT_TWO, STRAYED], "rank 2 handed over z where rank 1 handed over y"),
+        ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where ranks 0, 1 handed over y"),
+        ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
         ([IDLE_TWO, IDLE_TWO], "every rank answers and has averaged the same buckets: one that is slow, or hangs,"),
         ([AT_TWO, IDLE_TWO], "every rank answers, so the network"),
         ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (rank 0: bucket 1 in stage"),
     ],
 )
-def test_the_verdict_names_who_is_to_blame(roll, words):
-    assert diagnose("Rank 0 saw it", roll).startswith(f"comm: {words}")
-    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
-    assert [None if each is None else RankStatus.from_json(each.to_json()) for each in roll] == roll
+def test_the_diagnosis_names_the_cause(statuses, words):
+    assert diagnose("Rank 0 saw it", statuses).startswith(f"comm: {words}")
+    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
+    assert [None if each is None else RankStatus.from_json(each.to_json()) for each in statuses] == statuses
 
 
 def test_many_ranks_are_named_in_short():

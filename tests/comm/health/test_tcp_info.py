@@ -56,14 +56,14 @@ def told(roll):
 )
 def test_a_host_that_may_live_is_not_called_dead(sign, words):
     """Rank 1 knows nothing; rank 0 talks with the other host."""
-    text = told([replace(HERE, signs={"10.0.0.2": (sign, 3.0)}), HERE, None, None])
+    text = told([replace(HERE, liveness={"10.0.0.2": (sign, 3.0)}), HERE, None, None])
     assert text.startswith(f"comm: ranks 2, 3 do not answer: {words}")
     assert text.endswith("Ranks 2, 3 are on host b.")
     assert "dead" not in text
 
 
 def test_what_all_ranks_know_is_put_together():
-    knows = [replace(HERE, signs={"10.0.0.2": sign}) for sign in (("cut", 9.0), ("slow", 3.0))]
+    knows = [replace(HERE, liveness={"10.0.0.2": sign}) for sign in (("cut", 9.0), ("slow", 3.0))]
     assert "host b lives, was last heard 3.0 s ago" in told([*knows, None, None])
 
 
@@ -75,20 +75,20 @@ def test_of_a_rank_whose_host_answers_or_says_nothing_nobody_knows_more(roll):
 
 
 def test_a_rank_of_a_host_that_answers_may_be_dead_however_lively_the_host_is():
-    assert told([replace(HERE, signs={"10.0.0.2": ("slow", 3.0)}), HERE, HERE, None]).startswith(
+    assert told([replace(HERE, liveness={"10.0.0.2": ("slow", 3.0)}), HERE, HERE, None]).startswith(
         "comm: rank 3 does not answer: its process is dead, stopped or unreachable."
     )
 
 
 def test_hosts_of_different_fate_are_told_apart():
-    roll = [replace(HERE, signs={"y": ("cut", 9.0), "z": ("slow", 2.0)}), None, None]
+    roll = [replace(HERE, liveness={"y": ("cut", 9.0), "z": ("slow", 2.0)}), None, None]
     text = diagnose("Rank 0 saw it", roll, ["a", "b", "c"], [["x"], ["y"], ["z"]])
     assert text.startswith("comm: rank 1 does not answer: nothing has come from host b for 9 s")
     assert "; rank 2 does not answer: host c lives, was last heard 2.0 s ago" in text
 
 
 def test_signs_travel_with_the_answer_to_the_roll():
-    standing = replace(HERE, signs={"10.0.0.2": ("cut", 9.5)})
+    standing = replace(HERE, liveness={"10.0.0.2": ("cut", 9.5)})
     assert RankStatus.from_json(standing.to_json()) == standing
 
 

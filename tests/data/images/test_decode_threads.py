@@ -268,7 +268,7 @@ def test_labels_are_pinned_where_images_are(monkeypatch, kind):
 
 @pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
 def test_nobody_to_fill_is_refused(name):
-    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be at least 1"):
+    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be a whole number, 1 or more"):
         batches(**{name: 0})
 
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from lightning_hybrid.atomic_file import atomic_path
+
 MIDDLE = "net.4"  # its gradient is there in the middle of backward
 OF_A_SUM = ("sum, first bucket", "sum, middle bucket", "sum, last bucket")
 PHASES = (
@@ -61,25 +63,25 @@ class Inject(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sums run in threads of their own: what sees to them is put in place."""
         if self.spec["phase"] in OF_A_SUM and self.spec["rank"] in (None, trainer.global_rank):
-            lanes: Any = trainer.strategy._engine._carrier  # type: ignore[attr-defined]
-            lanes._has_run = self._before_a_stage(trainer, lanes._has_run)
+            threads: Any = trainer.strategy._engine._carrier  # type: ignore[attr-defined]
+            threads._has_run = self._before_a_stage(trainer, threads._has_run)
 
     def _before_a_stage(self, trainer: pl.Trainer, has_run: Callable[..., bool]) -> Callable[..., bool]:
         phase = self.spec["phase"]
 
-        def reached(lane: Any, piece: Any) -> bool:
-            flight = piece.flight
+        def reached(stage_thread: Any, chunk: Any) -> bool:
+            bucket, is_in_last = chunk.bucket, stage_thread.successor is None
             is_here = {
-                OF_A_SUM[0]: flight.bucket.index == 0 and lane.is_first,
-                OF_A_SUM[1]: flight.bucket.index > 0 and not flight.is_last and lane.successor is None,
-                OF_A_SUM[2]: flight.is_last and lane.successor is None,
+                OF_A_SUM[0]: bucket.plan.index == 0 and stage_thread.is_first,
+                OF_A_SUM[1]: bucket.plan.index > 0 and not bucket.is_last and is_in_last,
+                OF_A_SUM[2]: bucket.is_last and is_in_last,
             }
             try:
                 if is_here[phase]:
                     self._reach(trainer, phase)
             except torch.OutOfMemoryError as error:
-                flight.check = partial(_raise, error)  # where a stage's own errors come from, once it begins
-            return has_run(lane, piece)
+                bucket.compare_contents = partial(_raise, error)  # where a stage's own errors come from, once it begins
+            return has_run(stage_thread, chunk)
 
         return reached
 
@@ -109,7 +111,7 @@ class Inject(Callback):
         """Phase ``end of fit``; for ``teardown`` a trap is laid."""
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
-            watch: Any = trainer.strategy._engine._watch  # type: ignore[attr-defined]
+            watch: Any = trainer.strategy._engine._watchdog  # type: ignore[attr-defined]
             leave = watch.leave
 
             def trapped() -> None:
@@ -268,7 +270,7 @@ def _flip(tensor: Tensor, bit: int = 0) -> None:
     tensor.detach().view(integers).view(-1).numpy()[5] ^= 1 << bit
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception, *_: object) -> None:
     raise error
 
 
@@ -280,7 +282,6 @@ def middle_of(trainer: pl.Trainer) -> Tensor:
 
 
 def write(path: Path, told: dict[str, Any]) -> None:
-    """Whole or not at all: it is looked for all the time."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(told))
-    partial.rename(path)
+    """Write whole or not at all: another process looks for it all the time."""
+    with atomic_path(path, has_rivals=True) as part:
+        part.write_text(json.dumps(told))

@@ -156,7 +156,8 @@ def test_norms_are_right_to_a_millionth_at_37_million_elements(kind):
     for _ in range(2):
         exact = [torch.linalg.vector_norm(one.detach(), dtype=torch.float64).item() for one in (weight, weight.grad)]
         optimizer.step()
-        assert optimizer._fused._kinds[0].engine.sums.sqrt().flatten().tolist() == pytest.approx(exact, rel=1e-6)
+        sums = optimizer._fused._tensor_groups[0].engine.sums
+        assert sums.sqrt().flatten().tolist() == pytest.approx(exact, rel=1e-6)
 
 
 def test_an_edit_of_a_master_between_steps_is_seen():

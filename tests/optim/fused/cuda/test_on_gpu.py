@@ -135,7 +135,7 @@ def test_a_step_never_waits_and_its_launches_do_not_grow_with_the_model(num_tens
 
 
 @pytest.mark.gpu
-def test_a_captured_step_replays_with_new_gradients_rates_and_verdicts():
+def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
     params = parameters("cuda")
     others = twins(params)
     lr = torch.tensor(2.0, device="cuda")
