@@ -22,6 +22,7 @@ here knows a cluster; `cluster.py` combines links and algorithms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
