@@ -6,10 +6,14 @@ Importing this package makes the strategies known to Lightning:
     trainer = Trainer(strategy="hybrid_allreduce", precision="16-true")
 """
 
-from lightning_hybrid.checkpoint.io import DurableCheckpointIO
+from typing import TYPE_CHECKING
+
 from lightning_hybrid.precision import MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
+
+if TYPE_CHECKING:
+    from lightning_hybrid.checkpoint.io import DurableCheckpointIO
 
 __all__ = [
     "DurableCheckpointIO",
@@ -20,3 +24,12 @@ __all__ = [
     "StaticLossScale",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import `DurableCheckpointIO` when it is first asked for: only trainers that save need it."""
+    if name != "DurableCheckpointIO":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_hybrid.checkpoint.io import DurableCheckpointIO
+
+    return DurableCheckpointIO

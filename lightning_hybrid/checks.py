@@ -1,31 +1,60 @@
-"""What numbers in descriptions of clusters must be, in one place."""
+"""Checks of what a user gave. Each error says name, value, rule, meaning and cure; `why` is the last two of these."""
 
-from __future__ import annotations
+import math
+from collections.abc import Collection
+from typing import Any
 
 
-def require_positive(name: str, value: float, meaning: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is above zero.
+def require_number(
+    name: str, value: Any, why: str, *, low: float = 0, high: float = math.inf, above: bool = False
+) -> None:
+    """Raise `ValueError` unless `value` is a finite number in [low, high), or in (low, high) with `above`.
+
+    >>> require_number("momentum", 1.5, "past gradients would never fade. SGD's usual is 0.9", high=1)
+    Traceback (most recent call last):
+    ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value < high or (above and value == low):
+        interval = f"{'(' if above else '['}{low:g}, {high:g})"
+        raise ValueError(f"`{name}` (={value!r:.80}) must be a number in {interval}: {why}.")
+
+
+def require_positive(name: str, value: float, why: str) -> None:
+    """Raise `ValueError` unless `value` is above zero; infinity is allowed.
 
     >>> require_positive("bytes_per_s", 0.0, "it is a rate")
     Traceback (most recent call last):
     ValueError: `bytes_per_s` (=0.0) must be positive: it is a rate.
     """
     if not value > 0:
-        raise ValueError(f"`{name}` (={value}) must be positive: {meaning}.")
+        raise ValueError(f"`{name}` (={value!r:.80}) must be positive: {why}.")
 
 
-def require_whole(name: str, value: int, meaning: str, *, least: int = 1) -> None:
-    """Raise ``ValueError`` unless ``value`` is a whole number, ``least`` or more.
+def require_share(name: str, value: float, why: str) -> None:
+    """Raise `ValueError` unless `value` is above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise ValueError(f"`{name}` (={value!r:.80}) must be above 0 and at most 1: {why}.")
+
+
+def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str = "") -> None:
+    """Raise `ValueError` unless `value` is a whole number, `least` or more; `unit` says of what.
 
     >>> require_whole("num_nodes", 1.5, "nodes are counted")
     Traceback (most recent call last):
     ValueError: `num_nodes` (=1.5) must be a whole number, 1 or more: nodes are counted.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}` (={value}) must be a whole number, {least} or more: {meaning}.")
+        of_unit = f" of {unit}" if unit else ""
+        raise ValueError(f"`{name}` (={value!r:.80}) must be a whole number{of_unit}, {least} or more: {why}.")
 
 
-def require_share(name: str, value: float, meaning: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise ValueError(f"`{name}` (={value}) must be above 0 and at most 1: {meaning}.")
+def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
+    """Raise `ValueError` unless `value` is one of `choices`; 1 does not pass for True.
+
+    >>> require_choice("nesterov", "yes", (True, False), "it is a switch")
+    Traceback (most recent call last):
+    ValueError: `nesterov` (='yes') must be one of True, False: it is a switch.
+    """
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}.")

@@ -1,4 +1,4 @@
-"""Every metric that a run logs: its name, its unit, what it means.
+"""Every metric that a run logs: name, unit and meaning.
 
 >>> METRICS["train/lr"].unit
 '1'
@@ -51,12 +51,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: As loggers see it.
-        unit: SI, or "1" for a pure number.
-        meaning: In one sentence.
+        name: The name in loggers.
+        unit: SI unit, or "1" for a pure number.
+        meaning: One sentence.
         from_clock: Whether it comes from a clock or from the operating system, so that a repeated run gives another
             value; all others repeat digit for digit.
-        best: Which of a run's values is its best, where one is.
+        best: Whether the largest or the least of a run's values is its best; None where neither is.
     """
 
     name: str
@@ -81,21 +81,21 @@ _TABLE = (
         meaning="Time per step in which rank zero waited for its loader.",
         from_clock=True,
     ),
-    Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero handed to the sum, as on the wire."),
+    Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero gave to the sum, as on the wire."),
     Metric(
         name=COMM_LINK_BYTES,
         unit="B",
-        meaning="What the busiest node sends to others per step, by the formula of each bucket's algorithm.",
+        meaning="Bytes that the busiest node sends to others per step, by the formula of each bucket's algorithm.",
     ),
     Metric(
         name=COMM_LEAST_LINK_BYTES,
         unit="B",
-        meaning="What each of N nodes must send to others per step, whatever the algorithm: 2 (N - 1) / N of the sums.",
+        meaning="Bytes that each of N nodes must send to others per step by any algorithm: 2 (N - 1) / N of the sums.",
     ),
     Metric(
         name=COMM_NODE_BYTES,
         unit="B",
-        meaning="What the ranks of the busiest node send one another per step, by the formula of the algorithm.",
+        meaning="Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
     ),
     Metric(
         name=COMM_BUSY_S,
@@ -118,7 +118,7 @@ _TABLE = (
     Metric(
         name=COMM_ACHIEVED_BYTES_PER_S,
         unit="B/s",
-        meaning="Least bytes between nodes by the time in flight: what the algorithm makes of a node's link.",
+        meaning="Least bytes between nodes by the time in flight: the rate that the algorithm reaches on a link.",
         from_clock=True,
     ),
     Metric(
@@ -148,7 +148,7 @@ _TABLE = (
     Metric(
         name=PEAK_MEMORY_BYTES,
         unit="B",
-        meaning="Most memory that rank zero held so far: tensors on CUDA; on a CPU the whole process.",
+        meaning="Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
         from_clock=True,
     ),
     Metric(name=VAL_LOSS, unit="1", meaning="Mean loss over the validation set.", best="min"),
@@ -169,23 +169,23 @@ _TABLE = (
     Metric(
         name=ELAPSED_S,
         unit="s",
-        meaning="Time since training began, validation included; what an interrupted run did after its last "
-        "checkpoint, and the time until it was resumed, are not.",
+        meaning="Time since training began, validation included; without the work of an interrupted run after its last "
+        "checkpoint and the time until it was resumed.",
         from_clock=True,
     ),
     Metric(
         name=TIME_TO_ACCURACY_TRAIN_S,
         unit="s",
-        meaning="Time of training until the target was seen to be reached, validation not counted.",
+        meaning="Time of training until a validation found the target reached, without validation.",
         from_clock=True,
     ),
     Metric(
         name=TIME_TO_ACCURACY_TOTAL_S,
         unit="s",
-        meaning="The same with validation, that which saw it included.",
+        meaning="The same with validation, that one included.",
         from_clock=True,
     ),
-    Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until the target was seen to be reached."),
+    Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until a validation found the target reached."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
@@ -193,14 +193,14 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 BUCKET_EXPOSED_S = Metric(
     name=f"{COMM_EXPOSED_S}/bucket_<index>",
     unit="s",
-    meaning="Part of the exposed time per step until this bucket was done, and no other that was done before.",
+    meaning="Part of the exposed time per step from the end of the bucket before until this bucket was done.",
     from_clock=True,
 )
 """A metric for each bucket, by its place in the step."""
 
 
 def exposed_s_of_bucket(index: int) -> str:
-    """The name of ``BUCKET_EXPOSED_S`` for one bucket.
+    """Return the name of `BUCKET_EXPOSED_S` for one bucket.
 
     >>> exposed_s_of_bucket(3)
     'comm/exposed_s/bucket_3'
@@ -217,7 +217,7 @@ LOSS_SCALE_OF_OPTIMIZER = Metric(
 
 
 def loss_scale_of_optimizer(index: int) -> str:
-    """The name of the loss scale of one optimizer.
+    """Return the name of the loss scale of one optimizer.
 
     >>> loss_scale_of_optimizer(0), loss_scale_of_optimizer(1)
     ('train/loss_scale', 'train/loss_scale/optimizer_1')
@@ -233,7 +233,7 @@ TRUST_RATIO_OF_GROUP = tuple(
 
 
 def trust_ratios_of_group(index: int) -> tuple[str, ...]:
-    """The names of least, median and largest trust ratio of one parameter group.
+    """Return the names of least, median and largest trust ratio of one parameter group.
 
     >>> trust_ratios_of_group(0)[0], trust_ratios_of_group(2)[0]
     ('train/trust_ratio_min', 'train/trust_ratio_min/group_2')
@@ -244,7 +244,7 @@ def trust_ratios_of_group(index: int) -> tuple[str, ...]:
 
 
 def metric_of(name: str) -> Metric | None:
-    """What is known of a logged name; None where it is not ours."""
+    """Find the metric of a logged name; None if it is not one of these."""
     index = name.rpartition("_")[2]
     for metric in (BUCKET_EXPOSED_S, LOSS_SCALE_OF_OPTIMIZER, *TRUST_RATIO_OF_GROUP):
         if index.isdecimal() and name == metric.name.replace("<index>", index):

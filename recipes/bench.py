@@ -20,16 +20,15 @@ from lightning_hybrid.comm import CommPlan, Topology
 from recipes.benchmarks import report as bench_report
 from recipes.benchmarks.allreduce import AllReduceBench
 from recipes.benchmarks.steps import StepBench
-from recipes.cli import config_check, config_values, launch
-from recipes.cli.config_values import RANKS
+from recipes.cli import config_check, launch
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": (RANKS, list[int], str),
-    "world.num_nodes": RANKS,
-    "link_bytes_per_s": (config_values.POSITIVE, None),
+    "world.devices": config_check.Ranks | list[int] | str,
+    "world.num_nodes": config_check.Ranks,
+    "link_bytes_per_s": config_check.Positive | None,
     "about": str | None,
     "allreduce": AllReduceBench | None,
     "steps": StepBench | None,

@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.benchmarks import report as bench_report
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from recipes.hyperparams import study_report
 from recipes.hyperparams.study import Study
 from recipes.hyperparams.trial import TrainTrial, common_of
@@ -24,12 +24,12 @@ from recipes.hyperparams.trial_pool import TrialPool
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
-    "num_workers": config_values.COUNT_OR_ZERO,
-    "budget_s": (config_values.NOT_NEGATIVE, None),
+    "num_workers": config_check.CountOrZero,
+    "budget_s": config_check.NotNegative | None,
     "about": str | None,
     "trial": list[str],
     "tuning": dict,
-    "seeds": list[config_values.SEED],  # type: ignore[valid-type]
+    "seeds": list[config_check.Seed],
     "study": dict,
     "study.arms": dict[str, dict],
     "study.precisions": dict[str, dict],

@@ -11,7 +11,7 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from recipes.datasets.packing import Packed, Packing, check_packed
 
 launch.register_resolvers()
@@ -19,7 +19,7 @@ launch.register_resolvers()
 KEYS = {
     "root": str,
     "out": str,
-    "short_side": (config_values.COUNT, None),
+    "short_side": config_check.Count | None,
     "check": bool,
     "packing": Packing,
     "run_dir": str,

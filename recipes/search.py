@@ -13,7 +13,7 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from recipes.hyperparams import report as search_report
 from recipes.hyperparams.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
 from recipes.hyperparams.optuna_backend import OptunaSearch
@@ -31,8 +31,8 @@ KEYS: dict[str, Any] = {
     "axes": dict,
     "stopping": Stopping,
     "backend": CoarseToFine | OptunaSearch,
-    "num_workers": config_values.COUNT_OR_ZERO,
-    "budget_s": (config_values.NOT_NEGATIVE, None),
+    "num_workers": config_check.CountOrZero,
+    "budget_s": config_check.NotNegative | None,
     "run_dir": str,
 }
 

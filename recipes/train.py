@@ -21,7 +21,7 @@ from torch import nn
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.models import correct_momentum_
-from recipes.cli import launch
+from recipes.cli import config_check, launch
 from recipes.cli.world import batch_line, check_world
 from recipes.training import keys, mfu, resume, tracking
 from recipes.training.classifier import Classifier
@@ -33,7 +33,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Everything a run needs, checked as far as it can be before any process is started."""
-    keys.check(cfg)
+    config_check.check(cfg, keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)

@@ -77,13 +77,13 @@ def one_step(algorithm):
         module.at["bucket"] = bucket.buffer().clone()
         return average_bucket(state, bucket)
 
-    lightning_hybrid.strategy.average_bucket = watched
+    lightning_hybrid.strategy.hybrid_allreduce.average_bucket = watched
     try:
         strategy = HybridAllReduceStrategy(algorithm=algorithm, loss_scale=SCALE, ranks_per_node=2)
         trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
         trainer.fit(module, DataLoader(Indexed(), batch_size=8))
     finally:
-        lightning_hybrid.strategy.average_bucket = average_bucket
+        lightning_hybrid.strategy.hybrid_allreduce.average_bucket = average_bucket
     return {
         **module.at,
         "initial": initial,

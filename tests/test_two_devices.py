@@ -59,6 +59,7 @@ def set_up(optimizer, precision="16-true", *, module=None, **settings):
     module.trainer, trainer.strategy._lightning_module = trainer, module
     plugin = trainer.precision_plugin
     assert isinstance(plugin, MasterWeightPrecision)
+    plugin.connect_strategy(is_last_backward_of_step=lambda: True)
     plugin.convert_module(module)
     plugin.follow_device(CUDA)
     optimizer = OPTIMIZERS[optimizer](module.parameters())
@@ -92,7 +93,7 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
     state = tensors_of(optimizer)
     assert state
     assert {tensor.device for tensor in state if tensor.dim() > 0} == {CUDA}
-    record = plugin.records[0]
+    record = plugin.optimizer_steps[0]
     kept = [*vars(record).values(), *(vars(record.loss_scale).values() if precision == "16-true" else ())]
     kept = [value for value in kept if isinstance(value, torch.Tensor)]  # of no dimensions: these may be mixed
     assert len(kept) == (2 if precision == "bf16-true" else 5 + is_scaled)
@@ -112,7 +113,7 @@ def test_gradients_of_several_batches_are_summed_where_they_are():
         plugin.masters.sum_gradients()
         half = [parameter for parameter in module.parameters() if parameter.dtype is torch.float16]
         assert all(parameter.grad is None for parameter in half)
-    plugin.masters.hand_over_sums()
+    plugin.masters.return_sums()
     assert {parameter.grad.device for parameter in half} == {CUDA}
     plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
 

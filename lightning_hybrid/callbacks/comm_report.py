@@ -1,4 +1,4 @@
-"""A run's communication in numbers: for loggers, for ``summary.json``, in a line and in a picture."""
+"""A run's communication in numbers: for loggers, for `summary.json`, as one line of text and as a picture."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_hybrid import metrics as m
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 MOST_BARS = 40
-"""Buckets in the picture: of more, those that were exposed longest."""
+"""Buckets in the picture; where there are more, those that were exposed longest."""
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
-    """Bytes per step; on one node nothing goes between nodes, and nothing is said of it."""
+    """Return bytes per step; those between nodes only where there are several."""
     if not comm.num_steps:
         return {}
     values = {m.COMM_BYTES: comm.num_bytes / comm.num_steps, m.COMM_NODE_BYTES: comm.bytes_inside / comm.num_steps}
@@ -25,9 +25,12 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
 
 
 def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None) -> dict[str, float]:
-    """Seconds per step, and what was made of the link; empty where no time was taken.
+    """Return seconds per step and the achieved rate of the link; nothing where no time was measured.
 
-    ``elapsed_s``: that these steps took in all.
+    Args:
+        comm: some steps.
+        elapsed_s: time of these steps in all.
+        link_bytes_per_s: rate of a node's link; None: not known.
     """
     if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
         return {}
@@ -46,10 +49,10 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
     return values
 
 
-def section(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
-    """``summary.json``'s account of all steps; null where a time was not taken, or where there is one node only.
+def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
+    """Return the section of `summary.json` on all steps; None where a time was not measured, or with one node only.
 
-    Bytes, seconds and bytes per second. Bytes of links are those of the busiest node, by its algorithm's formula.
+    Bytes of links are those of the busiest node, by its algorithm's formula.
     """
     return {
         "num_steps": comm.num_steps,
@@ -73,11 +76,7 @@ def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, 
     least = bucket.traffic.least_across
     achieved = least / in_flight_s if in_flight_s and least else None
     return {
-        "index": bucket.index,
-        "numel": bucket.numel,
-        "dtype": bucket.dtype,
-        "num_bytes": bucket.num_bytes,
-        "algorithm": bucket.algorithm,
+        **{name: getattr(bucket, name) for name in ("index", "numel", "dtype", "num_bytes", "algorithm")},
         "num_chunks": bucket.num_chunks,
         "num_times": bucket.num_times,
         "link_bytes": bucket.traffic.across,
@@ -90,23 +89,26 @@ def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, 
     }
 
 
-def line(
+def describe(
     comm: CommSummary | None,
     *,
     exposed_s: float | None = None,
     exposed_share: float | None = None,
     link_bytes_per_s: float | None = None,
 ) -> str:
-    """The same for people, in a line.
+    """Format the summary as one line of text.
 
-    ``exposed_s``, ``exposed_share``: per step and as a part of it, without the first steps of a run, where they are
-    known; else the mean of all steps, and no part.
+    Args:
+        comm: all steps; None: not measured.
+        exposed_s: exposed seconds per step without the first steps of a run; None: the mean of all steps is shown.
+        exposed_share: the same as a share of the step.
+        link_bytes_per_s: rate of a node's link; None: not known.
 
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,
     ...                    least_bytes_across=2e6, bytes_across=3e6)
-    >>> line(comm, exposed_s=0.05, exposed_share=0.05, link_bytes_per_s=4e6)
+    >>> describe(comm, exposed_s=0.05, exposed_share=0.05, link_bytes_per_s=4e6)
     '50 ms exposed per step (5.0 %), 1.5 MB per node and step, 2 MB/s = 50 % of the link'
-    >>> line(CommSummary(num_steps=1, num_buckets=1, num_bytes=8))
+    >>> describe(CommSummary(num_steps=1, num_buckets=1, num_bytes=8))
     '0 ms exposed per step, none between nodes'
     """
     if comm is None or not comm.num_steps:
@@ -114,19 +116,19 @@ def line(
     exposed_s = _mean(comm.exposed_s, comm.num_steps) if exposed_s is None else exposed_s
     achieved = comm.achieved_bytes_per_s
     share = "" if exposed_share is None else f" ({100 * exposed_share:.1f} %)"
-    told = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per step{share}"]
+    parts = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per step{share}"]
     across = comm.bytes_across / comm.num_steps
-    told.append(f"{across / 1e6:.3g} MB per node and step" if across else "none between nodes")
+    parts.append(f"{across / 1e6:.3g} MB per node and step" if across else "none between nodes")
     if achieved is not None:
         of_link = "" if link_bytes_per_s is None else f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
-        told.append(f"{achieved / 1e6:.3g} MB/s{of_link}")
-    return ", ".join(told)
+        parts.append(f"{achieved / 1e6:.3g} MB/s{of_link}")
+    return ", ".join(parts)
 
 
 def draw_buckets(axes: Axes, comm: CommSummary | None) -> None:
-    """Exposed time of each bucket before its time in flight, means over the run, in milliseconds."""
+    """Draw the exposed time of each bucket in front of its time in flight: means over the run, in milliseconds."""
     axes.set_title("buckets: time in flight, and exposed")
-    # Of buckets that DDP made anew after its first step, the first form says nothing of the run.
+    # DDP makes its buckets again after its first step: those of the first step alone are left out.
     most_times = max((bucket.num_times for bucket in (() if comm is None else comm.buckets)), default=0)
     timed = [
         (bucket, 1e3 * bucket.exposed_s / bucket.num_times, 1e3 * bucket.in_flight_s / bucket.num_times)
@@ -136,7 +138,7 @@ def draw_buckets(axes: Axes, comm: CommSummary | None) -> None:
     if not timed:
         axes.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axes.transAxes)
         return
-    if len(timed) > MOST_BARS:
+    if len(timed) > MOST_BARS:  # the longest are chosen, and drawn in the order of the buckets
         longest = sorted(timed, key=lambda each: -each[1])[:MOST_BARS]
         timed = [each for each in timed if each in longest]
         axes.set_title(f"buckets: time in flight, and exposed (the {MOST_BARS} longest exposed)")

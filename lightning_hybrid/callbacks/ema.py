@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, of the fp32 masters where there are any."""
+"""An exponential moving average of the weights, or of their fp32 masters where there are any."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.precision.averaging import AverageOfMasters, master_of
 
 
@@ -20,16 +21,15 @@ class MasterWeightAveraging(EMAWeightAveraging):
         average <- decay * average + (1 - decay) * master         fp32, after each step
 
     Validation sees the average, rounded to the model's precision; training goes on from where it was. Checkpoints hold
-    the average as their weights, and what was trained beside it; after `fit` the module holds the average.
+    the average as their weights, and the trained weights under a key of their own; after `fit` the module holds the
+    average.
 
-    Lightning's own reads and writes the module's tensors: with masters behind them it would average their fp16 copies,
-    and each validation would round the average itself to fp16, as it swaps the two. In all else this is its class, and
-    without masters it does what that does, but for the swap: the average stays where it is, and the module's tensors
-    are kept aside during validation.
+    Lightning's own would average the fp16 copies of the masters, and each validation would round the average itself to
+    fp16, as it swaps the two. Here the average stays where it is, and the module's tensors are saved meanwhile.
 
     Args:
-        decay: Part of the average that stays at each update, 0 to 1.
-        **kwargs: As in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`, `use_buffers`, ...
+        decay: part of the average that stays at each update, 0 to 1.
+        **kwargs: as in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`, `use_buffers`, ...
 
     Raises:
         ValueError: `decay` is not between 0 and 1.
@@ -41,12 +41,15 @@ class MasterWeightAveraging(EMAWeightAveraging):
                 f"`decay` (={decay}) must be between 0 and 1: it is the part of the average that stays at each update. "
                 "0.999 remembers about a thousand steps."
             )
+        every = kwargs.get("update_every_n_steps", 1)
+        require_whole("update_every_n_steps", every, "steps are counted. Set callbacks.ema.update_every_n_steps=1")
         super().__init__(decay=decay, **kwargs)
-        self._kept: list[Tensor] | None = None
+        self._trained: list[Tensor] | None = None
         self._is_handed_over = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """As Lightning's, with a model that averages masters, on the device to which the module is still to move."""
+        """Make the averaged model, of masters, on the device to which the module has still to move."""
+        # Lightning would copy the module where it is now, before it moves to the device.
         given, self._device = self._device, trainer.strategy.root_device if self._device is None else self._device
         try:
             super().setup(trainer, pl_module, stage)
@@ -63,20 +66,20 @@ class MasterWeightAveraging(EMAWeightAveraging):
         self._is_handed_over = True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The same where there was nothing left to train: a run resumed after its last step, to be tested."""
+        """Give the module the average where nothing was left to train: a run resumed only to be tested."""
         if not self._is_handed_over and self._average_model is not None:
             self._copy_average_to_current(pl_module)
 
     @torch.no_grad()
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        """Show the average; called again, show what is trained."""
+        """Put the average into the module; called again, put the trained weights back."""
         current = list(_tensors(pl_module))
-        if self._kept is None:
+        if self._trained is None:
             assert self._average_model is not None
-            self._kept = [tensor.clone() for tensor in current]
+            self._trained = [tensor.clone() for tensor in current]
             shown = _tensors(self._average_model.module)
         else:
-            shown, self._kept = iter(self._kept), None
+            shown, self._trained = iter(self._trained), None
         for tensor, value in zip(current, shown, strict=True):
             tensor.data.copy_(value)
 

@@ -1,4 +1,4 @@
-"""Averages of an epoch that a checkpoint in its middle does not forget."""
+"""Averages of an epoch that survive a checkpoint in its middle."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 KEY = "epoch_metrics"
-"""Of what this adds to a checkpoint."""
+"""The key of the sums in a checkpoint."""
 
 
 class KeepEpochMetrics(Callback):
-    """Keep what training has summed up in the epoch so far, on each rank, in checkpoints within the epoch.
+    """Save what training has summed up in the epoch so far, on each rank, in checkpoints within the epoch.
 
         `torchmetrics` objects of the module        their states
         `self.log(..., on_epoch=True)`              sums and weights of Lightning's
@@ -26,19 +26,21 @@ class KeepEpochMetrics(Callback):
     Lightning 2.6 saves neither: after a resume in mid-epoch the epoch's values are those of its rest. Sums of ranks
     differ, and rank zero writes the checkpoint, so they are gathered: *every rank must have this callback.*
 
-    Under another number of ranks the sums belong to nobody: a warning says that the epoch's values are of its rest.
+    Under another number of ranks the sums fit no rank: a warning says that the epoch's values are of its rest.
     A value that is logged before the checkpoint and never again in that epoch is lost.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Any] | None = None  # of a checkpoint, as far as it has not been given back
+        self._restored: dict[str, Any] | None = None  # of a checkpoint, as far as it has not been given back
         self._is_in_epoch = False
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Gather. Collective."""
-        own: dict[str, Any] = self._kept or {"metrics": {}, "logged": {}}
+        """Gather the sums of all ranks into the checkpoint. Collective."""
+        # A value that is not logged again before this checkpoint is still in what the last one restored.
+        own: dict[str, Any] = self._restored or {"metrics": {}, "logged": {}}
+        # A checkpoint after the last batch goes on in the next epoch, whose sums start at zero.
         if self._is_in_epoch and not trainer.is_last_batch:
             own = {
                 "metrics": own["metrics"] | dict(_states(trainer, pl_module)),
@@ -54,7 +56,7 @@ class KeepEpochMetrics(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take this rank's."""
+        """Take this rank's sums out of the checkpoint."""
         ranks = checkpoint.get(KEY)
         if ranks is not None and len(ranks) != trainer.world_size:
             rank_zero_warn(
@@ -62,36 +64,36 @@ class KeepEpochMetrics(Callback):
                 "each summed up its part of the epoch's metrics: the values of this epoch will be of its rest only."
             )
             ranks = None
-        self._kept = None if ranks is None else ranks[trainer.global_rank]
+        self._restored = None if ranks is None else ranks[trainer.global_rank]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Give the metrics their sums back, before the first batch after a resume."""
         self._is_in_epoch = True
-        if self._kept is None:
+        if self._restored is None:
             return
         metrics = dict(_metrics(pl_module))
-        for name, (num_updates, states) in self._kept["metrics"].items():
+        for name, (num_updates, states) in self._restored["metrics"].items():
             for state, value in states.items():
                 setattr(metrics[name], state, _on(value, pl_module.device))
             metrics[name]._update_count = num_updates
-        self._kept["metrics"] = {}
+        self._restored["metrics"] = {}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the sums of before to Lightning's, each of which comes to be when it is logged first after a resume."""
-        if self._kept is None:
+        """Add the restored sums to Lightning's, each when it is logged for the first time after a resume."""
+        if self._restored is None:
             return
-        results, logged = cast(Any, trainer.fit_loop.epoch_loop._results), self._kept["logged"]
+        results, logged = cast(Any, trainer.fit_loop.epoch_loop._results), self._restored["logged"]
         for key in [key for key in logged if key in results]:
             for name, value in logged.pop(key).items():
                 setattr(results[key], name, getattr(results[key], name) + _on(value, pl_module.device))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What a checkpoint holds from here on is of no epoch."""
-        self._kept, self._is_in_epoch = None, False
+        """Forget the sums: the epoch is over."""
+        self._restored, self._is_in_epoch = None, False
 
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
@@ -99,7 +101,7 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
 
 
 def _states(trainer: pl.Trainer, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Of each metric that training has updated since its reset: how often, and its states."""
+    """Yield each metric that training has updated since its reset: how often, and its states."""
     results = cast(Any, trainer.fit_loop.epoch_loop.val_loop._results) or {}
     of_validation = {id(result.value) for result in results.values() if not result.is_tensor}
     for name, metric in _metrics(module):
@@ -109,7 +111,7 @@ def _states(trainer: pl.Trainer, module: torch.nn.Module) -> Iterator[tuple[str,
 
 
 def _sums(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Of each value that is averaged or added up over the epoch: its sum so far, and the weight of that."""
+    """Yield each value that is averaged or added up over the epoch: its sum so far, and the weight of that."""
     for key, result in cast(Any, trainer.fit_loop.epoch_loop._results).items():
         names = {"mean": ("value", "cumulated_batch_size"), "sum": ("value",)}
         reduction = "mean" if result.meta.is_mean_reduction else "sum" if result.meta.is_sum_reduction else None
@@ -118,7 +120,7 @@ def _sums(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _on(value: Any, device: torch.device | str, *, is_copied: bool = False) -> Any:
-    """A state, which may be a list of tensors."""
+    """Move a state, which may be a list of tensors."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=is_copied)
     return [each.detach().to(device, copy=is_copied) for each in value]

@@ -1,4 +1,4 @@
-"""What to look at when numbers have gone wrong: the batch, the first layer, a file with the state at that moment."""
+"""A snapshot of the moment at which numbers went wrong: the batch, the first layer, a file with the state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+from lightning_hybrid.atomic_file import atomic_path
+
 MOST_PLACES = 5
 
 
 class LayerProbes:
-    """Measures, through one forward, the largest magnitude of what each layer puts out: on the device, no host waits.
+    """Hooks that measure the largest magnitude of each layer's output in one forward, without a wait of the host.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> with torch.no_grad(): _ = net[2].weight.fill_(float("inf"))
@@ -39,13 +41,13 @@ class LayerProbes:
         return hook
 
     def remove(self) -> None:
-        """The layers are as they were."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def first_not_finite(self) -> str | None:
-        """The first layer, in the order in which they ran, that put out inf or nan. Waits for the device."""
+        """Return the first layer, in the order they ran, whose output had inf or nan. Wait for the device."""
         if not self._found:
             return None
         finite = torch.isfinite(torch.stack([largest.float() for _, largest in self._found])).tolist()
@@ -53,13 +55,13 @@ class LayerProbes:
 
     @property
     def num_layers(self) -> int:
-        """How many were seen."""
+        """Number of layers that ran."""
         return len(self._found)
 
 
 @torch.no_grad()
 def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """The largest magnitude in the gradient of each parameter that is trained; None where it has no gradient."""
+    """Return the largest magnitude in the gradient of each trained parameter; None where it has no gradient."""
     return {
         name: None if parameter.grad is None or not parameter.grad.numel() else _largest(parameter.grad)
         for name, parameter in module.named_parameters()
@@ -68,13 +70,13 @@ def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:
-    """Each tensor of a batch in a few words, and whether any holds inf or nan. Waits for the device.
+    """Describe each tensor of a batch, and say whether any holds inf or nan. Wait for the device.
 
     >>> words, is_bad = describe_batch([torch.tensor([[1.0], [float("nan")]]), torch.tensor([3, 12])])
     >>> print(words, is_bad)
     [0] float32 [2, 1]: 1 of 2 values not finite, in samples 1; [1] int64 [2]: from 3 to 12 True
     """
-    told, is_bad = [], False
+    parts, is_bad = [], False
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             continue
@@ -84,24 +86,24 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
             is_bad = True
             samples = bad.reshape(len(leaf) if leaf.dim() else 1, -1).any(1).nonzero().view(-1).tolist()
             some = ", ".join(map(str, samples[:MOST_PLACES])) + (", ..." if len(samples) > MOST_PLACES else "")
-            told.append(f"{name}: {int(bad.sum())} of {leaf.numel()} values not finite, in samples {some}")
+            parts.append(f"{name}: {int(bad.sum())} of {leaf.numel()} values not finite, in samples {some}")
         else:
-            told.append(f"{name}: from {leaf.min().item():g} to {leaf.max().item():g}")
-    return "; ".join(told), is_bad
+            parts.append(f"{name}: from {leaf.min().item():g} to {leaf.max().item():g}")
+    return "; ".join(parts), is_bad
 
 
 def save_state(
     folder: Path, trainer: pl.Trainer, *, batch: Any, batch_idx: int, error: str, history: list[tuple[int, float]]
 ) -> Path | None:
-    """The state at the moment of failure, for a look: ``step<s>_rank<r>.pt``; None where there is one already.
+    """Save the state at the moment of failure as `step<s>_rank<r>.pt`; return None where there is one already.
 
-    Batch, random states, scale history and place on every rank that calls it; on rank zero the weights too, in fp32,
-    which are the same on all. It loads with ``torch.load(..., weights_only=True)``.
+    It holds batch, random states, scale history and place of the rank that calls it; on rank zero also the fp32
+    weights, which are the same on all. It loads with `torch.load(..., weights_only=True)`.
     """
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
     if path.exists():
         return None
-    told: dict[str, Any] = {
+    snapshot: dict[str, Any] = {
         "error": error,
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
@@ -112,24 +114,23 @@ def save_state(
     }
     device = trainer.strategy.root_device
     if device.type == "cuda":
-        told["cuda_rng_state"] = torch.cuda.get_rng_state(device)
+        snapshot["cuda_rng_state"] = torch.cuda.get_rng_state(device)
     if trainer.is_global_zero:
-        told["state_dict"] = trainer.strategy.lightning_module_state_dict()
-        told["precision"] = trainer.precision_plugin.state_dict()
+        snapshot["state_dict"] = trainer.strategy.lightning_module_state_dict()
+        snapshot["precision"] = trainer.precision_plugin.state_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(told, partial)
-    partial.rename(path)
+    with atomic_path(path) as part:
+        torch.save(snapshot, part)
     return path
 
 
 def _plain(leaf: Any) -> Any:
-    """What may stand in a file that loads without trust."""
+    """Return what `weights_only=True` loads: tensors and plain values, and the text of anything else."""
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | str | None) else repr(leaf)
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude; nan where there is one."""
+    """Return the largest magnitude; nan where there is one."""
     return torch.linalg.vector_norm(tensor.detach(), float("inf"))

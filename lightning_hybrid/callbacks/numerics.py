@@ -1,4 +1,4 @@
-"""Says what is wrong where numbers go wrong: which rank, which batch, which layer; and keeps the state for a look."""
+"""Diagnosis of numbers that go wrong: which rank, which batch, which layer; and a snapshot of the state."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from torch import Tensor
 
 from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
+from lightning_hybrid.run_status import run_status
 
 PROBE_AFTER = 20
-"""Skipped steps in a row from which on layers are probed. A dynamic scale may need 16 to find its place from 2**16."""
+"""Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16."""
 
 STEPS_AT_FLOOR = 200
-"""So long at the least loss scale is no burst: it would have grown if it could, and meanwhile gradients underflow."""
+"""Steps at the least loss scale before a warning: a short burst of overflows would be over by then."""
 
-NUM_KEPT = 8
+NUM_SAVED = 8
 MOST_NAMES = 5
 NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss is inf or nan, in a precision that skips no step: it is in the weights."""
+    """A loss of inf or nan in a precision that skips no step: it is in the weights."""
 
 
 class NumericsMonitor(Callback):
-    """Diagnose endless overflow, losses that are not finite, gradients that are zero; save what is needed to see why.
+    """A monitor of endless overflow, losses that are not finite, and gradients that are zero, with their causes.
 
     ==============================================  ==================================================================
     40 steps skipped in a row (the precision's own  the error also says on which ranks and hosts the loss is not
@@ -54,21 +56,18 @@ class NumericsMonitor(Callback):
     skipped steps in a row. *Every rank must have this callback.*
 
     Args:
-        run_dir: The state at the failure is saved in `<run_dir>/numbers`, once: by each rank whose own numbers are bad,
+        run_dir: the state at the failure is saved in `<run_dir>/numbers`, once: by each rank whose own numbers are bad,
             and by rank zero, with the weights. None: nowhere.
-        patience: Logged steps in a row at which a gradient must be zero for the warning.
+        patience: logged steps in a row at which a gradient must be zero for the warning.
 
     Raises:
         ValueError: `patience` is not a whole number above zero.
-        NonFiniteLossError: In training, see above.
+        NonFiniteLossError: in training, see above.
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ValueError(
-                f"`patience` (={patience!r}) must be a whole number of logged steps, at least 1: so often a gradient "
-                "must be found zero. Set callbacks.numbers.patience=3."
-            )
+        why = "so often a gradient must be found zero. Set callbacks.numbers.patience=3"
+        require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
         self.patience = patience
         self._batch: tuple[Any, int] | None = None
@@ -77,25 +76,28 @@ class NumericsMonitor(Callback):
     # ---- per batch: nothing waits ------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nothing has been seen."""
+        """Reset what was seen."""
         device = pl_module.device
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
-        self._bad = torch.full((NUM_KEPT, 2), -1, dtype=torch.int64, device=device)  # (step, batch), oldest overwritten
-        self._places = torch.arange(NUM_KEPT, device=device).unsqueeze(1)
+        self._bad = torch.full(
+            (NUM_SAVED, 2), -1, dtype=torch.int64, device=device
+        )  # (step, batch), oldest overwritten
+        self._places = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
-        self._last_step, self._num_told, self._floor_since = trainer.global_step, 0, -1
+        self._last_step, self._num_reported, self._floor_since = trainer.global_step, 0, -1
         self._history: list[tuple[int, float]] = []
         self._num_zero: dict[str, int] = {}
         self._on_others: str = ""
-        self._has_saved = self._has_told_floor = False
+        self._has_saved = self._has_warned_of_floor = False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch as long as it is worked on; where every step is skipped, watch its layers."""
+        """Remember the batch while it is worked on; where every step is skipped, probe its layers."""
         self._batch = (batch, batch_idx)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         will_be_logged = every > 0 and (trainer.global_step + 1) % every == 0
+        # The count of skipped steps is on the device: it is read only where that makes the host wait for nothing more.
         if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._on_others:
@@ -117,7 +119,8 @@ class NumericsMonitor(Callback):
 
     def _count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
         bad = ~torch.isfinite(loss.detach()).all()
-        place = self._num_bad % NUM_KEPT
+        # A ring buffer on the device: only bad losses are written, which is decided there, so the host never waits.
+        place = self._num_bad % NUM_SAVED
         entry = torch.stack([torch.full_like(place, step), torch.full_like(place, batch_idx)])
         self._bad = torch.where(bad & (self._places == place), entry, self._bad)
         self._num_bad = self._num_bad + bad
@@ -143,7 +146,7 @@ class NumericsMonitor(Callback):
         self._warn_of_zeros(trainer, pl_module)
 
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """The first step at which a rank's loss was not finite is the same news on every rank: 8 bytes."""
+        """Raise on every rank what any rank has seen first: (step, rank) in one number, so a minimum of 8 bytes."""
         world = trainer.world_size
         key = torch.where(self._first_bad == NEVER, NEVER, self._first_bad * world + trainer.global_rank)
         if world > 1:
@@ -161,24 +164,24 @@ class NumericsMonitor(Callback):
 
     def _warn_of_skipped(self, trainer: pl.Trainer) -> None:
         num_bad = int(self._num_bad)
-        if num_bad > self._num_told:
+        if num_bad > self._num_reported:
             warnings.warn(
-                f"The loss of {num_bad - self._num_told} batches on {_here(trainer)} was inf or nan, the last: "
+                f"The loss of {num_bad - self._num_reported} batches on {_here(trainer)} was inf or nan, the last: "
                 f"{self._recent()}. Their steps were skipped.",
                 stacklevel=2,
             )
-        self._num_told = num_bad
+        self._num_reported = num_bad
 
     def _warn_at_floor(self, trainer: pl.Trainer) -> None:
-        loss_scales = getattr(trainer.precision_plugin, "loss_scales", ())
-        scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in loss_scales]
+        scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in run_status(trainer).loss_scales]
+        # A fixed scale has no floor.
         if not any(floor is not None and value <= floor for value, floor in scales):
             self._floor_since = -1
             return
         self._floor_since = trainer.global_step if self._floor_since < 0 else self._floor_since
         num_steps = trainer.global_step - self._floor_since
-        if num_steps >= STEPS_AT_FLOOR and not self._has_told_floor and trainer.is_global_zero:
-            self._has_told_floor = True
+        if num_steps >= STEPS_AT_FLOOR and not self._has_warned_of_floor and trainer.is_global_zero:
+            self._has_warned_of_floor = True
             value = min(value for value, _ in scales)
             warnings.warn(
                 f"`loss_scale` (={value:g}) has been at its floor for {num_steps} steps: gradients below 2**-24 = 6e-8 "
@@ -188,7 +191,7 @@ class NumericsMonitor(Callback):
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gradients are the same on every rank, so one tells."""
+        """Warn of gradients that stay zero. They are the same on every rank, so rank zero warns."""
         found = largest_gradients(pl_module)
         if not trainer.is_global_zero or not found or all(one is None for one in found.values()):
             return  # manual loops may have removed them
@@ -196,6 +199,7 @@ class NumericsMonitor(Callback):
         nothing = torch.zeros((), device=device)
         largest = torch.stack([nothing if one is None else one.float() for one in found.values()]).tolist()
         for name, value in zip(found, largest, strict=True):
+            # One zero may be chance, such as a layer that dropout or a rare branch left out.
             self._num_zero[name] = self._num_zero.get(name, 0) + 1 if value == 0 else 0
         dead = [name for name, num in self._num_zero.items() if num == self.patience]
         if dead:
@@ -216,7 +220,7 @@ class NumericsMonitor(Callback):
     # ---- at the end of a run that fails ------------------------------------------------------------------------------
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Say what is known of the batch, and save the state; not for errors of communication."""
+        """Add what is known of the batch, and save the state; not for errors of communication."""
         if self._batch is None or not isinstance(exception, Exception):
             self._forget()
             return
@@ -224,6 +228,7 @@ class NumericsMonitor(Callback):
         probes = self._probes
         self._forget()
         text = str(exception)
+        # These say all there is to say, and another rank's failure has no cause in this rank's batch.
         if isinstance(exception, NonFiniteLossError) or text.startswith("comm: ") or is_of_a_collective(exception):
             return
         try:
@@ -248,9 +253,9 @@ class NumericsMonitor(Callback):
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True
-        kept: dict[str, Any] = {"batch": batch, "batch_idx": batch_idx, "error": error, "history": self._history}
+        state: dict[str, Any] = {"batch": batch, "batch_idx": batch_idx, "error": error, "history": self._history}
         try:
-            path = save_state(self.folder, trainer, **kept)
+            path = save_state(self.folder, trainer, **state)
         except (OSError, RuntimeError) as trouble:  # such as a full disk: it must not hide what went wrong before
             return f" The state was not saved for a look: {str(trouble).partition(chr(10))[0]}."
         return "" if path is None else f" Saved for a look: {path}."
@@ -258,33 +263,33 @@ class NumericsMonitor(Callback):
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def _ask_others(self, trainer: pl.Trainer) -> str:
-        """Collective: on which ranks the loss was not finite, and in which batches; the same words on all."""
+        """Gather on which ranks the loss was not finite, and in which batches; the same text on all. Collective."""
         own = (host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
-        told = [own] * trainer.world_size
+        ranks = [own] * trainer.world_size
         if trainer.world_size > 1:
-            dist.all_gather_object(told, own)
-        bad = [(rank, host, recent) for rank, (host, recent) in enumerate(told) if recent]
+            dist.all_gather_object(ranks, own)
+        bad = [(rank, host, recent) for rank, (host, recent) in enumerate(ranks) if recent]
         if not bad:
             return "The loss was finite on every rank."
         few = "; ".join(f"rank {rank} (host {host}) in {recent}" for rank, host, recent in bad[:4])
-        return f"The loss was inf or nan on {len(bad)} of {len(told)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
+        return f"The loss was inf or nan on {len(bad)} of {len(ranks)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
 
     def _recent(self, since: int = 0) -> str:
         places = [f"batch {batch} (step {step})" for step, batch in sorted(self._bad.tolist()) if step >= max(since, 0)]
         return ", ".join(places[-3:])
 
     def _note_scale(self, trainer: pl.Trainer) -> None:
-        for scale in getattr(trainer.precision_plugin, "loss_scales", [])[:1]:
+        for scale in run_status(trainer).loss_scales[:1]:
             value = scale.value
             if not self._history or self._history[-1][1] != value:
-                self._history = [*self._history[-2 * NUM_KEPT :], (trainer.global_step, value)]
+                self._history = [*self._history[-2 * NUM_SAVED :], (trainer.global_step, value)]
 
     def _scales(self) -> str:
-        return ", ".join(f"{value:g} at step {step}" for step, value in self._history[-NUM_KEPT:])
+        return ", ".join(f"{value:g} at step {step}" for step, value in self._history[-NUM_SAVED:])
 
 
 def _reads_are_free(device: torch.device) -> bool:
-    """Whether the host waits for nothing where it reads a value."""
+    """Return whether the host reads a value without a wait."""
     return device.type == "cpu"
 
 
@@ -293,10 +298,11 @@ def _here(trainer: pl.Trainer) -> str:
 
 
 def _num_in_a_row(trainer: pl.Trainer) -> int:
-    """Steps skipped in a row, of the optimizer with most. Waits for the device."""
-    return max((int(record.num_in_a_row) for record in getattr(trainer.precision_plugin, "records", ())), default=0)
+    """Return the steps skipped in a row, of the optimizer with most. Wait for the device."""
+    return max((int(one.num_in_a_row) for one in run_status(trainer).optimizer_steps), default=0)
 
 
 def _skips(trainer: pl.Trainer) -> bool:
-    plugin = trainer.precision_plugin
-    return bool(getattr(plugin, "loss_scales", ())) or getattr(plugin, "scaler", None) is not None
+    """Return whether a step with inf or nan is skipped."""
+    status = run_status(trainer)
+    return bool(status.loss_scales) or status.has_grad_scaler

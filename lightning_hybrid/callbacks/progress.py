@@ -1,4 +1,4 @@
-"""A progress bar that shows what a large run is watched for, and reads nothing from the device to do so."""
+"""A progress bar that shows what matters in a large run, and reads nothing from the device to do so."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SHOWN = {
     m.DATA_WAIT_S: ("data wait, ms", "{:.3g}", 1e3),
     m.TRAIN_SKIPPED_STEPS: ("skipped", "{:.0f}", 1.0),
 }
-"""Of the metrics that `TrainingMetrics` logs: label, format, factor from the metric's unit."""
+"""Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs."""
 
 
 def labelled(metrics: dict[str, Any]) -> dict[str, str]:
-    """What of these metrics a bar shows, and how.
+    """Pick and format the metrics that a bar shows.
 
     >>> labelled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
     {'loss': '0.25', 'images/s': '12,346', 'exposed comm, ms': '12.3'}
@@ -35,12 +35,12 @@ def labelled(metrics: dict[str, Any]) -> dict[str, str]:
     }
 
 
-class _ShowsWhatWasLogged(ProgressBar):
-    """Lightning's bars ask for all metrics after each batch, which on CUDA waits for each; here they are kept."""
+class _LoggedValues(ProgressBar):
+    """A bar of the values at the last logged step: Lightning's read all after each batch, and on CUDA wait for each."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._kept: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -57,36 +57,35 @@ class _ShowsWhatWasLogged(ProgressBar):
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """What was read last."""
-        return dict(self._kept)
+        """Return what was read last."""
+        return dict(self._values)
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
         values = {name: f"{float(v):.4g}" if isinstance(v, int | float) else v for name, v in own.items()}
-        self._kept = labelled(trainer.callback_metrics) | values
+        self._values = labelled(trainer.callback_metrics) | values
 
 
-class _RichBar(_ShowsWhatWasLogged, RichProgressBar):
+class _RichBar(_LoggedValues, RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
-        """Lightning's, but no "Epoch 3/-2" where the steps are limited and the epochs are not."""
+        """Leave out the "/-2" of "Epoch 3/-2" where the steps are limited and the epochs are not."""
         text = super()._get_train_description(current_epoch)
         return text.replace("/-2", "") if self.trainer.max_epochs == -1 else text
 
 
-class _PlainBar(_ShowsWhatWasLogged, TQDMProgressBar):
+class _PlainBar(_LoggedValues, TQDMProgressBar):
     pass
 
 
 def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
-    """A bar with loss, images per second, exposed communication, waiting for data and what the module logs for it.
+    """Make a bar with loss, images per second, exposed communication, waiting for data and what the module logs for it.
 
-    Rich's where `rich` is installed, else the plain one. Values are those of the last logged step, which
-    `TrainingMetrics`, to be listed before it, has read; between logged steps nothing is read from the device. The
-    callbacks' order matters to nothing else.
+    It is Rich's where `rich` is installed, else the plain one. Values are those of the last logged step, which
+    `TrainingMetrics`, to be listed before it, has read; between logged steps nothing is read from the device.
 
     Args:
-        refresh_rate: Of Rich's bar per second; of the plain one in batches.
-        is_enabled: False returns None: Lightning refuses a bar beside `enable_progress_bar=False`.
+        refresh_rate: of Rich's bar per second; of the plain one in batches.
+        is_enabled: False returns None: Lightning refuses a bar together with `enable_progress_bar=False`.
     """
     if not is_enabled:
         return None

@@ -1,4 +1,4 @@
-"""Finds ranks whose weights, or order of the data, are not the others': nothing else in data-parallel training does."""
+"""Comparison of all ranks' weights and data order: nothing else in data-parallel training finds a rank that differs."""
 
 from __future__ import annotations
 
@@ -10,63 +10,69 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.callbacks.data_order import order_of
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
 from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.run_status import run_status
+
+_ORDER_SETTINGS = (
+    *("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size"),  # torch's DistributedSampler
+    *("world_size", "global_batch_size", "num_images", "accumulate_grad_batches"),  # our EpochOrder
+    "batch_size",
+)
 
 
 class ReplicaDriftError(RuntimeError):
-    """Ranks of one model hold different weights, masters or optimizer state."""
+    """Different weights, masters or optimizer state on ranks of one model."""
 
 
 class DataOrderError(RuntimeError):
-    """Ranks read the data in different orders, so some samples are read twice and others never."""
+    """Different orders of the data on ranks, so that some samples are read twice and others never."""
 
 
 class ReplicaCheck(Callback):
-    """Compare all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
+    """A comparison of all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
 
-    And what decides on the order of the data: seed, epoch, number of shares (``data_order.py``).
+    It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`).
 
-    Data-parallel training averages gradients and trusts that every rank makes the same step with them. A bit that
-    flips in one rank's memory, code that runs on some ranks only, a host with another library or another checkpoint:
-    from then on that rank's gradients belong to other weights, and nobody is told.
+    Data-parallel training trusts that every rank makes the same step with the averaged gradients. After a flipped bit,
+    code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
 
         c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
-        (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all alike: a = ~b
+        (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
-    Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. Checked are also
-    the first step, or what a checkpoint left on each rank, and the end of training. Buffers are left out: the running
+    Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. The start of
+    training, also from a checkpoint, and its end are checked too. Buffers are left out: the running
     statistics of BatchNorm are each rank's own until the next forward. So are parameters that
-    ``DistributedDataParallel`` was told to ignore.
+    `DistributedDataParallel` ignores.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.
 
     Args:
-        every_n_steps: Steps from one check to the next. A rank that drifted is found after that many at the latest.
+        every_n_steps: steps from one check to the next. A rank that drifted is found after that many at the latest.
 
     Raises:
         ValueError: `every_n_steps` is not a whole number above zero.
-        ReplicaDriftError: In training, on every rank alike: what differs first, and between which ranks.
-        DataOrderError: The same, where the order of the data differs.
+        ReplicaDriftError: in training, the same on every rank: what differs first, and between which ranks.
+        DataOrderError: in training, where the order of the data differs.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number of steps, at least 1: from a comparison "
-                "of the ranks to the next, and so the most steps for which one that drifted stays unseen. Set "
-                "callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas."
-            )
+        why = (
+            "from a comparison of the ranks to the next: the most steps for which a rank that drifted stays unseen. "
+            "Set callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas"
+        )
+        require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps
         self._fingerprint: Fingerprint | None = None
         self._checked_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What training starts from: initial weights, or what each rank read from a checkpoint."""
+        """Check what training starts from: initial weights, or what each rank read from a checkpoint."""
         self._fingerprint = Fingerprint(pl_module.device)
         self._checked_step = -1
         self._check(trainer)
@@ -79,7 +85,7 @@ class ReplicaCheck(Callback):
             self._check(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The steps since the last check."""
+        """Check the steps since the last check."""
         if trainer.global_step != self._checked_step:
             self._check(trainer)
 
@@ -90,24 +96,26 @@ class ReplicaCheck(Callback):
         assert self._fingerprint is not None
         own = {name: self._fingerprint.of(tensor) for name, tensor in tensors_of_replica(trainer)}
         order = order_of(trainer.train_dataloader)
+        # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
         words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
         names = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
         combined = self._fingerprint.combine([*own.values(), Fingerprint(names.device).of(names)])
+        # One collective for minimum and maximum of all fingerprints: of complements the minimum is the maximum's.
         least = torch.stack([combined, ~combined])
         dist.all_reduce(least, dist.ReduceOp.MIN)
         smallest, not_largest = least.tolist()
         if smallest != ~not_largest:
-            raise self._explain(own, order, step=trainer.global_step, alike_at=before)
+            raise self._explain(own, order, step=trainer.global_step, equal_at=before)
 
-    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, alike_at: int) -> RuntimeError:
-        """Collective, on every rank alike: the error."""
-        told: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
+    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, equal_at: int) -> RuntimeError:
+        """Make the error, the same on every rank. Collective."""
+        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
-        dist.all_gather_object(told, (host_identity()[0], values, order))
-        hosts, values_of = [host for host, _, _ in told], [values for _, values, _ in told]
-        since = "when training started" if alike_at < 0 else f"between steps {alike_at} and {step}"
+        dist.all_gather_object(ranks, (host_identity()[0], values, order))
+        hosts, values_of = [host for host, _, _ in ranks], [values for _, values, _ in ranks]
+        since = "when training started" if equal_at < 0 else f"between steps {equal_at} and {step}"
         if all(values == values_of[0] for values in values_of):
-            difference = differing([order for _, _, order in told])
+            difference = differing([order for _, _, order in ranks])
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
                 f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
@@ -115,9 +123,9 @@ class ReplicaCheck(Callback):
             )
         cure = (
             "Give every rank the same checkpoint and the same code."
-            if alike_at < 0
+            if equal_at < 0
             else "Look for code that runs on some ranks only, for random numbers that differ between ranks, and for "
-            f"faulty memory; resume from a checkpoint written up to step {alike_at}."
+            f"faulty memory; resume from a checkpoint written up to step {equal_at}."
         )
         return ReplicaDriftError(
             f"The ranks no longer hold the same model; they parted {since} (`every_n_steps` (={self.every_n_steps})): "
@@ -127,33 +135,33 @@ class ReplicaCheck(Callback):
 
 
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that all ranks must hold alike, with its name; those of one parameter after another.
+    """Yield every tensor that must be the same on all ranks, with its name.
 
-    For each parameter itself, its fp32 master, its optimizer state; then loss scales and counts of skipped steps.
+    For each parameter these are itself, its fp32 master and its optimizer state; then come loss scales and counts of
+    skipped steps.
     """
     module = trainer.strategy.lightning_module
     assert module is not None
-    plugin = trainer.precision_plugin
-    masters = getattr(plugin, "masters", None)
+    status = run_status(trainer)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
         yield f"`{name}`", parameter
-        if masters is not None and (twin := masters.pair_of(parameter)) is not None:
-            yield f"the fp32 master of `{name}`", twin.master
+        if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:
+            yield f"the fp32 master of `{name}`", pair.master
         for optimizer in trainer.optimizers:
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"`{kind}` of the optimizer for `{name}`", value
-    for index, record in enumerate(getattr(plugin, "records", ())):
-        if record.loss_scale is not None:
-            yield f"loss scale {index}", record.loss_scale.scale
-            yield f"number of skipped steps {index}", record.num_skipped
+    for index, one in enumerate(status.optimizer_steps):
+        if one.loss_scale is not None:
+            yield f"loss scale {index}", one.loss_scale.scale
+            yield f"number of skipped steps {index}", one.num_skipped
 
 
 def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """The first name whose values are not the same on all ranks, and who holds which.
+    """Describe the first name whose values are not the same on all ranks, and who holds which.
 
     >>> print(first_difference([{"`a`": 1, "`b`": 2}, {"`a`": 1, "`b`": 3}, {"`a`": 1, "`b`": 2}], ["x", "y", "x"]))
     `b` on rank 1 (host y) is not that of ranks 0, 2 (host x); 1 of 2 tensors differ, the last is `b`
@@ -163,6 +171,7 @@ def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) 
     by_value: dict[int | None, list[int]] = {}
     for rank, values in enumerate(values_of):
         by_value.setdefault(values.get(differing[0]), []).append(rank)
+    # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
     (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
     few = [f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})" for _, ranks in others]
     absent = ", which some do not have," if None in by_value else ""
@@ -176,3 +185,37 @@ def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ("host " if len(names) == 1 else "hosts ") + ", ".join(names[:3]) + more
+
+
+def order_of(loaders: Any) -> dict[str, Any]:
+    """Collect what is known of the order of a loader, or of several, and does not depend on the rank.
+
+    These are attributes of the loader, its sampler, its batch sampler's sampler and its order, and lengths.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)
+    >>> found = order_of(DataLoader(range(10), batch_size=5, sampler=sampler))
+    >>> found["seed"], found["num_replicas"], found["number of batches"], found["number of samples"]
+    (7, 2, 1, 10)
+    """
+    several = tree_leaves(loaders)
+    found: dict[str, Any] = {}
+    for index, loader in enumerate(several):
+        where = f" of loader {index}" if len(several) > 1 else ""
+        sampler = getattr(loader, "sampler", None)
+        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        for source in (loader, sampler, inner, getattr(loader, "order", None)):
+            for name in _ORDER_SETTINGS:
+                value = getattr(source, name, None)
+                if isinstance(value, bool | int | str):
+                    found[f"{name}{where}"] = value
+        found[f"number of batches{where}"] = _length(loader)
+        found[f"number of samples{where}"] = _length(getattr(loader, "dataset", None))
+    return found
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

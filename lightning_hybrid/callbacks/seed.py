@@ -1,4 +1,4 @@
-"""Steps that a resumed run repeats exactly."""
+"""Random numbers that a resumed run draws exactly as the run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-# What numbers are drawn for, beside batches: the fifth word of the entropy.
+from lightning_hybrid.checks import require_whole
+
+# What numbers are drawn for, if not for a batch: the fifth word of the entropy.
 _EPOCH, _VALIDATION = 1, 2
 
 
 class SeedEachStep(Callback):
-    """Draw the random numbers of a batch from (seed, rank, epoch, batch), not from all that went before.
+    """Seeding of each batch's random numbers from (seed, rank, epoch, batch), not from all that went before.
 
-    A run resumed in mid-epoch then draws the same dropout masks as the uninterrupted one, on each rank, although
-    Lightning saves no generator state and rank zero alone writes the checkpoint. Nothing has to be saved: also under
-    another number of ranks the steps that follow draw what they would have.
+    A run resumed in mid-epoch then draws the same dropout masks as the uninterrupted one, on each rank, and nothing has
+    to be saved: Lightning saves no generator state, and rank zero alone writes the checkpoint.
 
-    So it is with the start of an epoch, from (seed, rank, epoch), and of a validation, from these and the step. Torch's
-    generators are seeded, the CUDA ones too, numpy's and Python's. List it before callbacks that draw numbers.
+    The start of an epoch is seeded from (seed, rank, epoch), a validation from these and the step. It seeds torch's
+    generators, the CUDA ones too, numpy's and Python's. List it before callbacks that draw numbers.
 
     Args:
-        seed: The run's.
+        seed: seed of the run.
     """
 
     def __init__(self, seed: int) -> None:
+        require_whole("seed", seed, "NumPy's generators take no other. Set seed=0", least=0)
         self.seed = seed
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -47,6 +49,7 @@ class SeedEachStep(Callback):
 
     def _seed(self, trainer: pl.Trainer, *place: int) -> None:
         entropy = [self.seed, trainer.global_rank, trainer.current_epoch, *place]
+        # Three independent words: with one seed for all, the generators would draw related numbers.
         for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3, np.uint64).tolist()
         torch.manual_seed(for_torch)
         np.random.seed(for_numpy % 2**32)

@@ -1,4 +1,4 @@
-"""Checkpoints of steps from which a run goes on with nothing left out."""
+"""Checkpoints within an epoch from which a run goes on with nothing left out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class StepCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, or put off what is due."""
+        """Save, or put off a checkpoint that is due."""
         every, step, loop = self._every_n_train_steps, trainer.global_step, trainer.fit_loop.epoch_loop
         is_its_step = every > 0 and step % every == 0
+        # Due once per step, also where several batches make it.
         self._is_due |= is_its_step and self._last_global_step_saved != step
         data_fetcher = trainer.fit_loop._data_fetcher
         assert data_fetcher is not None
@@ -38,7 +39,7 @@ class StepCheckpoint(ModelCheckpoint):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """As `ModelCheckpoint`, and save what was put off."""
+        """Save as `ModelCheckpoint`, and what was put off."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._is_due:
             self._save(trainer)

@@ -1,11 +1,13 @@
-"""A run that is asked to stop, as schedulers ask before they kill: a checkpoint after the step, on all ranks alike."""
+"""A stop by a signal, as schedulers send one before they kill: a checkpoint after the step, on all ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,57 +16,55 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid.callbacks.slurm import queue_again, requeue_signal_of
+from lightning_hybrid.checks import require_whole
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
-# What a rank was asked: to stop, by the signal of that number, and to requeue. That of the most over ranks is done.
+# A request to a rank: to stop, by the signal of that number, and to requeue. The largest over ranks is obeyed.
 NO, REQUEUE = 0, 1000
 
 AT_ONCE_AFTER_S = 2.0
 """A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first."""
 
+REQUEUE_LIMIT_S = 30.0
+"""How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s."""
+
 
 class StopOnSignal(Callback):
-    """On SIGTERM or Ctrl-C, end after the step that is under way, with a checkpoint and exit code 143 or 130.
+    """A stop after the step that is under way, on SIGTERM or Ctrl-C, with a checkpoint and exit code 143 or 130.
 
         signal to any rank -> all ranks learn of it before the next batch -> <dirpath>/stopped.ckpt -> exit
 
     The exit code is a shell's for a process that SIGTERM ended, or SIGINT; other signals count as SIGTERM. Ctrl-C a
     second time ends the run at once, without a checkpoint.
 
-    The checkpoint is of a moment between two steps, in which everything of the last has been logged, so a run that is
-    resumed from it goes on to the bit. The signal is obeyed after at most `every_n_steps` steps and, where that is
-    under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait`
-    says other. A step of many batches is made to its end: the gradients of some of them would be lost.
+    The checkpoint is of a moment between two steps, after all of the last has been logged: a run that is resumed from
+    it goes on to the bit. The signal is obeyed after at most `every_n_steps` whole steps and, where that is under way,
+    one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait` differs.
 
-    Lightning's own way is not used: its signal handler calls a collective in the middle of whatever the rank does, and
-    a rank above zero that hears of the signal leaves alone. What it asks all ranks before every batch is asked in its
-    place, as the most over ranks, not rank zero's word: the traffic is the same, or less with `every_n_steps`. The
-    host waits for each answer, so on CUDA nothing of the next step is queued up meanwhile.
-
-    Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0: at any other, Lightning's observer
-    kills rank zero, which may still be writing.
+    Lightning's broadcast of rank zero's flag before every batch becomes a maximum over ranks: the traffic is the same,
+    or less with `every_n_steps`. The host waits for each answer, so on CUDA nothing of the next step is queued up
+    meanwhile. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
 
     In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
-    obeyed alike, and once the checkpoint is on the disk rank zero queues the job again. Lightning by itself would save
-    in the middle of a step, from inside of its signal handler, and then test the weights of that moment: a file
-    `hpc_ckpt_*` in the run's directory beats those in memory. `SLURMEnvironment(auto_requeue=False)` is without.
+    obeyed too, and once the checkpoint is on the disk rank zero queues the job again, unless
+    `SLURMEnvironment(auto_requeue=False)`.
 
     *Every rank must have this callback.*
 
     Args:
-        dirpath: Of the checkpoint; None: that of the first `ModelCheckpoint`, or else the trainer's `default_root_dir`.
-        signals: That are obeyed, by name, beside the one of SLURM's.
-        every_n_steps: Steps from one question to all ranks to the next. One rank alone obeys after the step.
+        dirpath: folder of the checkpoint; None: that of the first `ModelCheckpoint`, or else the trainer's
+            `default_root_dir`.
+        signals: names of the signals that are obeyed, in addition to SLURM's.
+        every_n_steps: steps from one question to all ranks to the next. One rank alone obeys after the step.
 
     Raises:
-        ValueError: There is no such signal, or `every_n_steps` is not a whole number, 1 or more.
+        ValueError: there is no such signal, or `every_n_steps` is not a whole number, 1 or more.
     """
 
     def __init__(
@@ -73,11 +73,8 @@ class StopOnSignal(Callback):
         signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number, 1 or more: so often all ranks are asked "
-                "whether one of them was told to stop. Set callbacks.stop.every_n_steps=1."
-            )
+        why = "so often all ranks are asked whether one of them received a signal. Set callbacks.stop.every_n_steps=1"
+        require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]
         self.every_n_steps = every_n_steps
@@ -87,11 +84,11 @@ class StopOnSignal(Callback):
         self._steps_of_loggers: int | None = None  # at the checkpoint that is written, or resumed from
 
     def state_dict(self) -> dict[str, Any]:
-        """In the checkpoint of a run that was stopped: the step that loggers were at."""
+        """Return the step that loggers were at, in the checkpoint of a run that was stopped."""
         return {"steps_of_loggers": self._steps_of_loggers} if self._agreed or self._asked else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the loggers' step, see :meth:`on_train_batch_start`."""
+        """Restore the loggers' step, see `on_train_batch_start`."""
         self._steps_of_loggers = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,21 +98,24 @@ class StopOnSignal(Callback):
         self._num_steps = 0
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen; to be obeyed before the first batch."""
-        self._listen(trainer)
+        """Install the handlers: a signal now is obeyed before the first batch."""
+        self._install_handlers(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen."""
-        self._listen(trainer)
+        """Install the handlers."""
+        self._install_handlers(trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nothing is to be saved any more: at SLURM's signal the job is queued again at once, to test anew."""
+        """Queue the job again at SLURM's signal at once: nothing is left to save, and the test has to be repeated."""
         number = requeue_signal_of(trainer)
         if number is not None and threading.current_thread() is threading.main_thread():
             signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
 
-    def _listen(self, trainer: pl.Trainer) -> None:
-        """Lightning, which has begun to before this, gives the signals back after the fit."""
+    def _install_handlers(self, trainer: pl.Trainer) -> None:
+        """Install the handlers. Lightning, which installed its own before, restores the old ones after the fit."""
+        # In place of Lightning's handlers. That of SIGTERM calls a collective in the middle of a rank's work, and a
+        # rank above zero leaves alone. That of SLURM's signal saves in the middle of a step and then tests the weights
+        # of that moment: a file `hpc_ckpt_*` in the run's directory beats those in memory.
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 signal.signal(number, partial(self._on_signal, trainer, NO))
@@ -127,7 +127,7 @@ class StopOnSignal(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Lightning counts a step too many where it resumes from the beginning of an epoch: it skips a validation."""
+        """Restore the loggers' step: resumed at the start of an epoch, Lightning counts one more for a validation."""
         if self._steps_of_loggers is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = self._steps_of_loggers
             self._steps_of_loggers = None
@@ -135,12 +135,12 @@ class StopOnSignal(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step is made that was under way at the signal."""
+        """Stop now that the step under way at the signal is made."""
         if self._asked:
-            self._tell_lightning(trainer)
+            self._stop_single_rank(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop here, if asked since the last step. Collective."""
+        """Stop here, if a signal came since the last step. Collective."""
         self._stop_if_asked(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -152,6 +152,7 @@ class StopOnSignal(Callback):
         trainer.save_checkpoint(path, weights_only=False)
         by = signal.Signals(asked % REQUEUE)
         code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
+        # If a rank that Lightning started ends with another code than 0, it kills rank zero, which may still write.
         exception.code = 0 if _is_started_by_lightning(trainer) else code
         rank_zero_info(
             f"stopped by {'Ctrl-C' if by == signal.SIGINT else by.name} in epoch {trainer.current_epoch} after step "
@@ -162,11 +163,11 @@ class StopOnSignal(Callback):
             rank_zero_info(queue_again())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give Lightning its own question back."""
+        """Give Lightning its own broadcast back."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _on_signal(self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None) -> None:
-        """In the middle of anything: no collective, no file, no lock."""
+        """Note the signal. This runs in the middle of anything: no collective, no file, no lock."""
         if number == signal.SIGINT:
             now_s = time.monotonic()
             if self._interrupted_s is not None and now_s - self._interrupted_s > AT_ONCE_AFTER_S:
@@ -175,10 +176,10 @@ class StopOnSignal(Callback):
                 os.write(2, b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n")
             self._interrupted_s = now_s if self._interrupted_s is None else self._interrupted_s
         self._asked = max(self._asked, requeue + number)
-        self._tell_lightning(trainer)
+        self._stop_single_rank(trainer)
 
-    def _tell_lightning(self, trainer: pl.Trainer) -> None:
-        """On a rank alone nobody asks before a batch; Lightning looks at this after each."""
+    def _stop_single_rank(self, trainer: pl.Trainer) -> None:
+        """Stop a run of one rank: there is no question before a batch, and Lightning reads this flag after each."""
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 
@@ -216,3 +217,39 @@ def _signal_of(name: str) -> signal.Signals:
         raise ValueError(
             f"`signals` (={name}) must be names of signals, such as SIGTERM or SIGUSR1: there is no such one here."
         ) from None
+
+
+def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
+    """Return the signal at which the job is to be queued again, Lightning's `requeue_signal`; None: at no signal."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
+def job_id_of(variables: Mapping[str, str]) -> str:
+    """Return the job's name for `scontrol`; a task of an array has its own.
+
+    >>> job_id_of({"SLURM_JOB_ID": "17"})
+    '17'
+    >>> job_id_of({"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"})
+    '17_1'
+    """
+    if (array := variables.get("SLURM_ARRAY_JOB_ID")) is not None:
+        return f"{array}_{variables['SLURM_ARRAY_TASK_ID']}"
+    return variables["SLURM_JOB_ID"]
+
+
+def queue_again() -> str:
+    """Ask SLURM to end this job and to queue it again; return the result in one line. Call it on one rank only."""
+    job_id = job_id_of(os.environ)
+    command = ["scontrol", "requeue", job_id]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    else:
+        if done.returncode == 0:
+            return f"SLURM job {job_id} is queued again"
+        reason = done.stderr.strip() or f"exit code {done.returncode}"
+    return f"SLURM job {job_id} could not be queued again by `{' '.join(command)}` ({reason}): submit it again yourself"

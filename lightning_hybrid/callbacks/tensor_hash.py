@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Fingerprint:
-    """Computes fingerprints where tensors are, and combines them on one device; holds the weights, 128 KiB per level.
+    """Fingerprints of tensors, computed where they are and combined on one device; it holds 128 KiB per level.
 
     Equal weights everywhere: results may be compared between processes and machines of the same byte order.
 
@@ -45,7 +45,7 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
-        """The fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device. Nothing waits for it.
+        """Return the fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device, without a wait.
 
         Elements count in the order of memory, so two tensors must have the same strides to be comparable. Shape and
         dtype are no part of it: the caller compares names, which say what a tensor is. Every nan is what its bits are.
@@ -58,7 +58,7 @@ class Fingerprint:
         return sums[0]
 
     def combine(self, fingerprints: list[Tensor]) -> Tensor:
-        """One fingerprint of several, in order; int64, 0-dim."""
+        """Combine several fingerprints, in order, into one: int64, 0-dim."""
         return self.of(torch.stack([one.to(self.device, non_blocking=True) for one in fingerprints]))
 
     def _rows(self, values: Tensor, weights: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Fingerprint:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as a flat list of integers of at most 32 bits, in the order of memory."""
+    """View the bytes of a tensor as a flat list of integers of at most 32 bits, in the order of memory."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         flat = tensor.view(-1)

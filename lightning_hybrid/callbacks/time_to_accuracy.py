@@ -1,4 +1,4 @@
-"""When a run reached the accuracy it was for."""
+"""The time until a run reaches its target accuracy."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from lightning_hybrid import metrics as m
 
 
 class TimeToAccuracy(Callback):
-    """Log the seconds of training until a metric of validation first reaches a target; stop there, if asked.
+    """A clock of the training until a metric of validation first reaches a target; it stops the run there, if asked.
 
     Two times, both of this process's clock since training began, start-up not counted:
 
         time_to_accuracy/train_s   validation not counted
         time_to_accuracy/total_s   validation counted, that which saw it included
 
-    and the step. They are seen as finely as validation is done. The clock travels in the checkpoint: a resumed run goes
-    on from the time at which it was saved, so what an interrupted run did after its last checkpoint is not counted,
-    although the machine spent it. A target that was reached before the interruption stays reached.
+    and the step, as finely as validation is done. The clock travels in the checkpoint: what an interrupted run did
+    after its last checkpoint is not counted. A target that was reached before the interruption stays reached.
 
     Every rank must have this callback; the target is reached when every rank sees it reached.
 
     Args:
-        target: Of the metric.
-        monitor: A metric that validation logs.
+        target: value of the metric to reach.
+        monitor: a metric that validation logs.
         mode: `"max"`: reached at `target` or more; `"min"`: or less.
-        stop: Whether to end training there.
+        stop: whether to end training there.
 
     Raises:
-        ValueError: An unknown mode; in training, a metric that validation does not log.
+        ValueError: an unknown mode; in training, a metric that validation does not log.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class TimeToAccuracy(Callback):
         self._began_s: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock, and whether the target was reached."""
+        """Return the clock, and whether the target was reached."""
         return {"elapsed_s": self.elapsed_s, "validation_s": self._validation_s, "reached": self.reached}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -60,7 +59,7 @@ class TimeToAccuracy(Callback):
 
     @property
     def elapsed_s(self) -> float:
-        """Since training began, validation included."""
+        """Seconds since training began, validation included."""
         return self._before_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -68,7 +67,7 @@ class TimeToAccuracy(Callback):
         self._began_s = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._before_s, self._began_s = self.elapsed_s, None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,9 +75,10 @@ class TimeToAccuracy(Callback):
         self._validation_began_s = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the metric. Collective."""
+        """Check the metric. Collective."""
         if self._began_s is None or trainer.sanity_checking:  # `trainer.validate` trains nothing
             return
+        # Before the check: the clock of training must not count the validation that saw the target.
         self._validation_s += time.perf_counter() - self._validation_began_s
         if self.reached is None and self._is_reached(trainer):
             self.reached = {
@@ -88,7 +88,7 @@ class TimeToAccuracy(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(self.reached, step=trainer.global_step)
-            rank_zero_info(self.line())
+            rank_zero_info(self.describe())
         if self.reached is not None and self.stop:
             trainer.should_stop = True
 
@@ -105,10 +105,10 @@ class TimeToAccuracy(Callback):
         # A metric that is each rank's own would let ranks stop at different steps, and those that go on would hang.
         return bool(trainer.strategy.reduce_boolean_decision(here, all=True))
 
-    def line(self) -> str:
-        """What happened, in a sentence.
+    def describe(self) -> str:
+        """Say in a sentence when the target was reached.
 
-        >>> TimeToAccuracy(target=0.75).line()
+        >>> TimeToAccuracy(target=0.75).describe()
         'val/acc has not reached 0.75'
         """
         if self.reached is None:

@@ -18,31 +18,32 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.stats.summary import CommSummary
-from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.optim.diagnostics import trust_ratios
+from lightning_hybrid.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):
-    """Log what `lightning_hybrid.metrics` lists under train, comm, data, throughput and memory.
+    """Logging of what `lightning_hybrid.metrics` lists under train, comm, data, throughput and memory.
 
-    It does so every `log_every_n_steps` steps; at such a step, and at no other, it reads values from the device and
-    averages the loss over ranks: *every rank must have this callback.* Loss scale, skipped steps and communication are
-    read from the trainer's precision plugin and strategy where these have them, trust ratios from LARS and LAMB in
-    automatic optimization, waiting from the strategy's prefetcher: what is missing is not logged.
+    At every `log_every_n_steps`-th step, and at no other, it reads values from the device and averages the loss over
+    ranks: *every rank must have this callback.* Loss scale, skipped steps and communication are those of the strategy's
+    `run_status`, trust ratios those of LARS and LAMB in automatic optimization, waiting that of the strategy's
+    prefetcher: what is missing is not logged.
 
     Times are rank zero's, between two logged steps, less validation. They need batches of equal size on all ranks.
 
     Args:
-        skip_steps: A time that begins before this many steps of this process is not logged: memory is being
+        skip_steps: a time that begins before this many steps of this process is not logged: memory is being
             allocated, buckets are being built.
-        flops_per_image: Floating-point operations of forward and backward for one image, a multiply-add being two;
+        flops_per_image: floating-point operations of forward and backward for one image, a multiply-add being two;
             None: operations per second are not logged.
-        peak_flops_per_s: What one rank's device can do in the precision used, by its data sheet; None: no utilisation.
-        with_trust_ratios: Whether to log them: they cost two passes over all weights at each logged step.
+        peak_flops_per_s: what one rank's device can do in the precision used, by its data sheet; None: no utilisation.
+        with_trust_ratios: whether to log them: they cost two passes over all weights at each logged step.
 
     Raises:
-        ValueError: A number that is not above zero; a peak without operations per image.
+        ValueError: a number that is not above zero; a peak without operations per image.
     """
 
     def __init__(
@@ -52,12 +53,10 @@ class TrainingMetrics(Callback):
         peak_flops_per_s: float | None = None,
         with_trust_ratios: bool = True,
     ) -> None:
+        require_whole("skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0)
         for name, value in (("flops_per_image", flops_per_image), ("peak_flops_per_s", peak_flops_per_s)):
-            if value is not None and not value > 0:
-                raise ValueError(
-                    f"`{name}` (={value}) must be a number above zero: utilisation is a quotient. Leave it out where "
-                    "it is not known."
-                )
+            if value is not None:
+                require_positive(name, value, "utilisation is a quotient. Leave it out where it is not known")
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
                 f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`: utilisation is operations per "
@@ -79,7 +78,7 @@ class TrainingMetrics(Callback):
         self._pause_began_s = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the clock run on."""
+        """Start the clock again."""
         if not trainer.sanity_checking:
             self._paused_s += time.perf_counter() - self._pause_began_s
 
@@ -101,12 +100,13 @@ class TrainingMetrics(Callback):
         self._num_steps += 1
         if not is_logged_step(trainer):
             return
-        trace = comm_trace(trainer)
-        comm = CommSummary() if trace is None else trace.drain()  # also where it is not logged: a window's is its own
-        clock = self._clock_metrics(trainer, comm)  # first: what follows takes time
-        values = self._train_metrics(trainer, outputs) | comm_report.byte_metrics(comm)
+        status = run_status(trainer)
+        # Also where it is not logged: each window has its own.
+        comm = CommSummary() if status.comm_trace is None else status.comm_trace.drain()
+        clock = self._clock_metrics(trainer, comm, status.link_bytes_per_s)  # first: what follows takes time
+        values = self._train_metrics(trainer, outputs, status) | comm_report.byte_metrics(comm)
         if self.with_trust_ratios and pl_module.automatic_optimization:
-            values |= trust_ratio_metrics(trainer.optimizers[0], trainer.precision_plugin)
+            values |= trust_ratio_metrics(trainer.optimizers[0], status)
         values[m.PEAK_MEMORY_BYTES] = float(peak_memory_bytes(pl_module.device))
         pl_module.log_dict(values | clock, batch_size=1)
         self._begin_window(trainer)
@@ -116,11 +116,11 @@ class TrainingMetrics(Callback):
         self._window_first_step = self._num_steps
         self._paused_s = 0.0
         for take_wait_s in _waits(trainer):
-            take_wait_s()
+            take_wait_s()  # what was waited until now belongs to no window
         self._window_began_s = time.perf_counter()
         self._window_is_warm = self._num_steps >= self.skip_steps
 
-    def _train_metrics(self, trainer: pl.Trainer, outputs: Any) -> dict[str, float]:
+    def _train_metrics(self, trainer: pl.Trainer, outputs: Any, status: RunStatus) -> dict[str, float]:
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
@@ -128,14 +128,15 @@ class TrainingMetrics(Callback):
             # Lightning divides the loss of a batch by the number of batches of a step
             loss = outputs["loss"].float() * trainer.accumulate_grad_batches
             values[m.TRAIN_LOSS] = float(trainer.strategy.reduce(loss, reduce_op="mean"))
-        plugin = trainer.precision_plugin
-        for index, loss_scale in enumerate(getattr(plugin, "loss_scales", ())):
+        for index, loss_scale in enumerate(status.loss_scales):
             values[m.loss_scale_of_optimizer(index)] = float(loss_scale.value)
-        if (num_skipped_steps := getattr(plugin, "num_skipped_steps", None)) is not None:
+        if (num_skipped_steps := status.num_skipped_steps) is not None:
             values[m.TRAIN_SKIPPED_STEPS] = float(num_skipped_steps)
         return values
 
-    def _clock_metrics(self, trainer: pl.Trainer, comm: CommSummary) -> dict[str, float]:
+    def _clock_metrics(
+        self, trainer: pl.Trainer, comm: CommSummary, link_bytes_per_s: float | None
+    ) -> dict[str, float]:
         elapsed_s = time.perf_counter() - self._window_began_s - self._paused_s
         if not self._window_is_warm:
             return {}
@@ -147,39 +148,29 @@ class TrainingMetrics(Callback):
             values[m.FLOPS_PER_S] = images_per_s * self.flops_per_image
             if self.peak_flops_per_s is not None:
                 values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * trainer.world_size)
-        rate = link_bytes_per_s(trainer)
-        return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=rate)
-
-
-def comm_trace(trainer: pl.Trainer) -> CommTrace | None:
-    """The strategy's counters of communication; None where it has none."""
-    return getattr(trainer.strategy, "comm_trace", None)
-
-
-def link_bytes_per_s(trainer: pl.Trainer) -> float | None:
-    """The rate of a node's link, where the strategy was told it."""
-    return getattr(trainer.strategy, "link_bytes_per_s", None)
+        return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s)
 
 
 def is_logged_step(trainer: pl.Trainer) -> bool:
-    """Whether the step just made is one at which training is logged."""
+    """Return whether the step just made is one at which training is logged."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and trainer.global_step % every == 0
 
 
 def num_images(batch: Any) -> int:
-    """Length of the first tensor of a batch, however it is nested.
+    """Return the length of the first tensor of a batch, however it is nested.
 
     >>> num_images({"images": torch.zeros(7, 1, 16, 16), "labels": torch.zeros(7)})
     7
     """
+    # Images and labels, or views of them, have one length: any tensor will do.
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return len(batch)
 
 
 def momentum_of(group: dict[str, Any]) -> float | None:
-    """Momentum of a parameter group, or the first of its betas; None where it has neither.
+    """Return the momentum of a parameter group, or the first of its betas; None where it has neither.
 
     >>> momentum_of({"momentum": 0.9}), momentum_of({"betas": (0.8, 0.999)}), momentum_of({})
     (0.9, 0.8, None)
@@ -189,7 +180,7 @@ def momentum_of(group: dict[str, Any]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held so far: by tensors of torch's on a CUDA device; else by this whole process.
+    """Return the peak of memory so far: of torch's tensors on a CUDA device; else of this whole process.
 
     >>> 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**43
     True
@@ -200,15 +191,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def trust_ratio_metrics(optimizer: Optimizer, plugin: Any) -> dict[str, float]:
-    """Least, median and largest trust ratio of each group, after a step; nothing after one that was skipped."""
+def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, float]:
+    """Return least, median and largest trust ratio of each group after a step; nothing after a skipped one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    if getattr(plugin, "scaler", None) is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
         return {}  # gradients are still scaled, by a factor that the scaler may have changed since
-    # Half-precision gradients on half-precision weights were handed over as they are, still scaled.
+    # LARS and LAMB took half-precision gradients as they are, still scaled.
     is_scaled = any(param.dtype is param.grad.dtype in (torch.float16, torch.bfloat16) for param in params)
-    records = getattr(plugin, "records", None)
-    grad_scale = records[0].grad_scale if is_scaled and records else None
+    grad_scale = status.optimizer_steps[0].grad_scale if is_scaled and status.optimizer_steps else None
     values = dict[str, float]()
     groups = [list(group.values()) for group in trust_ratios(optimizer, grad_scale=grad_scale)]
     for index, group in enumerate(groups):
@@ -222,7 +212,7 @@ def trust_ratio_metrics(optimizer: Optimizer, plugin: Any) -> dict[str, float]:
 
 
 def _waits(trainer: pl.Trainer) -> Iterator[Callable[[], float]]:
-    """Of each training loader that counts the seconds in which it was waited for: what takes them."""
+    """Yield `take_wait_s` of each training loader that measures its wait."""
     for loader in tree_leaves(trainer.train_dataloader):
         if (take_wait_s := getattr(loader, "take_wait_s", None)) is not None:
             yield take_wait_s

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
-from lightning_hybrid.comm.ddp_buckets import ddp_buckets
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm.size_rules import KIB, MIB, ddp_buckets
 
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 """Names of the all-reduce algorithms in engine/stages.py."""
-
-KIB = 1024
-MIB = 1024 * KIB
 
 
 class NodeShape(Protocol):
@@ -144,15 +142,13 @@ class CommPlan:
                 f"`algorithm` (={self.algorithm!r}) must be one of {', '.join(names)}: it names the all-reduce. "
                 "Set `strategy.algorithm=auto` to have it chosen by bucket size and topology."
             )
-        _require_whole("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
-        _require_whole("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
-        _require_whole("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
-        _require_whole("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
-        if self.num_buckets is not None and (type(self.num_buckets) is not int or self.num_buckets < 1):
-            raise ValueError(
-                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more, or None: how many buckets "
-                "to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes."
-            )
+        _require_bytes("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
+        _require_bytes("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
+        _require_bytes("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
+        _require_bytes("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
+        if self.num_buckets is not None:
+            why = "how many buckets to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes"
+            require_whole("num_buckets", self.num_buckets, why)
         if not isinstance(self.check_order, bool):
             raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
@@ -361,9 +357,8 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} must not stand in a plan: it is no number, and no JSON")
 
 
-def _require_whole(name: str, value: object, *, least: int, cure: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}` (={value!r}) must be a whole number of bytes, {least} or more: {cure}.")
+def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
+    require_whole(name, value, cure, least=least, unit="bytes")
     if value > MAX_BYTES:
         raise ValueError(f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}.")
 

@@ -10,15 +10,15 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """Dense matrix products of one device, in floating-point operations per second; None where not known.
+    """The rates of dense matrix products of one device, in FLOP/s; None where not known.
 
     Attributes:
         device_name: Pattern of the whole of `torch.cuda.get_device_name()`.
-        float32: Without tensor cores.
-        tfloat32: fp32 matrices at TF32's precision, as `torch.set_float32_matmul_precision("high")` allows.
-        float16: fp16 operands, fp32 sums.
-        bfloat16: bf16 operands, fp32 sums.
-        source: Where the numbers are published.
+        float32: Rate without tensor cores.
+        tfloat32: Rate of fp32 matrices at TF32's precision, as `torch.set_float32_matmul_precision("high")` allows.
+        float16: Rate of fp16 operands with fp32 sums.
+        bfloat16: Rate of bf16 operands with fp32 sums.
+        source: The publication of the numbers.
     """
 
     device_name: str
@@ -29,9 +29,9 @@ class PeakFlops:
     source: str
 
 
-# Makers like to print the doubled rate of matrices that are half zeros ("with sparsity"); where they do, this is half.
-# Not lightning.fabric's `get_available_flops`: its H200 is the doubled rate, its name for it is not the driver's, it
-# takes a part of a device (MIG) for the whole, and it has no P40.
+# Where a datasheet has only the doubled rate of matrices that are half zeros ("with sparsity"), this is half of it.
+# We do not use lightning.fabric's `get_available_flops`: its H200 is the doubled rate under another name than the
+# driver's, it takes a part of a device (MIG) for the whole, and it has no P40.
 PEAKS = (
     PeakFlops(
         device_name=r"Tesla P40",
@@ -40,7 +40,7 @@ PEAKS = (
         # Pascal's P40 computes fp16 products in fp32; its own fp16 arithmetic runs at 1/64 of that
         float16=12e12,
         bfloat16=None,
-        source="NVIDIA, Tesla P40 datasheet (fp32; the rate for fp16 operands is ours)",
+        source="NVIDIA, Tesla P40 datasheet (fp32; the rate for fp16 operands is our conclusion)",
     ),
     PeakFlops(
         device_name=r"Tesla P100-SXM2-.*",
@@ -118,12 +118,12 @@ PEAKS = (
 
 
 def peak_flops_per_s(device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False) -> float | None:
-    """Peak of dense matrix products of `dtype` on one whole device, in FLOP/s; None where it is not known.
+    """Look up the peak of dense matrix products of `dtype` on one whole device, in FLOP/s; None if not known.
 
     Args:
-        device_name: What `torch.cuda.get_device_name()` says. A part of a device (MIG) and a CPU are not known.
-        dtype: Of the matrix products' operands: under autocast, autocast's.
-        allow_tf32: fp32 products may run as TF32.
+        device_name: The result of `torch.cuda.get_device_name()`. A part of a device (MIG) and a CPU are not known.
+        dtype: dtype of the operands: under autocast, autocast's.
+        allow_tf32: Whether fp32 products may run as TF32.
 
     >>> peak_flops_per_s("NVIDIA A100-SXM4-80GB", torch.float16)
     312000000000000.0

@@ -1,17 +1,18 @@
-"""A cluster as far as communication sees it, and the stages that each algorithm takes on it.
+"""A cluster as communication sees it, and the stages of each algorithm on it.
 
 A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
-take of a node's inside or of its links to other nodes, alone at full rate. Nodes are alike and so are ranks of equal
-local rank, so one node stands for all. `timeline.py` lets stages run beside each other.
+take of a node's inside or of its links to other nodes, alone at full rate. All nodes are equal, and so are ranks of
+equal local rank: one node stands for all. `event_simulation.py` runs stages at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.comm.plan import CommPlan, NodeShape
 from lightning_hybrid.comm.size_rules import between_nodes_form
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
@@ -21,13 +22,13 @@ Place = Literal["inside", "across"]
 
 OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
-"""What others do: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; and two
-textbook forms and the 2D torus, with the links' own latencies and no software."""
+"""Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
+textbook forms and the 2D torus, with the links' latencies and no software."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage of one piece. ``share``: of the place's rate that it can fill by itself.
+    """One stage of one chunk. `share` is the part of the place's rate that it can fill by itself.
 
     >>> StageCost(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
     7.0
@@ -41,7 +42,7 @@ class StageCost:
 
     @property
     def alone_s(self) -> float:
-        """With nothing beside it."""
+        """Seconds with no other stage at the same place."""
         return self.delay_s + self.work_s / self.share
 
 
@@ -49,16 +50,18 @@ class StageCost:
 class Cluster:
     """Equal nodes with equal ranks.
 
-    Arguments:
-        num_nodes, ranks_per_node: how many.
-        inside: from a rank to others of its node. Over Gloo the bytes are those that a core copies or adds per second.
-        across: of one network card.
-        nics_per_node: cards that ranks of a node use side by side (rails).
-        transport: what carries messages: `Nccl` or `Gloo`.
-        is_interleaved: ranks go round the nodes, so that every edge of a flat ring leaves one.
-        factors: by algorithm, measured over modelled time, where it was measured (calibrate.py); 1 for others.
+    Args:
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each node.
+        inside: The link from a rank to others of its node; over Gloo its rate is what a core copies or adds.
+        across: The link of one network card.
+        nics_per_node: Network cards that the ranks of a node use at the same time (rails).
+        transport: The software that carries messages: `Nccl` or `Gloo`.
+        is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
+        factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
 
-    Raises ``ValueError`` for counts below one.
+    Raises:
+        ValueError: A count is below one.
 
     >>> link = Link(latency_s=1e-6, bytes_per_s=1e9)
     >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
@@ -91,21 +94,40 @@ class Cluster:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """What a node can send to others."""
+        """Bytes per second that a node can send to others."""
         return self.nics_per_node * self.across.bytes_per_s
 
     def least_s(self, num_bytes: float) -> float:
-        """What no all-reduce can beat; see ``cost.least_s``."""
+        """Compute the time that no all-reduce can beat; see `cost.least_s`."""
         return least_s(num_bytes, num_nodes=self.num_nodes, across=self.across, nics_per_node=self.nics_per_node)
 
     def of(self, num_nodes: int) -> Cluster:
-        """The same with another number of nodes."""
+        """Return the same cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
-    def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
-        """What a piece of ``num_bytes`` goes through; empty for one rank.
+    def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
+        """Choose the plan with the shortest step on this cluster, with as many nodes as the job has.
 
-        Raises ``ValueError`` for an algorithm that is unknown, or that this transport does not have.
+        What `HybridAllReduceStrategy(plan=cluster)` asks; see `plan_search.choose_plan`.
+
+        Raises:
+            ValueError: nodes of the job have other numbers of ranks than those of the description.
+        """
+        from lightning_hybrid.planning.plan_search import choose_plan  # here: it imports this module
+
+        if topology.ranks_per_node != self.ranks_per_node:
+            raise ValueError(
+                f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
+                f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or "
+                "leave `strategy.plan` out."
+            )
+        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda)
+
+    def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+        """Return the stages of a chunk of `num_bytes`; none for one rank.
+
+        Raises:
+            ValueError: The algorithm is unknown, or this transport does not have it.
         """
         if algorithm not in (*OURS, *PEERS):
             raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
@@ -125,7 +147,7 @@ class Cluster:
         return _over_nccl(self, self.transport, algorithm, num_bytes)
 
     def alone_s(self, algorithm: str, num_bytes: float) -> float:
-        """Of one all-reduce in one piece with nothing beside it."""
+        """Compute the time of one all-reduce in one chunk, with nothing else at the same time."""
         return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes))
 
     def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
@@ -144,7 +166,7 @@ class Cluster:
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         place: Place = "inside" if self.num_nodes == 1 else "across"
-        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s + cost.add_s)
+        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
 
 
 def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
@@ -178,7 +200,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
 
 
 def _stage(name: str, place: Place, cost: Cost) -> StageCost:
-    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s + cost.add_s)
+    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
 
 
 def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
@@ -206,7 +228,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    """One round of messages in every node: the busiest rank has ``ends`` ends of them, with ``share`` of the bytes."""
+    """Price one round of messages in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
@@ -217,7 +239,7 @@ def _inside(
 
 
 def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
-    """All-reduce between nodes of ``size`` bytes in each of ``num_groups`` groups, as `between_nodes_form` says."""
+    """All-reduce between nodes of `size` bytes in each of `num_groups` groups, as `between_nodes_form` says."""
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
@@ -230,7 +252,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
     else:
         rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
-        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # beside the other rings
+        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # next to the other rings
         wait_s = gloo.wait_of_ring_s(size, nodes, flow)
     if rounds:
         delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
@@ -239,7 +261,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    """A ring that waits for consents leaves its link to others meanwhile: it fills a smaller share of it."""
+    """Price a ring: while it waits for consents its link is free for others, so that it fills a smaller share of it."""
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     return StageCost(
@@ -248,7 +270,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    """Gloo's ring over all ranks; through our engine it costs a stage more."""
+    """Price Gloo's ring over all ranks; through our engine it costs a stage more."""
     ranks, nodes = cluster.world_size, cluster.num_nodes
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
@@ -259,7 +281,7 @@ def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> S
     if nodes == 1:
         return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
-    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work beside it
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work during the wait
     wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
     share = min(1.0, edges * gloo.ring_share)
     return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

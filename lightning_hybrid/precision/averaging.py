@@ -11,30 +11,30 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class AverageOfMasters(AveragedModel):
-    """torch's averaged model, of a LightningModule's masters where it has some."""
+    """torch's averaged model, over a LightningModule's masters where it has some."""
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Average the fp32 values: half-precision ones cannot be averaged with fp32 in lists, and are rounded."""
+        """Average the fp32 values: half-precision ones are rounded, and torch takes no mix of both in one list."""
         super().update_parameters(_Masters(model))
 
 
 def average_masters(callbacks: Iterable[Callback]) -> None:
-    """Let Lightning's averaging callbacks average masters."""
+    """Let Lightning's averaging callbacks average masters: exactly torch's class is replaced, a user's own is left."""
     for callback in callbacks:
         average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
-        if type(average) is AveragedModel:
+        if type(average) is AveragedModel:  # a subclass may average in its own way
             average.__class__ = AverageOfMasters
 
 
 def master_of(module: Any, tensor: Tensor) -> Tensor:
-    """The master of a LightningModule's parameter, or ``tensor`` itself where there is none."""
+    """Return the master of a LightningModule's parameter, or `tensor` itself where there is none."""
     masters = getattr(module.trainer.precision_plugin, "masters", None)
-    twin = None if masters is None else masters.pair_of(tensor)
-    return tensor if twin is None else twin.master
+    pair = None if masters is None else masters.pair_of(tensor)
+    return tensor if pair is None else pair.master
 
 
 class _Masters(nn.Module):
-    """A module whose tensors are the masters of another's, where it has some."""
+    """A view of a module that shows the masters in place of its parameters, where there are some."""
 
     of: nn.Module
 

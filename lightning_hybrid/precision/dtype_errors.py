@@ -1,10 +1,10 @@
-"""What to do where an operation does not take the dtypes of a half-precision model."""
+"""The cure for torch's errors where an operation does not take the dtypes of a half-precision model."""
 
 from __future__ import annotations
 
 import re
 
-# torch's words, which differ from operation to operation; numpy knows no bfloat16.
+# torch's messages, which differ from operation to operation; numpy has no bfloat16.
 _ABOUT_DTYPES = re.compile(
     r"same d?type|expected dtype|expected scalar type|scalar type of|unsupported ScalarType|low precision dtypes|"
     r"not implemented for '(Half|BFloat16)'|should be the same|Expected (Half|BFloat16), got|dtypes match",
@@ -13,7 +13,7 @@ _ABOUT_DTYPES = re.compile(
 
 
 def add_cure(error: BaseException, precision: object) -> None:
-    """Say with torch's error about dtypes that trained parameters are half, and what users do about it.
+    """Add to torch's error about dtypes that trained parameters are half, and what to do about it.
 
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half")
     >>> add_cure(error, "16-true")

@@ -1,9 +1,8 @@
 """fp16 matrix products on a CPU, as tensor cores compute them.
 
-CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. A tensor
-core multiplies fp16 operands and accumulates in fp32; so does this mode: operands rounded to fp16, arithmetic in fp32,
-result rounded to fp16, in forward and (through autograd's casts) in backward. The numbers are those of a GPU up to the
-order of summation, at fp32 speed, so that a test on a CPU says something about the run on a GPU.
+CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. Here operands
+are rounded to fp16, arithmetic is in fp32 and the result is rounded to fp16, in forward and (through autograd's casts)
+in backward: a GPU's numbers up to the order of summation, at fp32 speed.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
 
 
 class Fp16MatmulEmulation(TorchFunctionMode):
-    """Run the matrix-product family on fp16 operands with fp32 arithmetic.
+    """A mode that runs the matrix-product family on fp16 operands with fp32 arithmetic.
 
         y = half( f( float(half(x)), float(half(w)) ) )
 
-    A call is taken over when one of its tensors is fp16, or where ``torch.autocast`` is on, which would round fp32
-    operands to fp16. Calls with ``out=`` and all other functions run unchanged.
+    A call is taken over when one of its tensors is fp16, or where `torch.autocast` is on, which would round fp32
+    operands to fp16. Calls with `out=` and all other functions run unchanged.
 
     Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
 
@@ -59,10 +58,11 @@ class Fp16MatmulEmulation(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Take over ``func`` if it is a matrix product of fp16 tensors."""
+        """Take over `func` if it is a matrix product of fp16 tensors."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` computes again would differ.
+            # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` recomputes in backward would
+            # then differ from the forward. So the mode is entered again around backward.
             with self:
                 return _backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -85,7 +85,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 def _backward(
     tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """`Tensor.backward`, of which each Python layer would leave the mode."""
+    """Run `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode."""
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     retain_graph = create_graph if retain_graph is None else retain_graph
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())

@@ -1,4 +1,4 @@
-"""Half-precision matrix products on CUDA add up in fp32, all the way, for as long as a fit lasts."""
+"""fp32 accumulation of half-precision matrix products on CUDA, while a fit lasts."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ _FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precisio
 
 
 class FullAccumulation:
-    """Forbids cuBLAS to add the parts of a split product in half precision; afterwards the user's flags are back.
+    """Switch of torch's flags that allow cuBLAS to add the parts of a split product in half precision, its default.
 
-    torch allows it by default. A weight gradient of a large batch is such a product: long in the direction in which it
-    is summed. Under a loss scale its parts can exceed 65,504 where the sum does not, and they are rounded besides. The
-    flags belong to the process, and exist without CUDA too. Both methods may be called again.
+    A weight gradient of a large batch is such a product. Under a loss scale its parts can exceed 65,504 where the sum
+    does not, and they are rounded as well. The flags belong to the process, with or without CUDA.
 
     >>> matmul, full = torch.backends.cuda.matmul, FullAccumulation()
-    >>> before = matmul.allow_fp16_reduced_precision_reduction
-    >>> full.begin()
-    >>> matmul.allow_fp16_reduced_precision_reduction
-    False
-    >>> full.end()
-    >>> matmul.allow_fp16_reduced_precision_reduction == before
-    True
+    >>> before, _ = matmul.allow_fp16_reduced_precision_reduction, full.begin()
+    >>> during, _ = matmul.allow_fp16_reduced_precision_reduction, full.end()
+    >>> during, matmul.allow_fp16_reduced_precision_reduction == before
+    (False, True)
     """
 
     def __init__(self) -> None:
         self._forbidden: list[str] = []
 
     def begin(self) -> None:
-        """Forbid what is allowed."""
+        """Forbid what the user allows."""
         for flag in _FLAGS:
             if getattr(torch.backends.cuda.matmul, flag):
                 setattr(torch.backends.cuda.matmul, flag, False)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checks import require_whole
+
 
 class LossScale(ABC):
     """A power-of-two factor for the loss, with its own rule for following overflows."""
@@ -25,11 +27,11 @@ class LossScale(ABC):
 
     @property
     def value(self) -> float:
-        """The scale as a Python number. Waits for the device: for logging, not for every step."""
+        """The scale as a Python number. Reading it waits for the device: for logging, not for every step."""
         return float(self.scale)
 
     def to(self, device: torch.device) -> None:
-        """Move the state to ``device``."""
+        """Move the state to `device`."""
         self.scale = self.scale.to(device)
 
     @abstractmethod
@@ -42,21 +44,21 @@ class LossScale(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers, so that a checkpoint loads with ``weights_only=True``."""
+        """Return plain numbers, so that a checkpoint loads with `weights_only=True`."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class StaticLossScale(LossScale):
-    """The same scale for the whole run. A step that overflows is still skipped.
+    """One scale for the whole run; a step that overflows is still skipped.
 
     Args:
         loss_scale: a power of two.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the scale is no power of two.
 
     >>> StaticLossScale(1024.0).value
     1024.0
@@ -67,10 +69,10 @@ class StaticLossScale(LossScale):
         super().__init__(loss_scale)
 
     def update(self, found_inf: Tensor) -> None:
-        """Nothing follows: the scale is fixed."""
+        """Change nothing: the scale is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """The scale."""
+        """Return the scale."""
         return {"scale": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,18 +80,17 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Halve the scale on overflow, double it after ``growth_interval`` clean steps in a row.
+    """A scale that halves on overflow and doubles after `growth_interval` clean steps in a row.
 
         overflow:                        clean <- 0;  left <- max(left - 1, 0)
             and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
-        ``growth_interval`` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
+        `growth_interval` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
 
-    The rule of ``torch.amp.GradScaler`` (same defaults), with two bounds that it lacks: without them a long run
+    The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks: without them a long run
     can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
 
-    ``hysteresis`` is the rule of Megatron and DeepSpeed: between two growths, ``hysteresis - 1`` overflows are skipped
-    without a lower scale, every further one lowers it. So a single bad batch does not, and the rate of growth tells
-    how many are single. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
+    `hysteresis` is the rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale
+    as it is. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
 
     Args:
         init_scale: first scale; a power of two.
@@ -121,12 +122,10 @@ class DynamicLossScale(LossScale):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        _check_power_of_two("init_scale", init_scale)
+        scales = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
+        for name, value in {**scales, "growth_factor": growth_factor, "backoff_factor": backoff_factor}.items():
+            _check_power_of_two(name, value)
         super().__init__(init_scale)
-        for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
-            _check_power_of_two(name, value)
-        for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
-            _check_power_of_two(name, value)
         if growth_factor < 1.0:
             raise ValueError(
                 f"`growth_factor` (={growth_factor}) must be at least 1: a clean step never lowers the scale."
@@ -136,13 +135,10 @@ class DynamicLossScale(LossScale):
                 f"`backoff_factor` (={backoff_factor}) must be below 1: after an overflow the scale has to fall, or "
                 "every later step overflows too. The usual value is 0.5."
             )
-        if not isinstance(growth_interval, int) or growth_interval < 1:
-            raise ValueError(f"`growth_interval` (={growth_interval!r}) must be a whole number of steps, at least 1.")
-        if not isinstance(hysteresis, int) or hysteresis < 1:
-            raise ValueError(
-                f"`hysteresis` (={hysteresis!r}) must be a whole number of overflows, at least 1: it says which one is "
-                "the first to lower the scale. 1 is every one, 2 is usual elsewhere."
-            )
+        why = "it counts clean steps before the scale grows. 2000 is usual"
+        require_whole("growth_interval", growth_interval, why, unit="steps")
+        why = "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
+        require_whole("hysteresis", hysteresis, why, unit="overflows")
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
@@ -158,7 +154,7 @@ class DynamicLossScale(LossScale):
         self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
 
     def to(self, device: torch.device) -> None:
-        """Move the state to ``device``."""
+        """Move the state to `device`."""
         super().to(device)
         self.num_clean_steps = self.num_clean_steps.to(device)
         self.hysteresis_left = self.hysteresis_left.to(device)
@@ -172,6 +168,7 @@ class DynamicLossScale(LossScale):
                 *(self.growth_factor, self.backoff_factor, self.growth_interval),
             )
         else:
+            # The same rule with a count of forgiven overflows; no branch on the host, which does not know `found_inf`.
             self.num_clean_steps.add_(1).masked_fill_(found_inf, 0)
             grow = self.num_clean_steps >= self.growth_interval
             self.hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
@@ -183,7 +180,7 @@ class DynamicLossScale(LossScale):
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
     def state_dict(self) -> dict[str, float]:
-        """Scale, clean steps since the last overflow or growth, what is left of the hysteresis."""
+        """Return scale, clean steps since the last overflow or growth, and what is left of the hysteresis."""
         return {
             "scale": self.value,
             "num_clean_steps": int(self.num_clean_steps),
@@ -191,7 +188,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's scale, kept within this object's bounds."""
+        """Continue from a checkpoint's scale, clamped to this object's bounds."""
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
@@ -202,13 +199,10 @@ class DynamicLossScale(LossScale):
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
-    """The loss scale that a user's setting asks for.
-
-    Args:
-        setting: ``"dynamic"``, a power of two for a fixed scale, or a :class:`LossScale`.
+    """Make the loss scale of a setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: the setting is none of these.
 
     >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value
     ('DynamicLossScale', 128.0)
@@ -225,14 +219,14 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
 
 
 def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
-    """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as ``GradScaler`` does.
+    """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as `GradScaler` does.
 
     Args:
         gradients: one or more, on one device, fp32 or wider.
         scale: 0-dim fp32, a power of two, on that device.
 
     Returns:
-        1.0 if an element was inf or nan, else 0.0: 0-dim fp32, on that device.
+        1.0 if an element was inf or nan, else 0.0; 0-dim fp32.
 
     >>> gradients = [torch.tensor([8.0, -2.0]), torch.tensor([float("nan")])]
     >>> unscale_(gradients[:1], torch.tensor(4.0)), gradients[0]
@@ -245,8 +239,8 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
     for gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         by_dtype.setdefault(real.dtype, []).append(real)
-    for alike in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse_scale)
+    for of_one_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(of_one_dtype, found_inf, inverse_scale)
     return found_inf
 
 

@@ -21,73 +21,78 @@ from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFla
 
 
 class MasterStep:
-    """Makes optimizers step on ``masters``.
-
-    ``is_made``: whether a step is under way.
-    """
+    """Steps of optimizers on the fp32 masters; `is_running` while one is under way."""
 
     def __init__(self, masters: MasterWeights, device: torch.device) -> None:
         self._masters = masters
         self._device = device
-        self.is_made = False
+        self.is_running = False
 
-    def in_one_pass(self, optimizer: Optimizer, record: OptimizerStepState, **kwargs: Any) -> Tensor | None:
-        """Hand over scaled gradients, the scale, and where the half copies are; say whether any was inf or nan."""
-        with self.on_masters(optimizer) as twins:
-            copies = {twin.master: twin.low for twin in twins}
-            with temporary_attributes(optimizer, grad_scale=record.grad_scale, found_inf=None, copies=copies):
+    def in_one_pass(self, optimizer: Optimizer, state: OptimizerStepState, **kwargs: Any) -> Tensor | None:
+        """Step on scaled half gradients: the optimizer unscales, checks, updates and writes the half copies itself.
+
+        Returns:
+            1.0 if a gradient was inf or nan, else 0.0; None without a loss scale.
+        """
+        with self.on_masters(optimizer) as pairs:
+            copies = {pair.master: pair.low for pair in pairs}
+            with temporary_attributes(optimizer, grad_scale=state.grad_scale, found_inf=None, copies=copies):
                 optimizer.step(**kwargs)
-        if record.loss_scale is None:
+        if state.loss_scale is None:
             return None
-        found_inf = getattr(optimizer, "last_found_inf", None)  # None: there was no gradient
+        # No gradient at all leaves it None; the step then counts as a clean one.
+        found_inf = getattr(optimizer, "last_found_inf", None)
         return torch.zeros((), device=self._device) if found_inf is None else found_inf
 
     def from_unscaled(
-        self, optimizer: Optimizer, record: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
+        self, optimizer: Optimizer, state: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
     ) -> None:
-        """Step with unscaled gradients. What cannot skip by itself makes the host wait here for ``found_inf``."""
+        """Step with unscaled gradients. An optimizer that cannot skip by itself makes the host wait for `found_inf`."""
         by_itself = found_inf is not None and supports_device_skip(optimizer, self._device)
         if found_inf is not None and not by_itself:
-            record.outcome = SkipFlag(bool(found_inf))
-            if record.outcome.was_skipped():
+            state.skip_flag = SkipFlag(bool(found_inf))
+            if state.skip_flag.was_skipped():
                 return
-        with self.on_masters(optimizer) as twins:
-            versions = [twin.low._version for twin in twins]
+        with self.on_masters(optimizer) as pairs:
+            versions = [pair.low._version for pair in pairs]
             if by_itself:
                 prepare_to_skip_(optimizer)
                 with temporary_attributes(optimizer, grad_scale=None, found_inf=found_inf):
                     optimizer.step(**kwargs)
             else:
                 optimizer.step(**kwargs)
-            if versions != [twin.low._version for twin in twins]:
+            # The masters stood in: an optimizer that wrote the half tensors has references of its own to them.
+            if versions != [pair.low._version for pair in pairs]:
                 refuse_own_references(optimizer)
-            copy_to_low_(twins)
+            copy_to_low_(pairs)
 
     @contextmanager
     def on_masters(self, optimizer: Optimizer) -> Iterator[list[MasterPair]]:
-        """The masters, up to date, stand in the optimizer with the gradients of their low tensors."""
-        twins = self._masters.of(optimizer)
-        for twin in twins:
-            twin.absorb_outside_writes_()
-            twin.master.grad = twin.low.grad
-            twin.master.requires_grad_(twin.low.requires_grad)
-        self.is_made = True
+        """Put the masters, up to date, into the optimizer with the gradients of their low tensors, for one step."""
+        pairs = self._masters.of(optimizer)
+        for pair in pairs:
+            # First: an EMA, a clamp or a pruning may have written the low tensor since the last step.
+            pair.absorb_outside_writes_()
+            pair.master.grad = pair.low.grad
+            pair.master.requires_grad_(pair.low.requires_grad)
+        self.is_running = True
         try:
             # A manual loop steps inside of `training_step`, and so of its autocast.
             with self._masters.swapped_in(optimizer), torch.autocast(self._device.type, enabled=False):
-                yield twins
-            for twin in twins:
-                twin.mark_clean()
+                yield pairs
+            for pair in pairs:
+                pair.mark_clean()
         finally:
-            self.is_made = False
-            for twin in twins:
-                twin.master.grad = None
+            self.is_running = False
+            # The low tensor has the gradient: a second reference would keep its memory beyond `zero_grad`.
+            for pair in pairs:
+                pair.master.grad = None
 
     @contextmanager
-    def made_by_others(self, optimizer: Optimizer, *, is_skipped: bool) -> Iterator[None]:
-        """Around a ``step`` that another calls: on the masters, or with no gradient."""
-        with self.on_masters(optimizer) as twins:
+    def called_by_user(self, optimizer: Optimizer, *, is_skipped: bool) -> Iterator[None]:
+        """Let a `step` that user code calls run on the masters; on no gradient, where it is to be skipped."""
+        with self.on_masters(optimizer) as pairs:
             for parameter in parameters_of(optimizer) if is_skipped else ():
                 parameter.grad = None
             yield
-            copy_to_low_(twins)
+            copy_to_low_(pairs)

@@ -1,11 +1,11 @@
 """A half-precision module and the fp32 masters behind it.
 
-Every trained floating-point parameter of the module has a *twin*: the low-precision tensor that forward and backward
-use, and its fp32 ``master``, the value that is trained, saved and restored. Normalisation layers, reparametrised
-weights, buffers and, in a fit, frozen parameters keep their own dtype and have no twin.
+Every trained floating-point parameter of the module has a *pair*: the low-precision tensor that forward and backward
+use, and its fp32 `master`, the value that is trained, saved and restored. Normalisation layers, reparametrised
+weights, buffers and, in a fit, frozen parameters keep their own dtype and have no pair.
 
-The low tensor keeps its identity and its place in the optimizer's ``param_groups``; the masters stand in only while
-``Optimizer.step`` or ``load_state_dict`` runs.
+The low tensor keeps its identity and its place in the optimizer's `param_groups`; the masters stand in only while
+`Optimizer.step` or `load_state_dict` runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.optimizer_protocol import optimizers_within
-from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, unwatch, watch
+from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
 
 # Elements compared at once on a CPU: the expected values (2 MiB) then stay in cache, where those of a large layer would
 # be fresh pages in every step.
@@ -40,7 +39,7 @@ _BROADCAST_BYTES = 25 * 2**20
 
 @dataclass(eq=False)
 class MasterPair:
-    """One tensor in two precisions: ``master`` is fp32 and is the truth, ``low == master.to(low.dtype)``."""
+    """One parameter in two precisions: `master` is fp32 and holds the value, `low == master.to(low.dtype)`."""
 
     low: Tensor
     master: Tensor
@@ -51,12 +50,10 @@ class MasterPair:
 
     @torch.no_grad()
     def gradient_fp32(self) -> Tensor:
-        """The low tensor's gradient in fp32.
-
-        On a CPU always in the same memory: fresh pages cost there 50 times what the conversion does. On CUDA the
-        allocator keeps memory at hand, and between steps others can use it.
-        """
+        """Return the low tensor's gradient in fp32."""
         assert self.low.grad is not None
+        # On CUDA the allocator has memory at hand, and between steps others can use it. On a CPU it is always the same
+        # memory: fresh pages cost 50 times what the conversion does.
         if self.low.is_cuda:
             return self.low.grad.float()
         if self._gradient is None:
@@ -65,11 +62,9 @@ class MasterPair:
 
     @torch.no_grad()
     def sum_gradient(self) -> None:
-        """Take the low tensor's gradient away and add it to those taken before: in fp32.
-
-        In half precision every addition would round, and of n batches each is about 1 / n of the sum: beyond 2048 of
-        them in fp16, or 256 in bf16, nothing would be left of one.
-        """
+        """Move the low tensor's gradient into an fp32 sum."""
+        # In half precision every addition would round, and of n batches each is about 1 / n of the sum: beyond 2048 of
+        # them in fp16, or 256 in bf16, nothing would be left of one.
         gradient = self.low.grad
         if gradient is None or gradient.dtype is not self.low.dtype or gradient.layout is not torch.strided:
             return
@@ -77,55 +72,54 @@ class MasterPair:
         self.low.grad = None
 
     @torch.no_grad()
-    def hand_over_sum(self) -> None:
-        """The sum becomes the low tensor's gradient, rounded once: another backward adds its own to it."""
+    def return_sum(self) -> None:
+        """Make the sum the low tensor's gradient, rounded once: the next backward adds its own to it."""
         if self._sum is not None:
             gradient, self._sum = self._sum.to(self.low.dtype), None
             self.low.grad = gradient if self.low.grad is None else self.low.grad.add_(gradient)
 
     @torch.no_grad()
     def absorb_outside_writes_(self) -> None:
-        """Take over what was written from outside: to ``low``, element by element, or to the master alone.
+        """Take over what others wrote: to `low`, element by element, or to the master alone.
 
             master = where(low == low_dtype(master), master, low)
 
         Stochastic weight averaging, EMA, weight clamps and pruning write the module's tensors. Without this the next
-        copy from the masters would undo them. Elements that nobody touched keep their fp32 bits. Where nobody can have
-        written (``write_tracking``) no memory is read. The master alone is written by who writes into a state dict.
+        copy from the masters would undo them. Untouched elements stay as they are, in all fp32 bits.
         """
+        # A state dict writes the master alone: then the low tensor, which was not written, follows.
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
             self.low.copy_(self.master)
             self.mark_clean()
         if is_untouched(self.low):
-            return
-        # On a CPU nobody waits for this answer, and it saves four passes over memory where nothing was written.
+            return  # no write can have happened: no memory is read
+        # On a CPU this answer is free, and it saves four passes over memory where nothing was written.
         if self.low.device.type != "cpu" or not _is_rounded(self.low, self.master):
             torch.where(self.low == self.master.to(self.low.dtype), self.master, self.low, out=self.master)
 
     def mark_clean(self) -> None:
-        """Both tensors are known to agree; from now on writes are looked for."""
+        """Note that both tensors agree; writes are looked for from now on."""
         mark_clean(self.low)
         self._master_version = self.master._version
 
     def exact(self) -> Tensor:
-        """The value in the dtype that the parameter had before the conversion: what copies and pickles hold."""
+        """Return the value in the dtype before the conversion: what copies and pickles hold."""
         self.absorb_outside_writes_()
         return self.master.detach().to(self.original_dtype)
 
 
 class MasterWeights:
-    """Converts a module to half precision in place, keeping fp32 masters; undoes it in :meth:`restore`.
+    """A module converted to half precision in place, and the fp32 masters of its parameters, until `restore`.
 
     Args:
         module: the module to convert. Values must be the final fp32 ones (after a checkpoint was loaded).
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-        keep_fp32: module types that stay fp32 beside the normalisation layers. Their submodules are converted.
+        dtype: `torch.float16` or `torch.bfloat16`.
+        keep_fp32: module types that stay fp32 like the normalisation layers. Their submodules are converted.
         frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
             averages are written there, in steps that half precision would round away.
 
-    BatchNorm takes half-precision activations beside fp32 parameters by itself. Other normalisation layers get hooks
-    that compute in fp32 and return the compute dtype. Weights that are computed from others (``parametrizations``,
-    ``weight_norm``, ``spectral_norm``) are computed in fp32. ``torchmetrics`` objects are left alone.
+    Normalisation layers compute in fp32, as do weights that are computed from others (`parametrizations`,
+    `weight_norm`, `spectral_norm`). `torchmetrics` objects are left alone.
     """
 
     def __init__(
@@ -136,9 +130,10 @@ class MasterWeights:
         frozen: bool = False,
     ) -> None:
         self.dtype = dtype
-        self.twins: dict[int, MasterPair] = {}
+        self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         for child in _modules_outside_metrics(module):
+            # BatchNorm takes half activations and fp32 parameters by itself; other normalisation layers need hooks.
             if isinstance(child, NORMALISATION_TYPES):
                 if not isinstance(child, _BatchNorm):
                     self.hooks.compute_in_fp32(child)
@@ -148,8 +143,8 @@ class MasterWeights:
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
                 if is_real and (frozen or parameter.requires_grad):
-                    if id(parameter) not in self.twins:
-                        self.twins[id(parameter)] = self._convert_(parameter)
+                    if id(parameter) not in self.pairs:
+                        self.pairs[id(parameter)] = self._convert_(parameter)
                     self.hooks.show_masters(child)
         self.hooks.compute_as_in_a_step(module)
 
@@ -166,71 +161,66 @@ class MasterWeights:
         return MasterPair(low=parameter, master=master, original_dtype=original_dtype)
 
     def follow_device(self) -> None:
-        """Move each master to where its low tensor is; watch for outside writes.
+        """Move each master to where its low tensor is; track writes to it.
 
-        Call after the module was moved and before it is wrapped by ``DistributedDataParallel``: the wrapper's
-        gradient accumulators are made for the parameters as they are then.
+        Call it between the module's move and DDP, whose gradient accumulators are for the parameters as they are then.
         """
-        for twin in self.twins.values():
-            twin.master.data = twin.master.data.to(twin.low.device)
-            watch(twin.low, twin)
+        for pair in self.pairs.values():
+            pair.master.data = pair.master.data.to(pair.low.device)
+            track(pair.low, pair)
 
     def sum_gradients(self) -> None:
-        """See :meth:`Twin.sum_gradient`."""
-        for twin in self.twins.values():
-            twin.sum_gradient()
+        """Move all gradients into fp32 sums, see `MasterPair.sum_gradient`."""
+        for pair in self.pairs.values():
+            pair.sum_gradient()
 
-    def hand_over_sums(self) -> None:
-        """See :meth:`Twin.hand_over_sum`."""
-        for twin in self.twins.values():
-            twin.hand_over_sum()
+    def return_sums(self) -> None:
+        """Make the sums gradients again, see `MasterPair.return_sum`."""
+        for pair in self.pairs.values():
+            pair.return_sum()
 
     def drop_sums(self) -> None:
         """Forget the gradients that were summed so far."""
-        for twin in self.twins.values():
-            twin._sum = None
+        for pair in self.pairs.values():
+            pair._sum = None
 
     def pair_of(self, parameter: Tensor) -> MasterPair | None:
-        """The twin of ``parameter``, or None where it is kept in fp32 or unknown."""
-        return self.twins.get(id(parameter))
+        """Return the pair of `parameter`, or None where it stays in fp32 or is unknown."""
+        return self.pairs.get(id(parameter))
 
     def gradient_fp32(self, parameter: Tensor) -> Tensor:
-        """The gradient of a half-precision parameter in fp32: see :meth:`Twin.gradient_fp32`."""
-        twin = self.pair_of(parameter)
+        """Return the gradient of a parameter in fp32, see `MasterPair.gradient_fp32`."""
+        pair = self.pair_of(parameter)
         assert parameter.grad is not None
-        return parameter.grad.float() if twin is None else twin.gradient_fp32()
-
-    def to_fp32(self, outputs: Any) -> Any:
-        """``outputs`` with its tensors of the compute dtype in fp32."""
-        return self.hooks.to_fp32(outputs)
+        return parameter.grad.float() if pair is None else pair.gradient_fp32()
 
     def of(self, optimizer: Optimizer) -> list[MasterPair]:
-        """Twins of the parameters in ``optimizer``, in the order of its groups."""
+        """Return the pairs of the parameters in `optimizer`, in the order of its groups."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [twin for parameter in parameters if (twin := self.pair_of(parameter)) is not None]
+        return [pair for parameter in parameters if (pair := self.pair_of(parameter)) is not None]
 
     @contextmanager
     def swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let the masters stand in ``param_groups`` and key ``optimizer.state``, for the time of one call."""
-        twins, optimizers = self.of(optimizer), optimizers_within(optimizer)
+        """Put the masters into `param_groups` and as keys into `optimizer.state`, for the time of one call."""
+        pairs, optimizers = self.of(optimizer), optimizers_within(optimizer)
         for each in optimizers:
-            _exchange_(each, [(twin.low, twin.master) for twin in twins])
+            _exchange_(each, [(pair.low, pair.master) for pair in pairs])
         try:
             yield
         finally:
             for each in optimizers:
-                _exchange_(each, [(twin.master, twin.low) for twin in twins])
+                _exchange_(each, [(pair.master, pair.low) for pair in pairs])
 
     @torch.no_grad()
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
-        """Take rank zero's values, those of names in ``ignored`` excepted.
+        """Take rank zero's values, those of names in `ignored` excepted.
 
-        Collective: every rank of WORLD must call it. ``DistributedDataParallel`` gives every rank rank zero's weights
+        Collective: every rank of WORLD must call it. `DistributedDataParallel` gives every rank rank zero's weights
         when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
         their masters would keep other lower digits, and the ranks would part.
         """
-        twins = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
-        masters = [twin.master.detach() for twin in twins if twin is not None]
+        pairs = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        masters = [pair.master.detach() for pair in pairs if pair is not None]
         if masters:
             assert dist.group.WORLD is not None
             # Flattened: NCCL refuses tensors that are not contiguous, and one call is not one for each.
@@ -239,30 +229,30 @@ class MasterWeights:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the masters back into the module: dtypes, values and hooks are as before the conversion."""
-        for twin in self.twins.values():
-            if twin.master.device != twin.low.device:  # the module was moved without its masters
-                twin.master.data = twin.master.data.to(twin.low.device)
-            twin.absorb_outside_writes_()
-            unwatch(twin.low)
-            gradient = twin.low.grad
-            twin.low.grad = None
-            twin.low.data = twin.master.data.to(twin.original_dtype)
-            twin.low.grad_dtype = twin.original_dtype
-            if gradient is not None and gradient.dtype is twin.original_dtype:
-                twin.low.grad = gradient
+        for pair in self.pairs.values():
+            if pair.master.device != pair.low.device:  # the module was moved without its masters
+                pair.master.data = pair.master.data.to(pair.low.device)
+            pair.absorb_outside_writes_()
+            untrack(pair.low)
+            gradient = pair.low.grad
+            pair.low.grad = None
+            pair.low.data = pair.master.data.to(pair.original_dtype)
+            pair.low.grad_dtype = pair.original_dtype
+            if gradient is not None and gradient.dtype is pair.original_dtype:
+                pair.low.grad = gradient
         self.hooks.remove()
-        self.twins.clear()
+        self.pairs.clear()
 
 
 @torch.no_grad()
-def copy_to_low_(twins: list[MasterPair]) -> None:
+def copy_to_low_(pairs: list[MasterPair]) -> None:
     """Give the low tensors the masters' values, rounded."""
-    if twins:
-        torch._foreach_copy_([twin.low for twin in twins], [twin.master for twin in twins])
+    if pairs:
+        torch._foreach_copy_([pair.low for pair in pairs], [pair.master for pair in pairs])
 
 
 def _is_rounded(low: Tensor, master: Tensor) -> bool:
-    """Whether ``low`` holds the bits of ``master`` rounded to its dtype.
+    """Return whether `low` holds the bits of `master` rounded to its dtype.
 
     >>> master = torch.rand(3 * _BLOCK + 5)
     >>> low = master.half()
@@ -278,7 +268,7 @@ def _is_rounded(low: Tensor, master: Tensor) -> bool:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two 16-bit tensors hold the same bits. Four elements at a time: ``torch.equal`` takes them one by one.
+    """Compare the bits of two 16-bit tensors, four elements at a time: `torch.equal` takes them one by one.
 
     >>> _same_bits(torch.ones(5).half(), torch.ones(5).half()), _same_bits(torch.ones(5).half(), torch.zeros(5).half())
     (True, False)
@@ -289,19 +279,19 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _was_written(low: Tensor) -> bool:
-    """Whether torch counted a write to ``low`` since its twin was settled."""
-    return getattr(low, "version_settled", None) != low._version
+    """Return whether torch counted a write to `low` since its pair was marked clean."""
+    return getattr(low, "clean_version", None) != low._version
 
 
 def _is_reparametrised(module: nn.Module) -> bool:
-    """Whether the parameters of ``module`` are what a weight is computed from."""
+    """Return whether a weight is computed from the parameters of `module`."""
     return isinstance(module, parametrize.ParametrizationList) or any(
         isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()
     )
 
 
 def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and its descendants, without ``torchmetrics`` objects and what they hold."""
+    """Yield `module` and its descendants, without `torchmetrics` objects and what they hold."""
     seen: set[int] = set()
     stack = [module]
     while stack:
@@ -314,7 +304,7 @@ def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _exchange_(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Put the second of each pair where the first is: in groups (``load_state_dict`` makes new ones) and in state."""
+    """Put the second of each pair where the first is: in groups (`load_state_dict` makes new ones) and in state."""
     substitute = {id(old): new for old, new in pairs}
     for group in optimizer.param_groups:
         group["params"] = [substitute.get(id(parameter), parameter) for parameter in group["params"]]

@@ -1,8 +1,8 @@
-"""What is hooked to the modules of a half-precision model, so that user code sees fp32 where mixed precision shows it.
+"""Hooks on the modules of a half-precision model, so that user code sees fp32 where mixed precision shows it.
 
 normalisation layers     compute in fp32 and return the compute dtype
 state dicts              hold and take the fp32 masters, of any part of the model
-a call outside of a step is made as in a step, and returns fp32
+a call outside a step    runs as in a step, and returns fp32
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Pair(Protocol):
     master: Any
 
     def absorb_outside_writes_(self) -> None:
-        """Take over what was written from outside."""
+        """Take over what others wrote to one of the two."""
 
 
 class ModuleHooks:
     """The hooks of one conversion.
 
-    They reach it through a link that copies and pickles of a module do not have: there the hooks do nothing.
+    They reach it through a link that copies and pickles of a module lose: there the hooks do nothing.
 
     Args:
         pair_of: the pair of a parameter, or None.
@@ -49,7 +49,7 @@ class ModuleHooks:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """What runs inside is part of a step: normalisation layers return the compute dtype."""
+        """Mark what runs inside as part of a step: normalisation layers return the compute dtype."""
         before, self.is_in_step = self.is_in_step, True
         try:
             yield
@@ -64,7 +64,7 @@ class ModuleHooks:
         ]
 
     def show_masters(self, module: nn.Module) -> None:
-        """Let the state dict of ``module`` hold the masters of its own parameters, and loading reach them."""
+        """Let the state dict of `module` hold the masters of its own parameters, and loading reach them."""
         if module not in self._shown:
             self._shown.add(module)
             self._handles += [
@@ -73,7 +73,7 @@ class ModuleHooks:
             ]
 
     def compute_as_in_a_step(self, module: nn.Module) -> None:
-        """Let a call of ``module``, or of a child of its, outside of a step run in the context of one."""
+        """Let a call of `module`, or of one of its children, outside of a step run in the context of one."""
         children = [child for child in module.children() if child.forward != nn.Module.forward]
         for child in (module, *children):
             self._handles += [
@@ -82,11 +82,11 @@ class ModuleHooks:
             ]
 
     def to_fp32(self, values: Any) -> Any:
-        """``values`` with its tensors of the compute dtype in fp32."""
+        """Return `values` with its tensors of the compute dtype in fp32."""
         return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, values)
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -94,7 +94,7 @@ class ModuleHooks:
 
 
 class _Link:
-    """The way from a hook to its conversion; a copy leads nowhere."""
+    """The way from a hook to its conversion; a copy or pickle of it leads nowhere."""
 
     def __init__(self, hooks: ModuleHooks | None = None) -> None:
         self.hooks = hooks
@@ -124,7 +124,9 @@ def _give_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
         return
     for name, parameter in module._parameters.items():
         pair = None if parameter is None else link.hooks.pair_of(parameter)
-        if pair is not None and state.get(prefix + name, parameter) is not parameter:  # itself: `keep_vars=True`
+        if (
+            pair is not None and state.get(prefix + name, parameter) is not parameter
+        ):  # it is itself with `keep_vars=True`
             pair.absorb_outside_writes_()
             state[prefix + name] = pair.master.detach()
 
@@ -144,6 +146,8 @@ def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
 def _enter_step(link: _Link, module: nn.Module, args: Any) -> None:
     if link.hooks is None or link.hooks.is_in_step:
         return
+    # User code calls the module or a child of it, to sample or to evaluate. A hook cannot wrap the call, so the context
+    # is entered here and left in the forward hook; `always_call` runs that one after an error too.
     stack = ExitStack()
     stack.enter_context(link.hooks.step_context())
     link.hooks.opened.append((module, stack))

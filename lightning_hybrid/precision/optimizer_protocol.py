@@ -1,9 +1,9 @@
-"""What an optimizer has to do with masters: what may be left to it, what it holds, and steps made on it directly.
+"""What the precision plugin asks of an optimizer: what it can do itself, what it wraps, and steps that users make.
 
-It may be left to skip a step by itself, or to do all of unscale, check, update and half copy. Decided by attributes,
-never by type, so that any optimizer may join:
+An optimizer may skip a step by itself, or do all of unscale, check, update and half copy. Attributes decide, never the
+type, so that any optimizer may join:
 
-    _step_supports_amp_scaling    torch's protocol: the step reads ``grad_scale`` and ``found_inf`` on the device
+    _step_supports_amp_scaling    torch's protocol: the step reads `grad_scale` and `found_inf` on the device
     copies, last_found_inf        the step takes half gradients and their scale, finds inf and nan by itself, and writes
                                   the half-precision copies of the parameters
 """
@@ -23,7 +23,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 
 def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether to hand ``step`` scaled half gradients, the skipping and the half-precision copies."""
+    """Return whether `step` takes scaled half gradients, skips by itself and writes the half-precision copies."""
     return (
         hasattr(optimizer, "copies")
         and hasattr(optimizer, "last_found_inf")
@@ -32,29 +32,26 @@ def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bo
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether to let ``step`` leave everything alone where ``optimizer.found_inf`` is 1, without asking the host.
+    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host.
 
-    Not on a CPU if the step is eager: the answer is free there, and without it every new value needs a second place
-    until it is known to be wanted: 39 ms instead of 24 for LARS on 8 million parameters.
-
-    Not torch's fused SGD with dampening: only its first step leaves dampening out, and where that is skipped no later
-    one does.
+    Not on a CPU if the step is eager: the answer is free there.
 
     >>> cpu, weights = torch.device("cpu"), [torch.zeros(1)]
     >>> [supports_device_skip(SGD(weights, lr=1.0, fused=fused), cpu) for fused in (True, False)]
     [True, False]
     """
+    # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         return False
+    # An eager step without the answer needs a second place for every new value until it is known to be wanted: on a CPU
+    # 39 ms instead of 24 for LARS on 8 million parameters.
     is_declared = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return is_declared or (hasattr(optimizer, "last_found_inf") and device.type != "cpu")
 
 
 def prepare_to_skip_(optimizer: Optimizer) -> None:
-    """Momentum of zeros before the first step of torch's fused SGD: skipped, that step leaves it uninitialised.
-
-    A first momentum of ``momentum * 0 + gradient`` is what SGD starts with. Seen in torch 2.11 to 2.13.
-    """
+    """Make momentum zero before the first step of torch's fused SGD."""
+    # If skipped, that step leaves it uninitialised (torch 2.11 to 2.13). SGD starts with `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
@@ -63,9 +60,9 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
 
 
 def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
-    """Whether clipping, a hook of the module or a callback, or one of the optimizer reads or writes ``p.grad``.
+    """Return whether clipping, a hook of the module or a callback, or one of the optimizer may read `p.grad`.
 
-    They are promised unscaled fp32 gradients. Hooks that run after the step, such as ``on_train_batch_end``, are not.
+    They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
     """
     trainer = model.trainer
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
@@ -88,7 +85,7 @@ def _has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer`` and those that it wraps, such as Lookahead's or SAM's base optimizer.
+    """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer.
 
     >>> inner = SGD([torch.zeros(1)], lr=1.0)
     >>> outer = SGD([torch.zeros(1)], lr=1.0); outer.base = inner
@@ -102,14 +99,12 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 
 class DirectSteps:
-    """Steps that user code makes on a torch optimizer itself: they are made on the masters like all others.
-
-        self.optimizers(use_pl_optimizer=False).step()      wrapper.base_optimizer.step()
+    """Hooks that put the masters in where user code steps a torch optimizer itself, or one that a wrapper holds.
 
     Args:
         optimizer: with those that it wraps.
-        step_context: the masters stand in while it is entered; called with the optimizer that steps.
-        is_in_step: whether the step is Lightning's.
+        step_context: puts the masters in while it is entered; called with the optimizer that steps.
+        is_in_step: returns whether the step is Lightning's.
     """
 
     def __init__(
@@ -144,19 +139,14 @@ class DirectSteps:
             entered.__exit__(None, None, None)
 
     def remove(self) -> None:
-        """End; the optimizer is what it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
-def is_between_batches_of_a_step(model: LightningModule) -> bool:
-    """Whether the backward in progress is of a batch that is not the last of its step: DDP averages nothing then."""
-    return not getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
-
-
 @contextmanager
 def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
-    """Let the optimizer have these attributes for the time of one step, as ``torch.amp.GradScaler`` does."""
+    """Set attributes of the optimizer for the time of one step, as `torch.amp.GradScaler` does."""
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     try:
@@ -167,10 +157,10 @@ def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[No
 
 
 def refuse_own_references(optimizer: Optimizer) -> None:
-    """End a run whose optimizer wrote the half-precision parameters, where the masters stood in for them.
+    """End a run whose optimizer wrote the half-precision parameters while the masters were in its groups.
 
     Raises:
-        MisconfigurationException: always.
+        MisconfigurationException: always, with the cure.
     """
     raise MisconfigurationException(
         f"`optimizer` (={type(optimizer).__name__}) must take its parameters from `param_groups` in `step`: it keeps "
@@ -180,7 +170,7 @@ def refuse_own_references(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, precision: str) -> None:
-    """Check that the step can be left out, and that the masters can stand in.
+    """Check that a step can be skipped, and that the masters can stand in the optimizer.
 
     Raises:
         MisconfigurationException: the optimizer runs the closure by itself, or shards its parameters.

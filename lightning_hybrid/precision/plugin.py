@@ -6,7 +6,7 @@ step, then checkpoint, then teardown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -20,8 +20,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.precision.averaging import average_masters
-from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
@@ -30,7 +28,6 @@ from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     check_optimizer,
     grads_are_observed,
-    is_between_batches_of_a_step,
     supports_fused_master_step,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
@@ -45,38 +42,35 @@ from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
 
 
 class MasterWeightPrecision(Precision):
-    """fp16 (or bf16) model, gradients and communication; fp32 masters, optimizer state and normalisation layers.
+    """A plugin for an fp16 (or bf16) model and gradients with fp32 masters, optimizer state and normalisation layers.
 
-    One step, with scale ``s``, masters ``w`` and the loss ``L``:
+    One step, with scale `s`, masters `w` and the loss `L`:
 
         forward, backward   g16 = grad of s * L at half(w)              fp16; matrix products accumulate in fp32
         all-reduce          g16 <- mean over ranks of g16
-        unscale             g   = fp32(g16) / s                         what hooks and clipping see in ``p.grad``
+        unscale             g   = fp32(g16) / s                         what hooks and clipping see in `p.grad`
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
         copy                model <- half(w)
 
-    Of a step of several batches (``accumulate_grad_batches``) the gradients are added up in fp32 and rounded once:
-    after each batch but the last they are taken out of ``p.grad``, and into the last backward they go back as a sum.
+    The gradients of a step of several batches (`accumulate_grad_batches`) are added up in fp32 and rounded once: after
+    each batch but the last they are taken out of `p.grad`, and into the last backward they go back as a sum.
 
-    LARS and LAMB (on a CPU: if ``fused=True``) take over all from *unscale* to *copy*, unless clipping or a hook is
-    promised fp32 gradients (``optimizer_protocol.grads_are_observed``); ``p.grad`` is then scaled fp16 after the
-    step too. Where the host waits for the device: `README.md` beside this file.
+    LARS and LAMB (on a CPU: if `fused=True`) do all from *unscale* to *copy* themselves, unless clipping or a hook is
+    promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` then stays scaled fp16.
 
-    In manual optimization ``p.grad`` is fp32 and unscaled after each ``manual_backward``, and each optimizer has a loss
-    scale of its own. A backward takes the smallest of those whose parameters require gradients at that moment, and
-    they go on from it: with ``toggle_optimizer`` just one.
+    In manual optimization `p.grad` is fp32 and unscaled after each `manual_backward`, and each optimizer has a loss
+    scale of its own. A backward takes the smallest of those that it can reach, and they go on from it.
 
-    Parameters keep their identity and their place in ``param_groups``; checkpoints hold the fp32 masters and load
-    anywhere. After fit, validate, test and predict the module is fp32 again.
+    Parameters keep their identity and their place in `param_groups`; checkpoints hold the fp32 masters and load
+    anywhere. Outside of fit, validate, test and predict the module is fp32. More in this folder's `README.md`.
 
     Args:
-        precision: ``"16-true"``, or ``"bf16-true"``, which has fp32's range and therefore no loss scale.
-        loss_scale: ``"dynamic"``, a power of two for a fixed scale, or a
-            :class:`~lightning_hybrid.precision.loss_scale.LossScale`.
-        keep_fp32: module types that stay fp32 beside the normalisation layers (their own tensors, not submodules').
+        precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
+        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
+        keep_fp32: module types that stay fp32 like the normalisation layers (their own tensors, not submodules').
 
     Raises:
-        ValueError: unknown ``precision``; a ``loss_scale`` that is no power of two; a ``loss_scale`` with bf16.
+        ValueError: unknown `precision`; a `loss_scale` that is no power of two; a `loss_scale` with bf16.
         RuntimeError: in training, after 40 skipped steps in a row; asked at logged steps and at the end.
 
     Source: Micikevicius et al. 2017 (arXiv:1710.03740); LARS on masters: Jia et al. 2018 (arXiv:1807.11205).
@@ -101,12 +95,14 @@ class MasterWeightPrecision(Precision):
         self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
         self.keep_fp32 = tuple(keep_fp32)
         scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
-        self.records = OptimizerStepStates(scale if precision == "16-true" else None)
+        self.optimizer_steps = OptimizerStepStates(scale if precision == "16-true" else None)
         self.masters: MasterWeights | None = None
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
-        self._schedules = ScheduleGuard(self._outcomes_of, self._may_put_off_schedules)
+        self._schedules = ScheduleGuard(self.optimizer_steps.skip_flags_of, self._may_put_off_schedules)
         self._num_schedules = 0
+        self._has_strategy = False  # one that knows fp32 masters, see `connect_strategy`
+        self._is_last_backward: Callable[[], bool] = lambda: True
         self._unscaled = UnscaledGradients()
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # of the loss in the last backward
@@ -117,23 +113,26 @@ class MasterWeightPrecision(Precision):
     @property
     def loss_scale(self) -> LossScale | None:
         """The loss scale of the first optimizer; None with bf16."""
-        return self.records[0].loss_scale
-
-    @property
-    def loss_scales(self) -> list[LossScale]:
-        """The loss scales of all optimizers; none with bf16."""
-        return [record.loss_scale for record in self.records if record.loss_scale is not None]
+        return self.optimizer_steps[0].loss_scale
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps skipped so far, of all optimizers. Waits for the device."""
-        return sum(int(record.num_skipped) for record in self.records)
+        """Number of skipped steps of all optimizers. Reading it waits for the device."""
+        return sum(int(state.num_skipped) for state in self.optimizer_steps)
 
     # ---- before training -------------------------------------------------------------------------------------------
 
+    def connect_strategy(self, *, is_last_backward_of_step: Callable[[], bool]) -> None:
+        """Take what only a strategy knows. A strategy that calls this saves and loads the fp32 masters.
+
+        Args:
+            is_last_backward_of_step: returns whether the backward in progress averages over ranks, for a step after it.
+        """
+        self._has_strategy, self._is_last_backward = True, is_last_backward_of_step
+
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert in place; fp32 values are cloned before the cast. In a fit it waits for :meth:`follow_device`."""
-        if self.masters is not None:
+        """Convert in place; in a fit only `follow_device` does. fp32 values are cloned before the cast."""
+        if self.masters is not None:  # of an earlier run: its module must be fp32 to be cloned exactly
             self.masters.restore()
         self._module = module
         if not self._is_fit:
@@ -151,7 +150,7 @@ class MasterWeightPrecision(Precision):
         self.masters.hooks.step_context = self.forward_context
 
     def follow_device(self, device: torch.device) -> None:
-        """The module was moved to ``device``: masters and loss scale follow.
+        """Move masters and loss scale to the `device` that the module was moved to.
 
         In a fit the module is converted now. Its optimizers were made before, so that what their constructors make of
         parameters, such as accumulators and slow weights, is fp32.
@@ -163,14 +162,14 @@ class MasterWeightPrecision(Precision):
         if self.masters is not None:
             self.masters.follow_device()
             self._step = MasterStep(self.masters, device)
-        self.records.to(device)
+        self.optimizer_steps.to(device)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
         trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
-        if trainer is not None and not getattr(trainer.strategy, "carries_master_weights", False):
+        if trainer is not None and not self._has_strategy:
             raise MisconfigurationException(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
                 "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
@@ -178,10 +177,13 @@ class MasterWeightPrecision(Precision):
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, self.precision)
-            self.records.of(optimizer)
+            self.optimizer_steps.of(optimizer)
             step = partial(self._step_past_lightning, optimizer)
-            self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_made))
-        average_masters(trainer.callbacks if trainer is not None else ())  # type: ignore[attr-defined]
+            self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_running))
+        if trainer is not None:
+            from lightning_hybrid.precision.averaging import average_masters  # here: only a trainer has callbacks
+
+            average_masters(trainer.callbacks)  # type: ignore[attr-defined]
         self._num_schedules = len(lr_schedulers)
         if self.loss_scale is not None:
             for config in lr_schedulers:
@@ -192,7 +194,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Autocast: matrix products take half operands, losses and other delicate functions are fp32.
+        """Run under autocast: matrix products take half operands, losses and other delicate functions are fp32.
 
         The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
         their dtypes too: operands are cast where they are used, targets are not.
@@ -202,45 +204,44 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """What runs inside computes as a step does; on a CPU fp16 matrix products are emulated: ``fp16_emulation``."""
+        """Compute inside as a step does; on a CPU fp16 matrix products are emulated (`fp16_emulation`)."""
         with ExitStack() as stack:
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
                 if self._device.type == "cpu":
+                    from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation  # here: not on CUDA
+
                     stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """The loss times the scale (fp32), and the hooks ``on_before_backward``."""
+        """Multiply the loss by its scale in fp32, and call the hooks `on_before_backward`."""
         assert self.masters is not None
-        is_manual, averages = not module.automatic_optimization, not is_between_batches_of_a_step(module)
-        self._scale = None if self.loss_scale is None else self.records.scale_for_backward()
+        is_manual, averages = not module.automatic_optimization, self._is_last_backward()
+        self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
         self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
         if averages:
-            self.masters.hand_over_sums()
+            self.masters.return_sums()
         if self._scale is not None:
             self._last_loss = tensor.detach()
             tensor = tensor.float() * self._scale
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; activations that ``torch.utils.checkpoint`` computes again are computed as in forward."""
+        """Run backward; activations that `torch.utils.checkpoint` recomputes are computed as in forward."""
         with self._arithmetic():
             super().backward(tensor, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """The hooks ``on_after_backward``; gradients of a batch that is not its step's last go into fp32 sums.
+        """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last.
 
         In manual optimization they are unscaled: user code may read, clip and change them from now on.
         """
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
-        is_local = is_between_batches_of_a_step(module)
+        is_local = not self._is_last_backward()
         if not module.automatic_optimization:
-            owned = [list(parameters_of(record.optimizer)) for record in self.records]
-            theirs = {id(parameter) for parameters in owned for parameter in parameters}
-            owned.append([parameter for parameter in module.parameters() if id(parameter) not in theirs])
-            for parameters in owned:
+            for parameters in self.optimizer_steps.parameters_by_optimizer(module):
                 self._unscaled.unscale(parameters, self._scale, to_fp32=self.masters.gradient_fp32, is_local=is_local)
             self._unscaled.put_back()
         elif is_local:
@@ -256,38 +257,38 @@ class MasterWeightPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Closure, unscale, hooks and clipping, then step on the masters, or skip it whole.
+        """Run the closure, unscale, call hooks and clip, then step on the masters or skip the step whole.
 
-        Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks decide
-        alike with no further collective.
+        Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
+        same decision with no further collective.
         """
         assert isinstance(optimizer, Optimizer)
         assert self._step is not None
         assert self.masters is not None
-        record = self.records.of(optimizer)
+        state = self.optimizer_steps.of(optimizer)
         closure_result = closure()
-        self.run_deferred_schedules()  # this step's rate may hang on how the last one ended: it is needed only now
-        record.outcome = None
+        self.run_deferred_schedules()  # this step's rate may depend on how the last one ended: it is needed only now
+        state.skip_flag = None
         if closure_result is None and model.automatic_optimization:
             # `training_step` returned None: there was no backward; earlier batches' gradients go, as by `zero_grad`.
             self.masters.drop_sums()
             self._after_closure(model, optimizer)
             return closure_result
-        if self._may_hand_over(optimizer, model):
-            self._after_closure(model, optimizer)
-            found_inf = self._step.in_one_pass(optimizer, record, **kwargs)
+        if self._may_step_in_one_pass(optimizer, model):
+            self._after_closure(model, optimizer)  # calls the hooks; none of them looks at gradients
+            found_inf = self._step.in_one_pass(optimizer, state, **kwargs)
         else:
-            found_inf = self._unscale_(optimizer, record)
-            self._after_closure(model, optimizer)
-            self._step.from_unscaled(optimizer, record, found_inf, **kwargs)
+            found_inf = self._unscale_(optimizer, state)
+            self._after_closure(model, optimizer)  # hooks and clipping see fp32 gradients, unscaled
+            self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
-            record.count(found_inf)
-            if record.outcome is None and len(self._schedules) > 0:
-                record.outcome = SkipFlag(found_inf)
-            self._stop_if_stuck(record, model)
+            state.count(found_inf)
+            if state.skip_flag is None and len(self._schedules) > 0:
+                state.skip_flag = SkipFlag(found_inf)
+            self._stop_if_stuck(state, model)
         return closure_result
 
-    def _may_hand_over(self, optimizer: Optimizer, model: LightningModule) -> bool:
+    def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (
             self._is_automatic
             and supports_fused_master_step(optimizer, self._device)
@@ -295,14 +296,14 @@ class MasterWeightPrecision(Precision):
             and not any(self._unscaled.of(parameter) for parameter in parameters_of(optimizer))
         )
 
-    def _unscale_(self, optimizer: Optimizer, record: OptimizerStepState) -> Tensor | None:
-        """Put fp32 gradients, divided by the scale, into ``p.grad``; say whether any is inf or nan: 1.0 or 0.0."""
+    def _unscale_(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
+        """Put fp32 gradients, divided by the scale, into `p.grad`; return 1.0 if one is inf or nan, else 0.0."""
         assert self.masters is not None
         parameters, scale = list(parameters_of(optimizer)), None
-        if record.loss_scale is not None:
+        if state.loss_scale is not None:
             # In manual optimization backward has unscaled its own: any others are the user's, and were never scaled.
-            is_scaled = record.grad_scale is not None and self._is_automatic
-            scale = record.grad_scale if is_scaled else torch.ones((), device=self._device)
+            is_scaled = state.grad_scale is not None and self._is_automatic
+            scale = state.grad_scale if is_scaled else torch.ones((), device=self._device)
         self._unscaled.unscale(parameters, scale, to_fp32=self.masters.gradient_fp32)
         found_inf = self._unscaled.found_inf(parameters)
         return torch.zeros((), device=self._device) if found_inf is None and scale is not None else found_inf
@@ -313,30 +314,26 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
-        """User code steps ``optimizer``, which is ``outer`` or within it, by itself: on the masters, or on nothing."""
-        record = self.records.of(outer)
-        found_inf = self._unscale_(optimizer, record)
+        """Let user code step `optimizer`, `outer` itself or within it: on the masters, or on nothing after overflow."""
+        state = self.optimizer_steps.of(outer)
+        found_inf = self._unscale_(optimizer, state)
         assert self._step is not None
-        with self._step.made_by_others(optimizer, is_skipped=found_inf is not None and bool(found_inf)):
+        with self._step.called_by_user(optimizer, is_skipped=found_inf is not None and bool(found_inf)):
             yield
         if found_inf is not None:
-            record.count(found_inf)
+            state.count(found_inf)
 
-    def _stop_if_stuck(self, record: OptimizerStepState, model: LightningModule) -> None:
-        """Look for endless overflow where the host knows of a skip, and at logged steps; see :meth:`on_train_end`."""
-        outcome, every = record.outcome, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+    def _stop_if_stuck(self, state: OptimizerStepState, model: LightningModule) -> None:
+        """Look for endless overflow where the host knows of a skip, and at logged steps; see `on_train_end`."""
+        flag, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
-        if is_logged or (outcome is not None and outcome.is_known and outcome.was_skipped()):
-            raise_if_stuck(record, model, self._last_loss)
+        if is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
+            raise_if_stuck(state, model, self._last_loss)
 
     # ---- schedules -------------------------------------------------------------------------------------------------
 
-    def _outcomes_of(self, optimizer: Optimizer | None) -> Iterable[SkipFlag]:
-        records = self.records if optimizer is None else [self.records.of(optimizer)]
-        return [record.outcome for record in records if record.outcome is not None]
-
     def _may_put_off_schedules(self) -> bool:
-        """On CUDA, unless the rate is looked at before the next step: logged, or scheduled by epochs as well."""
+        """Return True on CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well."""
         assert isinstance(self._module, LightningModule)
         trainer, every = self._module.trainer, self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
@@ -344,35 +341,31 @@ class MasterWeightPrecision(Precision):
         return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
 
     def run_deferred_schedules(self) -> None:
-        """Make the schedules' steps that wait for an optimizer step's outcome: before a checkpoint, and at the end."""
-        self._schedules.settle()
+        """Make the schedules' steps that wait for an optimizer step's flag: before a checkpoint, and at the end."""
+        self._schedules.run_deferred()
 
     def on_train_end(self) -> None:
-        """Settle schedules; endless overflow that no logged step has seen is an error now.
-
-        Raises:
-            RuntimeError: the last 40 steps or more were all skipped.
-        """
+        """Run deferred schedules, and raise `EndlessOverflowError` if no logged step has seen the overflow yet."""
         self.run_deferred_schedules()
-        for record in self.records:
+        for state in self.optimizer_steps:
             assert isinstance(self._module, LightningModule)
-            raise_if_stuck(record, self._module, self._last_loss)
+            raise_if_stuck(state, self._module, self._last_loss)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale and skip counters, the first optimizer's and then the others': plain numbers."""
-        return {} if self.loss_scale is None else self.records.state_dict()
+        """Return loss scales and skip counters of all optimizers: plain numbers."""
+        return {} if self.loss_scale is None else self.optimizer_steps.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the checkpoint's loss scales and counters."""
         if state_dict:
-            self.records.load_state_dict(state_dict)
+            self.optimizer_steps.load_state_dict(state_dict)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """The module is fp32 again, with the masters' values; schedulers have their own class back."""
+        """Make the module fp32 again, with the masters' values; give schedulers their own class back."""
         if self.masters is not None:
             self.masters.restore()
             self.masters = self._step = self._module = None
@@ -382,5 +375,6 @@ class MasterWeightPrecision(Precision):
         self._direct_steps.clear()
         self._schedules.release()
         self._unscaled.clear()
-        self.records.release()
+        self.optimizer_steps.release()
         self._last_loss = self._scale = None
+        self._has_strategy = False

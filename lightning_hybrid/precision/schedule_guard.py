@@ -1,18 +1,18 @@
 """Learning-rate schedules that wait when a step was skipped.
 
-After an overflow the optimizer does not step, so neither may a schedule that counts steps: otherwise a warm-up of a few
-hundred steps loses some of them to the first search for a loss scale, and PyTorch warns that the scheduler ran first.
+After an overflow the optimizer does not step, so neither may a schedule that counts steps: a warm-up would lose some to
+the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
 
-The schedule runs on the host, the verdict is on the device. F forward, B backward, U update:
+The schedule runs on the host; whether the step was skipped is known on the device. F forward, B backward, U update:
 
     device   | F1 B1 U1 | F2 B2 U2 | F3 ..
-    host     queue F1 B1 U1, F2 B2 | wait for U1's verdict | schedule of step 1 | queue U2, F3 B3 | wait for U2's ..
+    host     queue F1 B1 U1, F2 B2 | wait for U1's flag | schedule of step 1 | queue U2, F3 B3 | wait for U2's flag ..
 
 The rate is needed when U2 is queued, not before, so the schedule's step 1 is put off until then. That is the one wait
 of a step, for something the device did before the F2 and B2 that it has still in store: it does not run dry.
-Elsewhere the verdict is awaited at once: on a CPU, which knows it; before a logged step and after the last batch of an
+Elsewhere the host waits at once: on a CPU, which knows the flag; before a logged step and after the last batch of an
 epoch, so that what is logged or stepped by epochs finds today's rate; and at a checkpoint. In between
-``optimizer.param_groups[0]["lr"]`` and ``scheduler.get_last_lr()`` on CUDA are those of the step just made.
+`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` on CUDA are those of the step just made.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from lightning_hybrid.precision.skipped_steps import SkipFlag
 
 
 class ScheduleGuard:
-    """Makes guarded schedules step when, and only if, the optimizer's step is known to have been made.
+    """Guard that lets schedules step when, and only if, the optimizer's step is known to have been made.
 
     Args:
-        outcomes_of: how the last step of an optimizer ended; of every optimizer, for None.
-        may_put_off: whether a schedule's step may be made later, before the next optimizer step.
+        skip_flags_of: returns the flags of an optimizer's last step; of every optimizer, for None.
+        may_put_off: returns whether a schedule's step may be made later, before the next optimizer step.
     """
 
     def __init__(
         self,
-        outcomes_of: Callable[[Optimizer | None], Iterable[SkipFlag]],
+        skip_flags_of: Callable[[Optimizer | None], Iterable[SkipFlag]],
         may_put_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._outcomes_of = outcomes_of
+        self._skip_flags_of = skip_flags_of
         self._may_put_off = may_put_off
         self._guarded: list[LRSchedulerConfig] = []
         self._waiting: list[tuple[list[SkipFlag], Callable[[], None]]] = []
 
     def __len__(self) -> int:
-        """The number of guarded schedules."""
+        """Return the number of guarded schedules."""
         return len(self._guarded)
 
     def guard(self, config: LRSchedulerConfig) -> None:
-        """Make ``config.scheduler.step()`` do nothing where its optimizer's last step was skipped.
+        """Make `config.scheduler.step()` do nothing where its optimizer's last step was skipped.
 
-        Only schedulers with ``interval="step"`` are guarded: one that counts epochs has to move however its last step
-        ended. ``ReduceLROnPlateau`` follows a metric, not steps. The object stays itself and an instance of its class;
-        its class becomes a subclass whose namespace, not the instance's, holds the check, so ``state_dict()`` is
+        Only schedulers with `interval="step"` are guarded: one that counts epochs has to move however its last step
+        ended. `ReduceLROnPlateau` follows a metric, not steps. The object stays itself and an instance of its class;
+        its class becomes a subclass whose namespace, not the instance's, holds the check, so `state_dict()` is
         unchanged.
         """
         scheduler = config.scheduler
@@ -69,15 +69,15 @@ class ScheduleGuard:
         self._guarded.append(config)
 
     def _advance_when_known(self, optimizer: Optimizer | None, advance: Callable[[], None]) -> None:
-        self._waiting.append((list(self._outcomes_of(optimizer)), advance))
+        self._waiting.append((list(self._skip_flags_of(optimizer)), advance))
         if not self._may_put_off():
-            self.settle()
+            self.run_deferred()
 
-    def settle(self) -> None:
-        """Make the steps that were put off, in order. Waits for the optimizer steps that they follow."""
+    def run_deferred(self) -> None:
+        """Make the steps that were put off, in order. Wait for the optimizer steps that they follow."""
         waiting, self._waiting = self._waiting, []
-        for outcomes, advance in waiting:
-            if not any(outcome.was_skipped() for outcome in outcomes):
+        for flags, advance in waiting:
+            if not any(flag.was_skipped() for flag in flags):
                 advance()
 
     def release(self) -> None:
@@ -90,5 +90,5 @@ class ScheduleGuard:
 
 
 def is_guarded(scheduler: object) -> bool:
-    """Whether a :class:`ScheduleGuard` is in force."""
+    """Return whether a `ScheduleGuard` guards the scheduler."""
     return hasattr(type(scheduler), "_unguarded")

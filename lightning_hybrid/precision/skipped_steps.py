@@ -1,4 +1,4 @@
-"""What is kept per optimizer about its steps: loss scale, how the last step ended, how many were skipped.
+"""The state of each optimizer's steps: loss scale, whether the last step was skipped, how many were skipped.
 
 All of it lives on the device. The host learns of it where it asks: at a logged step, at a checkpoint, at the end.
 """
@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import LossScale
 
-# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Whoever still
-# overflows after 40 steps in a row has non-finite numbers that no scale can cure.
+# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Overflow
+# that still lasts after 40 steps in a row comes from non-finite numbers that no scale can cure.
 MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
 class EndlessOverflowError(RuntimeError):
-    """Every step is skipped, and no loss scale can cure it."""
+    """Overflow in every step that no loss scale can cure."""
 
 
 class SkipFlag:
-    """Whether one step was skipped, on its way from the device to the host.
+    """The flag whether one step was skipped, on its way from the device to the host.
 
     On CUDA the answer is copied to pinned memory behind the step's own work, and an event tells when it is there.
 
@@ -46,11 +46,11 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host was told, so that :meth:`was_skipped` reads nothing."""
+        """Whether the host knows, so that `was_skipped` reads nothing."""
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
-        """The answer. Waits for this step, not for what was queued after it."""
+        """Return the flag. Wait for this step, not for what was queued after it."""
         if self._arrival is not None:
             self._arrival.synchronize()
         if isinstance(self._answer, Tensor):
@@ -64,28 +64,28 @@ class OptimizerStepState:
 
     loss_scale      of the next backward;  None with bf16
     grad_scale      what the gradients waiting for the next step were multiplied by
-    outcome         of the last step;  None: it was not skipped
+    skip_flag       of the last step;  None: it was not skipped
     """
 
     loss_scale: LossScale | None
     optimizer: Optimizer | None = None
     grad_scale: Tensor | None = None
-    outcome: SkipFlag | None = None
+    skip_flag: SkipFlag | None = None
     num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def to(self, device: torch.device) -> None:
-        """Move what is kept to ``device``."""
+        """Move scale and counters to `device`."""
         self.num_skipped, self.num_in_a_row = self.num_skipped.to(device), self.num_in_a_row.to(device)
         if self.loss_scale is not None:
             self.loss_scale.to(device)
 
     def count(self, found_inf: Tensor) -> None:
-        """Follow one step, on the device, in few operations: each of one element is a launch there.
+        """Count one step, on the device, in few operations: each of one element is a launch there.
 
-        >>> record = OptimizerStepState(loss_scale=None)
-        >>> for overflow in (1.0, 0.0, 1.0, 1.0): record.count(torch.tensor(overflow))
-        >>> record.num_skipped, record.num_in_a_row
+        >>> state = OptimizerStepState(loss_scale=None)
+        >>> for overflow in (1.0, 0.0, 1.0, 1.0): state.count(torch.tensor(overflow))
+        >>> state.num_skipped, state.num_in_a_row
         (tensor(3), tensor(2))
         """
         skipped = found_inf > 0
@@ -95,7 +95,7 @@ class OptimizerStepState:
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, so that a checkpoint loads with ``weights_only=True``. Waits for the device."""
+        """Return plain numbers, so that a checkpoint loads with `weights_only=True`. Wait for the device."""
         return {
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
             "num_skipped_steps": int(self.num_skipped),
@@ -103,7 +103,7 @@ class OptimizerStepState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.num_skipped = torch.full_like(self.num_skipped, int(state["num_skipped_steps"]))
@@ -111,7 +111,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """The records of all optimizers, in the trainer's order. Further ones start as copies of the first.
+    """The states of all optimizers, in the trainer's order. Further ones start as copies of the first.
 
     Args:
         loss_scale: of the first optimizer, which the others copy; None with bf16.
@@ -122,71 +122,83 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._device = torch.device("cpu")
 
     def to(self, device: torch.device) -> None:
-        """Move all to ``device``."""
+        """Move all to `device`."""
         self._device = device
-        for record in self:
-            record.to(device)
+        for state in self:
+            state.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
-        """The record of ``optimizer``: its own, or the first that has none, or a new one."""
-        for record in self:
-            if record.optimizer is optimizer:
-                return record
-        for record in self:
-            if record.optimizer is None:
-                record.optimizer = optimizer
-                return record
+        """Return the state of `optimizer`: its own, or the first without an optimizer, or a new one."""
+        for state in self:
+            if state.optimizer is optimizer:
+                return state
+        for state in self:
+            if state.optimizer is None:
+                state.optimizer = optimizer
+                return state
         new = OptimizerStepState(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
         new.to(self._device)
         self.append(new)
         return new
 
+    def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
+        """Return the flag of the last step of `optimizer`, of every optimizer for None; nothing where none is due."""
+        states = self if optimizer is None else [self.of(optimizer)]
+        return [state.skip_flag for state in states if state.skip_flag is not None]
+
+    def parameters_by_optimizer(self, module: nn.Module) -> list[list[Tensor]]:
+        """Return the parameters of each optimizer, and last those of the module that no optimizer has."""
+        found = [list(parameters_of(state.optimizer)) for state in self]
+        known = {id(parameter) for parameters in found for parameter in parameters}
+        return [*found, [parameter for parameter in module.parameters() if id(parameter) not in known]]
+
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
-        """The smallest scale of all optimizers whose parameters a backward can reach now; they all go on from it."""
+        """Return the smallest scale of all optimizers whose parameters a backward can reach; all of them take it."""
+        # One backward has one loss, so one scale: gradients of all that it reaches are multiplied by the same number.
         reached = list(self)
         if len(reached) > 1:
             reached = [one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))] or reached
-        scales = [record.loss_scale for record in reached if record.loss_scale is not None]
+        scales = [state.loss_scale for state in reached if state.loss_scale is not None]
         scale = scales[0].scale if len(scales) == 1 else torch.stack([one.scale for one in scales]).amin()
-        for record, loss_scale in zip(reached, scales, strict=True):
-            loss_scale.scale = record.grad_scale = scale
+        for state, loss_scale in zip(reached, scales, strict=True):
+            loss_scale.scale = state.grad_scale = scale
         return scale
 
     def release(self) -> None:
-        """Let go of the optimizers and of what concerned their last step; scales and counters stay."""
-        for record in self:
-            record.optimizer = record.outcome = record.grad_scale = None
+        """Forget the optimizers and their last step; scales and counters stay."""
+        for state in self:
+            state.optimizer = state.skip_flag = state.grad_scale = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The first record's state, with those of the others beside it."""
-        first, *others = (record.state_dict() for record in self)
+        """Return the first optimizer's state, with those of the others under one more key."""
+        first, *others = (state.state_dict() for state in self)
         return {**first, "other_optimizers": others} if others else first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore as many as there are in both."""
-        for record, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
-            record.load_state_dict(own)
+        """Restore as many optimizers as there are in both."""
+        for one, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
+            one.load_state_dict(own)
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """The parameters in the groups of ``optimizer``, in order; none for None."""
+    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
     return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
-def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
-    """End a run whose overflows no scale seems to cure. Waits for the device.
+def raise_if_stuck(state: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
+    """End a run whose overflows no scale seems to cure. Wait for the device.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
-            see it here. The callback ``NumericsMonitor`` adds layer, batch and rank.
+            see it here. The callback `NumericsMonitor` adds layer, batch and rank.
     """
-    if record.loss_scale is None or last_loss is None or int(record.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
+    if state.loss_scale is None or last_loss is None or int(state.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     bad = [
         names.get(id(parameter), "?")
-        for parameter in parameters_of(record.optimizer)
+        for parameter in parameters_of(state.optimizer)
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
     ]
     loss = float(last_loss.float().sum())
@@ -199,8 +211,8 @@ def raise_if_stuck(record: OptimizerStepState, model: LightningModule, last_loss
         "division of 0 in the loss."
     )
     raise EndlessOverflowError(
-        f"Gradients were inf or nan for {int(record.num_in_a_row)} steps in a row, up to global step "
-        f"{model.trainer.global_step}; the loss scale is {record.loss_scale.value:g} and no scale can cure this. "
+        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to global step "
+        f"{model.trainer.global_step}; the loss scale is {state.loss_scale.value:g} and no scale can cure this. "
         f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
         f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
         "checkpoint after the cure."

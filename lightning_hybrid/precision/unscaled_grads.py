@@ -1,4 +1,4 @@
-"""Which gradients were divided by the loss scale: none is divided twice, and what outlives its step can go back."""
+"""Gradients that were divided by the loss scale: none is divided twice, and one that outlives its step can go back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hybrid.precision.loss_scale import unscale_
 
 @dataclass(eq=False)
 class Unscaled:
-    """An fp32 gradient in ``p.grad`` that was divided by a loss scale.
+    """One fp32 gradient in `p.grad` that was divided by a loss scale.
 
     found_inf   whether it or one of those divided with it is inf or nan;  None: not known, or there is no scale
     is_local    it is this rank's alone: the next backward that averages has to average it too
@@ -26,7 +26,7 @@ class Unscaled:
 
 
 class UnscaledGradients:
-    """Fp32 gradients in ``p.grad`` that were divided by a loss scale.
+    """All fp32 gradients in `p.grad` that were divided by a loss scale.
 
     >>> unscaled, parameter = UnscaledGradients(), torch.nn.Parameter(torch.zeros(1))
     >>> parameter.grad = torch.tensor([2.0])
@@ -49,7 +49,7 @@ class UnscaledGradients:
         to_fp32: Callable[[Tensor], Tensor] | None = None,
         is_local: bool = False,
     ) -> None:
-        """Put fp32 gradients, divided by ``scale``, into ``p.grad``, and add to them what waited aside.
+        """Put fp32 gradients, divided by `scale`, into `p.grad`, and add to them what was set aside.
 
         Args:
             parameters: of one optimizer: one of their gradients that is inf or nan makes it skip its step. Those whose
@@ -92,22 +92,20 @@ class UnscaledGradients:
         self._held[id(parameter)] = unscaled
 
     def found_inf(self, parameters: Iterable[Tensor]) -> Tensor | None:
-        """1.0 if one of the gradients was inf or nan, else 0.0; None: none was looked at."""
+        """Return 1.0 if one of the gradients was inf or nan, else 0.0; None if none was checked."""
         held = (self.of(parameter) for parameter in parameters)
         found = {id(one.found_inf): one.found_inf for one in held if one is not None and one.found_inf is not None}
         return torch.stack(list(found.values())).amax() if len(found) > 1 else next(iter(found.values()), None)
 
     def of(self, parameter: Tensor) -> Unscaled | None:
-        """What is known of ``p.grad``; None where that is another gradient.
-
-        DDP, once it knows the order of gradients, makes its buckets again and copies into them what is in ``p.grad``,
-        rounded: the gradient itself is put back.
-        """
+        """Return what is known of `p.grad`; None where that is another gradient."""
         held = self._held.get(id(parameter))
         if held is None or parameter.grad is None:
             return None
         if held.gradient is parameter.grad:
             return held
+        # DDP, once it knows the order of gradients, makes its buckets again and copies into them what is in `p.grad`,
+        # rounded: the gradient itself is put back.
         if torch.equal(parameter.grad, held.gradient.to(parameter.grad.dtype)):
             self._put(held)
             return held
@@ -115,28 +113,29 @@ class UnscaledGradients:
 
     @torch.no_grad()
     def prepare_for_backward(self, scale: Tensor | None, *, sums: bool = False, averages: bool = True) -> None:
-        """Make gradients that outlived their step ready for another backward to be added to them.
+        """Make gradients that outlived their step ready for another backward, which adds to them.
 
-        Usually ``zero_grad`` removed them. Where it did not, they return to the parameter's dtype and to the scale. In
-        a manual loop, where they often stay, half precision would round at each return: there those that need no
-        further average wait aside in fp32, until :meth:`unscale` and :meth:`put_back`.
+        They return to the parameter's dtype and to the scale, or are set aside in fp32 until `unscale` and `put_back`.
 
         Args:
-            scale: of the loss in this backward; None: there is none.
-            sums: whether gradients may wait aside.
-            averages: whether this backward averages over ranks what it finds in ``p.grad``.
+            scale: the loss scale of this backward; None: there is none.
+            sums: whether gradients may be set aside.
+            averages: whether this backward averages over ranks what it finds in `p.grad`.
         """
+        # Usually `zero_grad` removed them, and there is nothing to do. In a manual loop they often stay, and half
+        # precision would round at each return: there those that need no further average are set aside.
         for held in list(self._held.values()):
-            parameter, is_ours = held.parameter, self.of(held.parameter) is not None
+            parameter, is_held = held.parameter, self.of(held.parameter) is not None
             gradient = parameter.grad
             if held.gradient.dtype is not parameter.dtype:
+                # `grad_dtype` can only change while there is no gradient.
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype  # backward casts what it brings
             if gradient is None:
                 continue
             if held.gradient.dtype is parameter.dtype:
                 parameter.grad = gradient if scale is None else gradient.mul_(scale)
-            elif is_ours and sums and not (held.is_local and averages):
+            elif is_held and sums and not (held.is_local and averages):
                 self._aside[id(parameter)] = held
             else:
                 parameter.grad = (gradient if scale is None else gradient * scale).to(parameter.dtype)
@@ -144,12 +143,12 @@ class UnscaledGradients:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """What waits aside still, as the backward brought nothing to add to it, is ``p.grad`` again."""
+        """Make what is still set aside `p.grad` again: the backward brought nothing to add to it."""
         for unscaled in self._aside.values():
             self._put(unscaled)
         self._aside.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all gradients."""
         self._held.clear()
         self._aside.clear()

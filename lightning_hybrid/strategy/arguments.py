@@ -6,9 +6,9 @@ import dataclasses
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -20,9 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
-from lightning_hybrid.comm.ddp_buckets import ddp_limits
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.plan_search import choose_plan
+from lightning_hybrid.comm.size_rules import ddp_limits
 
 STRATEGY_NAME = "hybrid_allreduce"
 _DTYPES = {
@@ -35,17 +33,22 @@ _DTYPES = {
 }
 
 
-def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Check that every name is an argument of ``DistributedDataParallel`` and free for the user to set.
+@runtime_checkable
+class Planner(Protocol):
+    """What chooses a plan when training starts; `planning.cluster.Cluster` is one."""
 
-    Args:
-        ddp_kwargs: what the user gave beside the strategy's own arguments.
-        own: the strategy's own arguments, for the advice.
+    def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
+        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready."""
+
+
+def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
 
     Raises:
-        ValueError: names the option, and the one it is close to.
+        ValueError: names the option, and the one it is close to: one of DDP's or of the strategy's `own`.
     """
     own = [name for name in own if name != "ddp_kwargs"]
+    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
@@ -65,7 +68,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
 
 
 def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
-    """Bytes of a bucket, from our option or from DDP's ``bucket_cap_mb`` (MiB), which is taken out of ``ddp_kwargs``.
+    """Return the bytes of a bucket, from `bucket_bytes` or from DDP's `bucket_cap_mb` (MiB), taken from `ddp_kwargs`.
 
     Raises:
         ValueError: both were given.
@@ -80,10 +83,10 @@ def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int
     return int(cap_mb * 2**20)
 
 
-def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
-    """The plan given, or read from the file of that path, or made from the two options that need none.
+def plan_from(plan: CommPlan | Planner | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
+    """Return the given plan, or read it from the file of that path, or make it from the two options that need none.
 
-    Of a cluster, the library's own, until `plan_on` can choose.
+    For a planner it is the library's own plan, until `ask_planner` can choose.
 
     Raises:
         ValueError: a plan and one of the options were given, or a value cannot work.
@@ -96,50 +99,38 @@ def plan_from(plan: CommPlan | Cluster | str | None, *, algorithm: Any, bucket_b
             f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
             "`bucket_bytes` out, or the plan."
         )
-    if isinstance(plan, Cluster):
+    if isinstance(plan, Planner):
         return CommPlan()
     if isinstance(plan, CommPlan):
         return plan
     try:
         return CommPlan.from_json(Path(plan).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(
             f"`plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
             "`CommPlan(...).to_json()`, or leave `strategy.plan` out."
         ) from error
 
 
-def plan_on(
-    cluster: Cluster, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
+def ask_planner(
+    planner: Planner, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
 ) -> CommPlan:
-    """The plan whose step with this module's gradients is the shortest on a cluster as described; nothing hides them.
+    """Return the planner's choice for this module's gradients, of the dtype on the wire or that of the largest one.
 
-    The same on ranks that were given the same description. The job may have another number of nodes.
-
-    Raises:
-        ValueError: nodes of the job have other numbers of ranks than those of the description.
+    Gradients get ready about in the reverse order of the parameters.
     """
-    if topology.ranks_per_node != cluster.ranks_per_node:
-        raise ValueError(
-            f"`plan` (=a cluster with {cluster.ranks_per_node} ranks per node) must be of nodes as this job's, which "
-            f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or leave "
-            "`strategy.plan` out."
-        )
+    # Ranks that know the same module choose the same plan: nothing here is measured.
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
-    return choose_plan(numels, cluster.of(topology.num_nodes), itemsize=dtype.itemsize, on_cuda=on_cuda)
+    return planner.plan_for(numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda)
 
 
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """The plan's buckets as ``bucket_cap_mb_list``; empty where torch has no such option, or the user gave it.
+    """Return the plan's buckets as `bucket_cap_mb_list`; nothing where torch has no such option, or the user gave it.
 
-    DDP applies the list to parameters as they are defined, and, once it knows better, to gradients as they get ready;
-    with unused parameters to look for it never rebuilds its buckets, so that the first order is the one that counts.
-    Gradients of each dtype go into buckets of their own, and one list must do for all: it is made for the dtype that
-    has most bytes. The others, normalisation in fp32 beside half-precision weights, fill none; DDP puts those last.
     On CUDA, where a plan leaves buckets to DDP, they are DDP's own two sizes: of the first bucket, and of all others.
 
     >>> bias_then_weight = nn.Linear(256, 256)
@@ -154,6 +145,8 @@ def bucket_caps_for_ddp(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
+    # DDP puts gradients of each dtype into buckets of their own, and one list must do for all: it is made for the dtype
+    # with most bytes. The others, normalisation in fp32 next to half-precision weights, fill no bucket and come last.
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
         by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())
@@ -162,15 +155,17 @@ def bucket_caps_for_ddp(
     if len(caps) < 2:
         return {}
     if ddp_kwargs.get("find_unused_parameters"):
+        # DDP applies the list to parameters in the order of definition, and after its first step to gradients in the
+        # order they get ready. Looking for unused parameters it never rebuilds its buckets: the first order stays.
         caps.reverse()
     return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
 
 
 def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -> torch.dtype | None:
-    """The dtype that an option names.
+    """Return the dtype that an option names.
 
     Raises:
-        ValueError: for any other.
+        ValueError: it names no dtype of a gradient.
 
     >>> dtype_from("fp16"), dtype_from("torch.bfloat16"), dtype_from(None)
     (torch.float16, torch.bfloat16, None)
@@ -183,7 +178,7 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -
 
 
 def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:
-    """The bytes per second that an option gives.
+    """Check an option in bytes per second, and return it as a float.
 
     Raises:
         ValueError: it is no number above zero, or not finite.
@@ -202,11 +197,12 @@ def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float
 
 
 def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
-    """Check that ``Trainer(precision=...)`` agrees with the precision in the strategy object.
+    """Check that `Trainer(precision=...)` agrees with the precision in the strategy object.
 
     Raises:
         MisconfigurationException: it says something else.
     """
+    # Lightning takes the strategy's plugin and ignores the flag without a word; "32-true" is the flag's default.
     asked = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
     if asked not in ("32-true", plugin.precision):
         raise MisconfigurationException(
@@ -217,18 +213,17 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
 
 
 def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
-    """The setting of ``tune``; booleans too, as YAML reads ``on`` and ``off`` as such.
-
-    ``is_own_choice``: whether the plan is the library's; one that the user chose is tuned only where that is asked for.
+    """Return the setting of `tune`; with a plan that is not the library's own choice, `"auto"` is `"off"`.
 
     Raises:
-        ValueError: for any other.
+        ValueError: the setting is none of auto, on, off.
 
     >>> tune_from("auto"), tune_from(True), tune_from(False)
     ('auto', 'on', 'off')
     >>> tune_from("auto", is_own_choice=False)
     'off'
     """
+    # YAML reads `on` and `off` as booleans.
     setting = {True: "on", False: "off"}[setting] if isinstance(setting, bool) else setting
     if setting not in ("auto", "on", "off"):
         raise ValueError(
@@ -239,7 +234,7 @@ def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
 
 
 def user_moves_batches(module: pl.LightningModule | None) -> bool:
-    """Whether module or data module has a hook of its own that moves batches to the device."""
+    """Return whether module or data module has a hook of its own that moves batches to the device."""
     assert module is not None
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
@@ -248,14 +243,14 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     )
 
 
-def in_our_words(told: str, strategy_type: str) -> str:
-    """Lightning's advice on unused parameters, with the names of this strategy."""
-    told = told.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
-    return told.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
+def with_own_names(advice: str, strategy_type: str) -> str:
+    """Return Lightning's advice on unused parameters with the names of this strategy."""
+    advice = advice.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
+    return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
 def register_variants(registry: Any, strategy: type) -> None:
-    """Register ``hybrid_allreduce`` and the variants that ``ddp`` has."""
+    """Register `hybrid_allreduce` and the variants that `ddp` has."""
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
         name = f"{STRATEGY_NAME}{suffix}"
         if name in registry:
@@ -273,7 +268,7 @@ def register_variants(registry: Any, strategy: type) -> None:
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Check that ``module`` has every parameter that an optimizer trains: DDP would not average others.
+    """Check that `module` has every parameter that an optimizer trains: DDP would not average others.
 
     Raises:
         ValueError: names optimizer and group.
@@ -290,7 +285,7 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
 
 
 def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
-    """Check, before a step, that DDP averages all that it trains; ``averaged``: by ``id``.
+    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
 
     Raises:
         RuntimeError: names the parameter.
@@ -308,7 +303,7 @@ def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int],
 
 
 def refuse_nothing_to_train(module: nn.Module) -> None:
-    """Check that ``module`` has a trainable parameter.
+    """Check that `module` has a trainable parameter.
 
     Raises:
         ValueError: it has none, or all are frozen.

@@ -1,34 +1,38 @@
-"""Errors of training that concern other ranks: told to them, and explained where another rank is the cause.
+"""Errors and signals on one rank: reported to all ranks, and explained where another rank is the cause.
 
-    before the engine is there    a watch of its own answers the roll: dead, stopped, hanging and failed ranks are named
-    from then on                  the engine's watch does (comm/watch.py)
+    before there is an engine     a watchdog of its own names dead, stopped, hanging and failed ranks
+    from then on                  the engine's does (`comm/health/watchdog.py`)
 
 On CUDA torch's own watchdog would end a process without a word as soon as NCCL reports a lost peer, or after the time
-limit; here it only aborts communicators (``CLEAN_UP_ONLY``), and the error that follows is told and explained. Weights
-may by then have taken a step with gradients that are no averages: nothing is saved after a failure.
+limit; here it only aborts communicators (`CLEAN_UP_ONLY`), and the error that follows is reported and explained. By
+then the weights may have taken a step with gradients that are no averages: nothing is saved after a failure.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health import tcp_info
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, private_store, short
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.precision.dtype_errors import add_cure
-from lightning_hybrid.strategy.arguments import in_our_words
-from lightning_hybrid.strategy.interruption import SigtermOnAnyRank, in_words, say_where_it_stopped
+from lightning_hybrid.strategy.arguments import with_own_names
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""What torch's watchdog does with an error of NCCL's; read whenever a process group is made."""
+"""Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group."""
 
 CLEAN_UP_ONLY = "2"
 
@@ -37,25 +41,26 @@ OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
 
 
 class SetupWatchdog:
-    """Names the rank that keeps others waiting before there is an engine, or where there will be none.
+    """Watchdog that names the rank others wait for, before there is an engine or where there will be none.
 
-    Collective: every rank of WORLD must make one. Ends with ``leave``. A collective that waits meanwhile fails when the
-    backend says so; only then can be told who is the cause.
+    Collective: every rank of WORLD must make one. Ends with `leave`. A collective that waits meanwhile fails when the
+    backend says so; only then can the cause be named.
     """
 
     def __init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside = 0
-        told: list[tuple[str, list[str]]] = [("", [])] * self._world_size
-        dist.all_gather_object(told, (host_identity()[0], tcp_info.own_addresses()))
-        count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)  # a process may fit more than once
+        places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
+        dist.all_gather_object(places, (host_identity()[0], tcp_info.own_addresses()))
+        # A process may fit more than once: each setup has a store of its own.
+        count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
         self._watch = Watchdog(
             store=private_store(f"lightning_hybrid/setup/{count}"),
             rank=self._rank,
             world_size=self._world_size,
             watched=self,
-            hosts=[host for host, _ in told],
-            addresses=[addresses for _, addresses in told],
+            hosts=[host for host, _ in places],
+            addresses=[addresses for _, addresses in places],
         )
         self._watch.start()
 
@@ -73,13 +78,13 @@ class SetupWatchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what no rank leaves before all have come. Who fails there has waited there."""
+        """Mark what no rank leaves before all have come: a rank that fails inside has waited for others."""
         self._num_inside += 1
         yield
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Who is the cause of a collective that failed here, then ``error``; the same words on every rank."""
+        """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
         noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
         return f"{self._watch.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
 
@@ -88,104 +93,183 @@ class SetupWatchdog:
         self._watch.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
-        """May be called again."""
+        """End; may be called again."""
         self._watch.leave()
 
 
-class FailureReportMixin(DDPStrategy):
-    """Of a strategy: what it does with an error, whoever's it is."""
+class SigtermOnAnyRank:
+    """Handler of SIGTERM for one fit, in place of Lightning's: it notes the signal, and the next batch raises.
+
+    Rank zero's signal is obeyed as Lightning does; another rank's by ending its run, of which the others learn within
+    seconds.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._was_asked = False
+        # Lightning 2.6 asks rank zero before each batch whether it received a signal, and its handler calls the same
+        # collective in the middle of what a rank does: a signal to a rank above zero leaves the ranks waiting in
+        # different collectives for good.
+        installed = signal.getsignal(signal.SIGTERM)
+        if isinstance(installed, _HandlersCompose):
+            installed.signal_handlers = [
+                self._note if getattr(one, "__func__", None) is _SignalConnector._sigterm_notifier_fn else one
+                for one in installed.signal_handlers
+            ]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(number)
+        connector.received_sigterm = True
+
+    def before_batch(self) -> None:
+        """Check on a rank above zero whether it has to end on its own.
+
+        Raises:
+            SIGTERMException: the signal came before the last batch, and rank zero, asked since, has not received it.
+        """
+        # One batch later: Lightning asks rank zero before each batch, and a signal to all ranks is obeyed together.
+        if self._was_asked:
+            raise SIGTERMException
+        self._was_asked = self._trainer.received_sigterm and self._trainer.global_rank > 0
+
+
+class FailureReportMixin:
+    """Strategy mixin: report an error on one rank to all ranks, and name the rank that caused it.
+
+    `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
+    """
 
     _engine: CommEngine | None = None
-    _setup_watch: SetupWatchdog | None = None
+    _setup_watchdog: SetupWatchdog | None = None
     _sigterm: SigtermOnAnyRank | None = None
     _ended_by: BaseException | None = None
     _has_set_error_handling = False
+    parallel_devices: Any
+    precision_plugin: Any
+    lightning_module: Any
+    global_rank: int
 
     def setup_environment(self) -> None:
-        """As DDP; from here on a rank that is missed is named."""
+        """Set up as DDP; from here on a missing rank is named."""
         on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
+        # Before the process group is made, when torch reads it; a value of the user's stays.
         if on_cuda and ERROR_HANDLING not in os.environ:
             os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._setup_watch = SetupWatchdog()
-
-    def setup(self, trainer: Any) -> None:
-        """As DDP, in which ranks wait for each other."""
-        with self._waiting():
-            super().setup(trainer)
-        if self._engine is not None:
-            self._end_setup_watch()
+            self._setup_watchdog = SetupWatchdog()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As DDP."""
-        with self._waiting():
-            super().barrier(*args, **kwargs)
+        """Wait as DDP, where the watchdog sees it."""
+        with self._waiting_for_ranks():
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """As DDP."""
-        with self._waiting():
-            return super().broadcast(*args, **kwargs)
+        """Broadcast as DDP, where the watchdog sees it."""
+        with self._waiting_for_ranks():
+            return super().broadcast(*args, **kwargs)  # type: ignore[misc]
 
-    def _waiting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._setup_watch is None else self._setup_watch.waiting()
+    def _waiting_for_ranks(self) -> AbstractContextManager[None]:
+        """Mark what runs inside as a collective, for the watchdog before there is an engine."""
+        return nullcontext() if self._setup_watchdog is None else self._setup_watchdog.waiting()
+
+    def _end_setup_watchdog(self) -> None:
+        watchdog, self._setup_watchdog = self._setup_watchdog, None
+        if watchdog is not None:
+            watchdog.leave()
 
     def on_exception(self, exception: BaseException) -> None:
-        """As DDP, telling ranks that wait for this one, and with our own name in the advice on unused parameters.
+        """Report the error to the ranks that wait for this one; where another rank is the cause, say which.
 
-        Where the error is a collective's of DDP or Lightning, such as the broadcast of buffers, another rank is the
-        cause, and the error says which: it is this error, with more words.
+        An error of a collective of DDP or Lightning, such as the broadcast of buffers, stays itself with more words.
         """
-        watch = self._engine or self._setup_watch
-        if watch is not None and is_of_a_collective(exception):
-            exception.args = (watch.explain(exception),)
-        elif watch is not None:
-            watch.abort(in_words(exception))
+        watchdog = self._engine or self._setup_watchdog
+        if watchdog is not None and is_of_a_collective(exception):
+            exception.args = (watchdog.explain(exception),)
+        elif watchdog is not None:
+            watchdog.abort(reason_of(exception))
             here = f"On rank {self.global_rank} (host {host_identity()[0]})"
             has_place = "comm: " in str(exception) or any(here in note for note in getattr(exception, "__notes__", ()))
             if not has_place:
                 exception.add_note(f"{here}.")
-            told = "" if self._engine is None else self._engine.failure
-            if told and told not in str(exception):  # the device's, say, after its communicators were aborted
-                exception.add_note(told)
-        super().on_exception(exception)
+            # The error may be only a consequence, such as the device's own after its communicators were aborted.
+            cause = "" if self._engine is None else self._engine.failure
+            if cause and cause not in str(exception):
+                exception.add_note(cause)
+        super().on_exception(exception)  # type: ignore[misc]
+        # DDPStrategy has added its advice on unused parameters, in which it names itself.
         if exception.args and isinstance(exception.args[0], str):
-            exception.args = (in_our_words(exception.args[0], type(self).__name__), *exception.args[1:])
+            exception.args = (with_own_names(exception.args[0], type(self).__name__), *exception.args[1:])
         if self.lightning_module is not None:
+            from lightning_hybrid.precision.dtype_errors import add_cure  # here: only an error needs it
+
             add_cure(exception, self.precision_plugin.precision)
             self._ended_by = exception
 
     def on_train_start(self) -> None:
-        """As DDP; SIGTERM to any rank is obeyed from here on."""
-        super().on_train_start()
-        assert self.lightning_module is not None
+        """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
+        super().on_train_start()  # type: ignore[misc]
         self._sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """As DDP; a rank that was told to stop does."""
-        super().on_train_batch_start(batch, batch_idx)
+    def _obey_sigterm(self) -> None:
+        """End the run before a batch, if this rank received a SIGTERM."""
         if self._sigterm is not None:
             self._sigterm.before_batch()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As DDP; raises after a failure on CUDA, where the weights of the last step are not to be used."""
+        """Save as DDP; raise after a failure on CUDA, where the last step may have used sums that are no averages."""
         if self._engine is not None and self._engine.device.type == "cuda":
             self._engine.raise_if_failed()
-        super().save_checkpoint(*args, **kwargs)
+        super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
-    def teardown(self) -> None:
-        """As DDP."""
-        self._end_setup_watch()
+    def _end_failure_reports(self) -> None:
+        """Say where the run stopped, and give back what was set for it. May be called again."""
+        self._end_setup_watchdog()
         ended_by, self._ended_by, self._sigterm = self._ended_by, None, None
-        if ended_by is not None:  # callbacks have had their say: one may have written a checkpoint
-            assert self.lightning_module is not None
+        if ended_by is not None:  # only now: a callback may have written a checkpoint after the error
             say_where_it_stopped(self.lightning_module.trainer, ended_by)
         if self._has_set_error_handling:
             os.environ.pop(ERROR_HANDLING, None)
             self._has_set_error_handling = False
-        super().teardown()
 
-    def _end_setup_watch(self) -> None:
-        watch, self._setup_watch = self._setup_watch, None
-        if watch is not None:
-            watch.leave()
+
+def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Report on rank zero the epoch and step at which a fit ended early, and what it can go on from.
+
+    An error before the first step is not reported: there is nothing to go on from.
+    """
+    is_stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+    is_under_way = trainer.state.fn == TrainerFn.FITTING and (trainer.global_step > 0 or is_stopped)
+    if not is_under_way or not trainer.is_global_zero:
+        return
+    paths = [
+        getattr(one, "last_model_path", "") or getattr(one, "best_model_path", "")
+        for one in trainer.checkpoint_callbacks
+    ]
+    local = [path for path in paths if os.path.isfile(path)]
+    remote = [path for path in paths if "://" in path]
+    newest = max(local, key=os.path.getmtime) if local else next(iter(remote), None)
+    cure = (
+        f"`fit(..., ckpt_path={newest!r})` goes on from the newest checkpoint"
+        if newest is not None
+        else "no checkpoint was written to go on from: ModelCheckpoint(every_n_train_steps=...) writes them, and the "
+        "callback StopOnSignal() one when the run is stopped"
+    )
+    where = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
+    if isinstance(exception, KeyboardInterrupt):  # Lightning shows no error
+        rank_zero_info(where)
+    elif not isinstance(exception, SIGTERMException):
+        exception.add_note(where)
+    elif exception.code is None:  # else `StopOnSignal` has said it
+        rank_zero_info(where)
+
+
+def reason_of(exception: BaseException) -> str:
+    """Return why a rank ends, for the others."""
+    if isinstance(exception, SIGTERMException):
+        return "it received SIGTERM"
+    if isinstance(exception, KeyboardInterrupt):
+        return "it was interrupted by Ctrl-C"
+    return f"{type(exception).__name__}: {exception}"

@@ -1,4 +1,4 @@
-"""When the plan of communication is tuned in a `Trainer`'s fit; how that is done is in `comm/tuning.py`."""
+"""When the plan of communication is tuned in a fit; how it is tuned is in `comm/tuning`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_hybrid.comm.tuning.plan_trials import MOST_STEPS
 from lightning_hybrid.comm.tuning.session import TuningSession
 
 LEAST_STEPS = 100
-"""What tuning needs, about: with fewer it would end before it has found much."""
+"""Steps that tuning needs, about: with fewer it would end before it has found much."""
 MOST_SHARE = 0.1
-"""Of the steps of a run; in a shorter run than `LEAST_STEPS / MOST_SHARE` there is none."""
+"""Share of a run's steps that tuning may take; a run shorter than `LEAST_STEPS / MOST_SHARE` is not tuned."""
 
 
 def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: bool, num_steps: float) -> str | None:
-    """Why the plan of a run of `num_steps` is not tuned; None where it is. Empty where that need not be said.
+    """Return why the plan of a run of `num_steps` is not tuned; None where it is, empty where that goes without saying.
 
     >>> one, two = (Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=k) for k in (4, 2))
     >>> [why_not(tune, nodes, on_cuda=False, num_steps=10_000)
@@ -39,13 +39,13 @@ def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: 
 
 
 class FitTuning:
-    """Tunes the plan of an engine in a fit, where that is worth it: at the first batch the length of the run is known.
+    """Tuning of an engine's plan in one fit, where that is worth it: at the first batch the run's length is known.
 
     Args:
-        engine: of the fit.
+        engine: the engine of the fit.
         tune: the user's setting.
-        cache_dir: where plans are kept; None: in the user's cache.
-        on_plan: called on every rank where a plan is taken for good.
+        cache_dir: where plans are saved; None: in the user's cache.
+        on_plan: called on every rank when a plan is taken for good.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FitTuning:
         self._tuning: TuningSession | None = None
 
     def before_batch(self, module: pl.LightningModule | None) -> None:
-        """Every rank calls it before every batch of training."""
+        """Change the plan, if it is time. Every rank must call it before every batch of training."""
         if not self._is_begun:
             assert module is not None
             self._is_begun = True
@@ -73,7 +73,7 @@ class FitTuning:
             self._tuning.before_batch()
 
     def after_optimizer_step(self) -> None:
-        """Every rank calls it after every step of an optimizer."""
+        """Count a step. Every rank must call it after every step of an optimizer."""
         if self._tuning is not None:
             self._tuning.after_optimizer_step()
 
@@ -84,6 +84,7 @@ class FitTuning:
             rank_zero_info(f"comm: the plan is not tuned: {reason}")
         if reason is not None:
             return
+        # Tuning that was asked for may take its time; by itself it takes no more than a tenth of the run.
         most_steps = MOST_STEPS if self._tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
         self._tuning = TuningSession(
             engine, cache_folder=self._folder, most_steps=most_steps, report=rank_zero_info, on_plan=self._on_plan
@@ -91,6 +92,6 @@ class FitTuning:
 
 
 def steps_to_come(trainer: pl.Trainer) -> float:
-    """Optimizer steps that a fit still makes, in its first batch; infinite where that is not known."""
+    """Return the optimizer steps that a fit still makes, in its first batch; infinite where that is not known."""
     num_steps = trainer.estimated_stepping_batches
     return float("inf") if num_steps == -1 else float(num_steps) - trainer.global_step

@@ -1,4 +1,4 @@
-"""Where ranks meet: a store that rank zero keeps at the address that the user gave, and a roll call of who came."""
+"""The rendezvous of all ranks: rank zero opens a store at the user's address, and each rank writes its name there."""
 
 from __future__ import annotations
 
@@ -16,65 +16,66 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 
 GRACE_S = 5.0
-"""For rank zero's verdict to reach the others, beyond the time limit. Ours: a word to the store takes milliseconds."""
+"""Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds."""
 
 MAX_NAMED = 8  # ranks that did not come; there may be thousands
 
 
 class RendezvousError(RuntimeError):
-    """Ranks that did not find one another: who is missing, where the others waited, and for how long."""
+    """A rendezvous that failed: who is missing, where the others waited, and for how long."""
 
 
 def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store of a new process group, once all ranks have come to it.
+    """Wait until all ranks have come, and return the store of a new process group.
 
     Rank zero listens on `address` alone where that is a number (or `localhost`), and on all interfaces where it is a
     name: a host may know its own name by another address than others do. Each rank writes its name into the store;
-    rank zero waits for all and says how that went, so that every rank ends with the same words.
+    rank zero waits for all and writes the result, so that every rank ends with the same words.
 
     Collective: every rank of the world must call it.
 
     Args:
         address: `MASTER_ADDR`.
         port: `MASTER_PORT`.
-        rank: Of this process.
-        world_size: Ranks that are to come.
-        timeout: How long to wait for all of them; also of the store's later words.
+        rank: rank of this process.
+        world_size: number of ranks to wait for.
+        timeout: how long to wait for all of them; also the store's own time limit.
 
     Raises:
-        RendezvousError: Some did not come in time, two processes have the same rank, or the port is taken.
+        RendezvousError: some did not come in time, two processes have the same rank, or the port is taken.
     """
     end_s = time.monotonic() + timeout.total_seconds()
     where = f"{address}:{port}"
     try:
-        store = _keep(address, port, world_size, timeout) if rank == 0 else _join(address, port, world_size, timeout)
+        store = _serve(address, port, world_size, timeout) if rank == 0 else _join(address, port, world_size, timeout)
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
                 f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {_first_line(error)}. Is another "
                 "process rank 0 too, or another job at this port? Set another port on every rank, or end that process."
             ) from error
-        raise RendezvousError(_no_keeper(where, rank, timeout)) from error
-    calls = dist.PrefixStore("roll call", store)
+        raise RendezvousError(_no_answer(where, rank, timeout)) from error
+    calls = dist.PrefixStore("names", store)
     me = f"process {os.getpid()} on host {socket.gethostname()}"
+    # The first process to write the rank's name has the rank; a second one reads that name and ends.
     other = calls.compare_set(f"rank {rank}", "", me).decode()
     if other != me:
         raise RendezvousError(
-            f"`RANK` (={rank}) must be another one on each process: {other} is rank {rank} at {where} too, beside {me}."
-            " Start each rank once, with torchrun or srun, which number them."
+            f"`RANK` (={rank}) must be another one on each process: {other} is rank {rank} at {where}, and so is {me}. "
+            "Start each rank once, with torchrun or srun, which number them."
         )
-    told = _call_roll(calls, world_size, end_s) if rank == 0 else _hear(calls, end_s, where, rank, timeout)
-    if told:
+    missing = _collect(calls, world_size, end_s) if rank == 0 else _await_result(calls, end_s, where, rank, timeout)
+    if missing:
         raise RendezvousError(
             f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
-            f"{told} did not come. Is it started, with this MASTER_ADDR and MASTER_PORT, and may it connect here "
+            f"{missing} did not come. Is it started, with this MASTER_ADDR and MASTER_PORT, and may it connect here "
             "(firewall)? `strategy.timeout` is how long ranks wait for one another."
         )
     return dist.PrefixStore("default_pg", store)
 
 
 def listening_address(address: str) -> str:
-    """Where rank zero listens: the address itself where it is a number, otherwise everywhere (an empty string).
+    """Return where rank zero listens: the address itself where it is a number, else everywhere (an empty string).
 
     >>> listening_address("10.0.0.7"), listening_address("localhost"), listening_address("node7")
     ('10.0.0.7', '127.0.0.1', '')
@@ -90,8 +91,8 @@ def listening_address(address: str) -> str:
 # ---- rank zero -------------------------------------------------------------------------------------------------------
 
 
-def _keep(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens where it should; this process may have one there already, which is then used again."""
+def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Make a store that listens there; one that this process already has there is used again (`multi_tenant`)."""
     listener = _listen(listening_address(address), port)
     common: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     descriptor = None if listener is None else listener.detach()  # the store closes it
@@ -99,9 +100,10 @@ def _keep(address: str, port: int, world_size: int, timeout: timedelta) -> dist.
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """A socket that is bound there; None leaves it to torch, which listens on all interfaces."""
+    """Bind a socket there; None leaves it to torch, which listens on all interfaces."""
     if not address:
         return None
+    # torch's own listener would take every interface: any host could reach the store.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +111,8 @@ def _listen(address: str, port: int) -> socket.socket | None:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        if not _is_taken(error):
+        # A port in use is left to torch: the listener there may be this process's own store, of an earlier fit.
+        if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
                 f"MASTER_ADDR (={address}) is no address of this host's own ({error.strerror}): rank 0 listens at port "
                 f"{port} on all interfaces."
@@ -118,30 +121,25 @@ def _listen(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _is_taken(error: OSError) -> bool:
-    """Whether somebody listens there; it may be this process, so torch is to look."""
-    return error.errno == errno.EADDRINUSE
-
-
-def _call_roll(calls: dist.Store, world_size: int, end_s: float) -> str:
-    """Wait for all, and tell all how that went: "" or who did not come."""
+def _collect(calls: dist.Store, world_size: int, end_s: float) -> str:
+    """Wait for all ranks, write the result for all and return it: "" or who did not come."""
     missing = list(range(world_size))
     while True:
         missing = [rank for rank in missing if not calls.check([f"rank {rank}"])]
         if not missing or time.monotonic() >= end_s:
             break
         time.sleep(0.01)
-    told = _named(missing)
-    calls.set("verdict", told or "all came")
-    if told:  # the store ends with this process
+    result = _named(missing)
+    calls.set("result", result or "all came")
+    if result:  # the store ends with this process: the others have to read first
         last_s = time.monotonic() + GRACE_S
-        while calls.add("heard", 0) < world_size - 1 - len(missing) and time.monotonic() < last_s:
+        while calls.add("read", 0) < world_size - 1 - len(missing) and time.monotonic() < last_s:
             time.sleep(0.01)
-    return told
+    return result
 
 
 def _named(ranks: list[int]) -> str:
-    """Ranks in words.
+    """Name ranks in words.
 
     >>> _named([]), _named([3]), _named([1, 2]), _named(list(range(10)))
     ('', 'rank 3', 'ranks 1, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
@@ -159,19 +157,19 @@ def _join(address: str, port: int, world_size: int, timeout: timedelta) -> dist.
     return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _hear(calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta) -> str:
-    """Rank zero's verdict."""
+def _await_result(calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta) -> str:
+    """Wait for rank zero's result of the rendezvous."""
     left_s = max(0.0, end_s - time.monotonic()) + GRACE_S
     try:
-        calls.wait(["verdict"], timedelta(seconds=left_s))
-        told = calls.get("verdict").decode()
-        calls.add("heard", 1)
+        calls.wait(["result"], timedelta(seconds=left_s))
+        result = calls.get("result").decode()
+        calls.add("read", 1)
     except RuntimeError as error:  # of the store
-        raise RendezvousError(_no_keeper(where, rank, timeout)) from error
-    return "" if told == "all came" else told
+        raise RendezvousError(_no_answer(where, rank, timeout)) from error
+    return "" if result == "all came" else result
 
 
-def _no_keeper(where: str, rank: int, timeout: timedelta) -> str:
+def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
     return (
         f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be where rank 0 waits for the others: rank {rank} on host "
         f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Is rank 0 started, did it "
@@ -188,13 +186,13 @@ def _first_line(error: BaseException) -> str:
 
 
 class RendezvousMixin:
-    """For a DDP strategy: the process group meets by `meet`. torchrun's agents keep a store and a roll of their own."""
+    """Strategy mixin: make the process group by `meet`, except under torchrun, whose agents have their store."""
 
     def setup_distributed(self) -> None:
-        """As DDP's, with this store.
+        """Set up as DDP, with the store of `meet`.
 
         Raises:
-            RendezvousError: As `meet`; or ranks met, and cannot connect to one another.
+            RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
         """
         mine: Any = self
         reset_seed()

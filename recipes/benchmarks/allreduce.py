@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.plan import Algorithm
 from recipes.benchmarks.report import Row
+from recipes.cli.config_check import Count, CountOrZero, NotNegative
 
 BACKEND = "torch"
 """Name of the arm that is the backend's own all-reduce on the default group: what everything is compared with."""
@@ -41,14 +42,14 @@ class AllReduceBench:
         timeout_s: of every collective.
     """
 
-    min_bytes: int
-    max_bytes: int
+    min_bytes: Count
+    max_bytes: Count
     factor: int
     dtypes: Sequence[str]
-    num_rounds: int
+    num_rounds: CountOrZero
     algorithms: Sequence[str] | None = None
-    min_sample_s: float = 0.2
-    timeout_s: float = 300.0
+    min_sample_s: NotNegative = 0.2
+    timeout_s: NotNegative = 300.0
 
     def __post_init__(self) -> None:
         if not 0 < self.min_bytes <= self.max_bytes or self.factor < 2:

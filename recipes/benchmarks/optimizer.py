@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from recipes.benchmarks import report as bench_report
 from recipes.benchmarks import training as bench_training
 from recipes.benchmarks import updates
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "device": str | None,
-    "num_threads": (config_values.COUNT, None),
+    "num_threads": config_check.Count | None,
     "about": str | None,
     "updates": updates.UpdateBench | None,
     "training": bench_training.TrainingBench | None,

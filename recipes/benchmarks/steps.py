@@ -25,6 +25,7 @@ from recipes.benchmarks.allreduce import slowest, synchronize
 from recipes.benchmarks.baselines import CompressedDDPStrategy, SilentStrategy
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, numel
 from recipes.benchmarks.report import Row
+from recipes.cli.config_check import Count, CountOrZero, NotNegative
 
 STOCK, COMPRESSED = "ddp", "fp16_compress"
 
@@ -100,12 +101,12 @@ class StepBench:
     trainer: Callable[..., pl.Trainer]
     gradients: Sequence[str]
     arms: Sequence[str]
-    num_rounds: int
-    num_steps: int
+    num_rounds: CountOrZero
+    num_steps: Count
     num_warmup_steps: int = 3
-    bucket_bytes: int | None = None
+    bucket_bytes: Count | None = None
     overlap: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: NotNegative = 300.0
 
     def __post_init__(self) -> None:
         for name in self.gradients:

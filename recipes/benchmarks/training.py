@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS, param_groups
+from recipes.cli.config_check import Count, CountOrZero
 
 NUM_CLASSES = 1000
 
@@ -75,13 +76,13 @@ class TrainingBench:
 
     arms: Sequence[str]
     batch_sizes: Sequence[int] | None = None
-    image_size: int | None = None
-    depth: int = 50
+    image_size: Count | None = None
+    depth: Count = 50
     compile: bool | None = None
     channels_last: bool = True
-    num_steps: int = 20
-    num_warmup_steps: int = 5
-    num_rounds: int = 5
+    num_steps: Count = 20
+    num_warmup_steps: CountOrZero = 5
+    num_rounds: CountOrZero = 5
 
     def __post_init__(self) -> None:
         for name in self.arms:

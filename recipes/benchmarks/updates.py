@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.optim import LAMB, LARS
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
+from recipes.cli.config_check import CountOrZero
 
 LOSS_SCALE = 1024.0
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
@@ -125,8 +126,8 @@ class UpdateBench:
 
     gradients: Sequence[str]
     arms: Sequence[str]
-    num_rounds: int
-    num_warmup: int = 5
+    num_rounds: CountOrZero
+    num_warmup: CountOrZero = 5
 
     def __post_init__(self) -> None:
         for key, names, known in (("gradients", self.gradients, GRADIENT_SETS), ("arms", self.arms, ARMS)):

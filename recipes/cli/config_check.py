@@ -1,216 +1,325 @@
-"""What a configuration may say, checked against the signatures of what it builds, before anything is built.
+"""The check of a configuration against the signatures of what it builds, before anything is built.
 
-The constructors are the schema: a value must fit the annotation of the argument that it is for, so that no key has to
-be written down twice. What fits and still cannot work is refused by the constructor itself. Keys that are no argument
-of anything are given by the recipe, with a type or a `Rule` for each.
+The constructors are the schema: pydantic compares a value with the annotation of its argument and converts nothing. A
+range stands in the constructor, or at the argument as one of the types below. Keys that are no argument are given by
+the recipe, with a type each.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import json
 import math
+import operator
+import os
 import re
+import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, cast
+from collections import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict
 
-from recipes.cli.config_values import (
-    LISTS,
-    MAPPINGS,
-    WrongValueError,
-    choices_of,
-    fits,
-    hints_of,
-    members_of,
-    rule_of,
-    target_of,
-    words_of,
-)
+T = TypeVar("T")
 
-OUR_PACKAGES = ("lightning_hybrid.", "recipes.")
-"""Their arguments say by their names what they hold; see `rule_of`."""
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ranks = Literal[-1] | Annotated[int, Field(gt=0, le=10**6)]  # -1: all
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+OPEN_PACKAGES = "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
+"""Packages whose classes may stand where an argument takes anything; elsewhere the class must be of the argument's."""
+
+PASSES_ON = {"WandbLogger": "wandb.init", "DDPStrategy": "torch.nn.parallel.DistributedDataParallel.__init__"}
+"""Where the `**kwargs` of a class go, if not to a base class."""
 
 MAX_SHOWN = 80  # characters of a value, in a message
 
-_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)")  # the first part of a key that a value refers to
-
-_HYDRA_KEYS: dict[str, Any] = {
+_HYDRA_KEYS = {
     "_partial_": bool,
     "_recursive_": bool,
-    "_convert_": Literal["none", "partial", "object", "all"],
     "_args_": list,
+    "_convert_": Literal["none", "partial", "object", "all"],
+}
+
+_WORDS = {  # for pydantic's types of errors; the others are in its own words
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "none_required": "null",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number, at least {ge:g}",
+    "missing": "complete: {name} is missing",
+    "unexpected_keyword_argument": "a key that something reads",
+    "too_long": "of at most {max_length} items",
+    "literal_error": "{expected}",
 }
 
 
+class WrongValueError(ValueError):
+    """A value that cannot stand at `key`."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
-    """Refuse a configuration with holes, or with values of a kind that cannot work.
+    """Refuse a configuration with holes, with keys that nothing reads, or with values that cannot work.
 
     Args:
         cfg: All of it.
-        keys: For dotted keys, what they must hold: a type, a union of types, a `Rule`, or a tuple of alternatives. A
-            class stands for a part that makes one by `_target_`.
+        keys: For dotted keys, the type of what they must hold. A class stands for a part that makes one by `_target_`.
 
     Raises:
-        ValueError: It names the key, and what may stand there; or a key that nothing reads.
+        ValueError: It names the key, and what may stand there.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
-    check_holes(cfg)
-    _check_names(raw, keys)
-    _check_all(raw, keys)  # first: a resolver would stumble over a wrong value in the name of another key
-    try:
-        _check_all(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)), keys)
-    except WrongValueError as error:
-        source = _value_at(raw, error.key)[1]
-        if isinstance(source, str) and "${" in source:
-            raise ValueError(f"{error} The key says {source}: correct what that refers to.") from None
-        raise
-
-
-def _check_all(told: dict[str, Any], keys: Mapping[str, Any]) -> None:
-    nodes = list(_nodes(told))
-    for key, node in nodes:  # of all first: what a part makes hangs on them
-        for name, hint in _HYDRA_KEYS.items():
-            if name in node:
-                _require(node[name], hint, f"{key}.{name}", why="Hydra reads it")
-    for key, node in nodes:
-        _check_node(key, node)
-    for key, hint in keys.items():
-        found, value = _value_at(told, key)
-        if not found:
-            raise ValueError(
-                f"`{key}` must be in the configuration, and is not: it must be {words_of(hint)}. Leave ~{key} out, and "
-                f"give a choice of conf/{key} where it is a group."
-            )
-        _require(value, hint, key, why="")
-
-
-def _check_names(told: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
-    """Refuse keys of the first level that neither the recipe nor another key reads, such as `+ckpt_path=...`."""
-    read = {key.partition(".")[0] for key in keys}
-    read |= {name for _, value in leaves(told) if isinstance(value, str) for name in _REFERENCE.findall(value)}
-    for name, value in told.items():
-        if name not in read:
-            near = difflib.get_close_matches(str(name), sorted(read), n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            raise ValueError(
-                f"`{name}` (={_shortened(repr(value))}) must be a key of this recipe, or one that another refers to as "
-                f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
-            )
-
-
-def check_holes(cfg: DictConfig) -> None:
-    """Refuse a configuration with holes.
-
-    Raises:
-        ValueError: A `???` without a value.
-    """
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    if missing := sorted(key for key, value in leaves(raw) if value == "???"):
+    values = dict(_walk(raw))
+    if missing := sorted(key for key, value in values.items() if value == "???"):
         raise ValueError(
             f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
             f"{missing[0]}=..."
         )
+    read = {key.partition(".")[0] for key in keys}
+    read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # what others refer to
+    for name in (each for each in raw if each not in read):
+        near = difflib.get_close_matches(str(name), sorted(read), n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
+            f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
+        )
+    _check_values(raw, keys)  # first: a resolver would stumble over a wrong value in the name of another key
+    try:
+        _check_values(OmegaConf.to_container(cfg, resolve=True), keys)
+    except WrongValueError as error:
+        if isinstance(source := values.get(error.key), str) and "${" in source:
+            raise ValueError(f"{error} The key says {source}: correct what that refers to.") from None
+        raise
 
 
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that holds no others, and every empty list or mapping, with its dotted key.
+def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
+    values = dict(_walk(config))
+    for key, value in values.items():
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise WrongValueError(key, f"`{key}` (={value}) must fit into 64 bits. Set {key}=<number>.")
+        if isinstance(value, float) and math.isnan(value):
+            raise WrongValueError(key, f"`{key}` (=nan) must be a number. Set {key}=<number>.")
+    for key, node in reversed(values.items()):  # what a part holds before the part
+        if isinstance(node, dict) and "_target_" in node:
+            _require(_arguments_of(target_of(node, key)), node, f"{key}.", f": it is an argument of {node['_target_']}")
+    if missing := [key for key in keys if key not in values]:
+        raise ValueError(
+            f"`{missing[0]}` must be in the configuration, and is not. Leave ~{missing[0]} out, and give a choice of "
+            f"conf/{missing[0]} where it is a group."
+        )
+    _require(_schema(keys), {key: values[key] for key in keys}, "", "")
 
-    >>> list(leaves({"a": {"b": 1}, "c": [2, {}]}))
-    [('a.b', 1), ('c[0]', 2), ('c[1]', {})]
+
+def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value within, with its dotted key.
+
+    >>> list(_walk({"a": {"b": 1}, "c": [2]}))
+    [('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
     """
-    if isinstance(value, dict) and value:
-        for name, child in value.items():
-            yield from leaves(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list) and value:
-        for index, child in enumerate(value):
-            yield from leaves(child, f"{key}[{index}]")
-    else:
+    if key:
         yield key, value
-
-
-# ---- walk ------------------------------------------------------------------------------------------------------------
-
-
-def _value_at(told: Any, key: str) -> tuple[bool, Any]:
-    for part in key.split("."):
-        if not isinstance(told, dict) or part not in told:
-            return False, None
-        told = told[part]
-    return True, told
-
-
-def _nodes(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping with a `_target_`, with its dotted key; numbers that are none are refused on the way."""
     if isinstance(value, dict):
-        if "_target_" in value:
-            yield key, value
         for name, child in value.items():
-            yield from _nodes(child, f"{key}.{name}" if key else str(name))
+            yield from _walk(child, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for index, child in enumerate(value):
-            yield from _nodes(child, f"{key}[{index}]")
-    elif isinstance(value, int) and abs(value) >= 2**63:
-        raise WrongValueError(
-            key, f"`{key}` (={value}) must fit into 64 bits, as all whole numbers. Set {key}=<number>."
-        )
-    elif isinstance(value, float) and math.isnan(value):
-        raise WrongValueError(
-            key, f"`{key}` (=nan) must be a number: nothing can be computed with this. Set {key}=<number>."
-        )
+            yield from _walk(child, f"{key}[{index}]")
 
 
-def check_arguments(target: Any, given: Any, key: str, *, but: Collection[str] = ()) -> None:
-    """Check arguments that a recipe gives to `target` by itself; those in `but` by name alone.
+def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
+    """Refuse the first of the given values that does not fit; those that refer to others are not resolved yet."""
+    values = {name: _with_parts(value, f"{prefix}{name}") for name, value in given.items() if "${" not in str(value)}
+    try:
+        schema.validate_python(values)
+    except ValidationError as invalid:
+        raise _refusal(invalid.errors(include_url=False), values, prefix, why) from None
+
+
+def made(kind: type[T], given: Any, key: str) -> T:
+    """Make a dataclass, and those within it, from the plain data of `key`; lists become tuples.
 
     Raises:
-        ValueError: One is unknown, missing or of the wrong kind.
+        ValueError: A value is missing, unknown or of the wrong type, or as `kind` says.
     """
-    hints, known = hints_of(target), inspect.signature(target).parameters
-    _require(given, dict, key, why="")
-    needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
-    for name in (*(each for each in given if each not in known), *(each for each in needed if each not in given)):
-        near = difflib.get_close_matches(name, list(known), n=1)
-        hint = f" Did you mean {key}.{near[0]}?" if near and near[0] != name else ""
-        state = "must be given" if name in known else "is not known"
-        raise ValueError(f"`{key}.{name}` {state}: {key} has {', '.join(known)}.{hint}")
-    for name, value in given.items():
-        if name not in but:
-            _require(value, hints[name], f"{key}.{name}", why="")
+    schema = TypeAdapter(kind)
+    try:
+        return schema.validate_json(json.dumps(given), strict=True)
+    except ValidationError as invalid:
+        errors = invalid.errors(include_url=False)
+        raise errors[0].get("ctx", {}).get("error") or _refusal(errors, given, f"{key}.", "") from None
 
 
-def _check_node(key: str, node: dict[str, Any]) -> None:
-    hints = hints_of(target_of(node, key))
-    is_ours = str(node["_target_"]).startswith(OUR_PACKAGES)
-    for name, value in node.items():
-        if name in hints and not name.startswith("_"):
-            _require(value, hints[name], f"{key}.{name}", why=f"it is an argument of {node['_target_']}")
-        rule = rule_of(name)
-        if is_ours and rule is not None and isinstance(value, int | float) and not isinstance(value, bool):
-            _require(value, rule, f"{key}.{name}", why="its name says what it holds")
+def _refusal(errors: list[ErrorDetails], values: Any, prefix: str, why: str) -> WrongValueError:
+    """Of the errors of one argument, those that are deepest within its value, in our words."""
+    places = [_place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]]
+    key, value = max(places, key=lambda place: len(place[0]))
+    rules, choices = list[str](), list[str]()
+    for error in (error for error, place in zip(errors, places, strict=False) if place[0] == key):
+        context = error.get("ctx", {})
+        expected = context.get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
+        choices += filter(None, expected)
+        context |= {"expected": " or ".join(expected), "name": error["loc"][-1]}
+        own_words = re.sub("^Input should be |^Value error, ", "", error["msg"])
+        rules.append(_WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words)
+    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
+    key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
+    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {key}={cure}.")
 
 
-def _require(value: Any, hint: Any, key: str, *, why: str) -> None:
-    if fits(value, hint):
-        return
-    for part in members_of(hint):  # the one inside that does not fit is easier to find than the whole
-        kind, args = typing.get_origin(part), typing.get_args(part)
-        if kind in MAPPINGS and isinstance(value, dict) and "_target_" not in value:
-            for name, child in value.items():
-                _require(child, args[1], f"{key}.{name}", why=why)
-        if kind in LISTS and kind is not tuple and isinstance(value, list):
-            for index, child in enumerate(value):
-                _require(child, args[0], f"{key}[{index}]", why=why)
-    told = f": {why}" if why else ""
-    has_target = isinstance(value, dict) and "_target_" in value
-    shown = f"{{_target_: {value['_target_']}}}" if has_target else repr(value)
-    shown = _shortened(shown)
-    near = difflib.get_close_matches(str(value), [str(each) for each in choices_of(hint)], n=1)
-    cure = near[0] if near else next(iter(map(str, choices_of(hint))), "<value>")
-    raise WrongValueError(key, f"`{key}` (={shown}) must be {words_of(hint)}{told}. Set {key}={cure}.")
+def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
+    """The key of an error and what stands there; in `loc` pydantic puts names of types between the keys."""
+    key = ""
+    for part in loc:
+        if isinstance(value, dict) and part in value:
+            key, value = f"{key}.{part}" if key else str(part), value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            key, value = f"{key}[{part}]", value[part]
+    return key, value
 
 
-def _shortened(text: str) -> str:
+def _shown(value: Any) -> str:
+    text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a `_target_` would make."""
+
+    target: str
+    made: type
+    is_partial: bool
+
+    def __repr__(self) -> str:
+        return f"{{_target_: {self.target}}}"
+
+
+def _with_parts(value: Any, key: str) -> Any:
+    if isinstance(value, dict) and "_target_" in value:
+        made = target_of(value, key)
+        if not inspect.isclass(made):  # a function makes what it says that it returns
+            returned = _hints_of(made).get("return")
+            made = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
+        return Part(value["_target_"], made, bool(value.get("_partial_")))
+    if isinstance(value, dict):
+        return {name: _with_parts(child, f"{key}.{name}") for name, child in value.items()}
+    return [_with_parts(each, f"{key}[{i}]") for i, each in enumerate(value)] if isinstance(value, list) else value
+
+
+def target_of(node: Mapping[str, Any], key: str) -> Any:
+    """Find what a `_target_` names.
+
+    Raises:
+        ValueError: There is no such thing, or it cannot be called.
+    """
+    name = node["_target_"]
+    try:
+        found = get_object(str(name))
+        if callable(found):
+            return found
+        reason = f"that is a {type(found).__name__}"
+    except Exception as error:  # the import of anybody's module may raise anything
+        reason = " ".join(str(error).split())
+    raise WrongValueError(
+        f"{key}._target_",
+        f"`{key}._target_` (={name!r}) must be the full name of a class or function, such as torch.optim.SGD: {reason}."
+        f" Correct it, or leave {key}._target_ as the files of conf/ have it.",
+    )
+
+
+@functools.cache
+def _arguments_of(target: Any) -> TypeAdapter[Any]:
+    """The schema of a function's arguments, or a class's with those of its bases, which its `**kwargs` may take."""
+    hints = dict[str, Any](_HYDRA_KEYS)
+    for each in reversed(target.__mro__) if inspect.isclass(target) else [target]:
+        if (name := getattr(each, "__name__", "")) in PASSES_ON:
+            hints |= _hints_of(get_object(PASSES_ON[name]))
+        hints |= _hints_of(vars(each).get("__init__") if inspect.isclass(each) else each)
+    return _schema(hints)
+
+
+def _hints_of(function: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C
+        return {}
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # names that exist for type checkers only
+        own = {name: parameter.annotation for name, parameter in parameters.items()}
+        hints = {
+            name: hint for name, hint in own.items() if hint is not inspect.Parameter.empty and type(hint) is not str
+        }
+    for name, parameter in parameters.items():
+        if name not in hints and isinstance(parameter.default, bool):  # torch leaves much without an annotation
+            hints[name] = bool
+        elif name in hints and parameter.default is None:
+            hints[name] = hints[name] | None
+    return hints
+
+
+def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
+    """The schema of a mapping that may have these names and others, without any conversion of its values."""
+    fields = TypedDict("fields", {name: _fillable(hint) for name, hint in hints.items()}, total=False)  # type: ignore[misc]
+    fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
+    return TypeAdapter(fields)
+
+
+def _fillable(hint: Any) -> Any:
+    """A type as a configuration can fill it: by a list for a tuple, text for a path, a part for an instance."""
+    origin, args = typing.get_origin(hint), tuple(map(_fillable, typing.get_args(hint)))
+    kind = origin or hint
+    if origin is Literal or kind in (None, type(None), bool, int, float, str, ...):
+        return hint
+    if origin is Annotated:
+        return Annotated[(args[0], *hint.__metadata__)]
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, args)
+    if not inspect.isclass(kind) or kind in (Any, object) or getattr(kind, "_is_protocol", False):
+        return _part_or_value(object)  # anything; also type variables and names of types
+    if issubclass(kind, os.PathLike):
+        return str
+    container: Any = next((each for each in (list, dict, tuple) if issubclass(each, kind)), None)
+    if container is None:
+        return _part_or_value(kind)
+    filled = container[args] if args else container
+    return Annotated[filled, Strict(False)] if container is tuple else filled
+
+
+def _part_or_value(kind: type) -> Any:
+    """The type of what is of a class, or of what a part makes; where anything goes, that is of `OPEN_PACKAGES`."""
+    words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, Part):
+            fits = isinstance(value, kind)
+        elif kind is object:
+            fits = value.target.partition(".")[0] in OPEN_PACKAGES
+        else:
+            fits = issubclass(value.made, kind) or (kind is abc.Callable and value.is_partial)
+        if not fits:
+            raise ValueError(f"a part with a `_target_` {words.get(kind, f'that makes a {kind.__name__}')}")
+        return value
+
+    return Annotated[Any, AfterValidator(check)]

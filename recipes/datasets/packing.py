@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from lightning_hybrid.atomic_file import atomic_path, sync
 from lightning_hybrid.data.images.crops import resized, short_side_resized
 from lightning_hybrid.data.images.datamodule import share_of_cores
 from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
@@ -33,6 +34,7 @@ from lightning_hybrid.data.images.shards import (
     damaged_shards,
     shard_name,
 )
+from recipes.cli.config_check import CountOrZero, Seed
 
 PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
 NUM_SAMPLES = 64  # ours: images whose mean size tells how many make a shard
@@ -74,12 +76,12 @@ class Packing:
     root: str
     out: str
     splits: Sequence[str]
-    seed: int
+    seed: Seed
     short_side: int | None
     quality: int
     shard_bytes: int
-    max_corrupt_images: int
-    num_threads: int | None
+    max_corrupt_images: CountOrZero
+    num_threads: CountOrZero | None
     verify: bool
 
     def __post_init__(self) -> None:
@@ -178,7 +180,8 @@ class _Split:
         )
         sizes = [len(data) for data in map(self._prepared, samples) if isinstance(data, bytes)]
         num_per_shard = max(1, round(self.packing.shard_bytes / max(1.0, float(np.mean(sizes or [1])))))
-        _write_whole(path, json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1).encode() + b"\n")
+        with atomic_path(path) as unfinished:
+            unfinished.write_text(json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1) + "\n")
         return num_per_shard
 
     def _name(self, image: int) -> bytes:
@@ -205,9 +208,8 @@ class _Split:
 
     def _write(self, shard: int, images: NDArray[np.int64], bar: tqdm) -> ShardIndex:
         path = self.out / shard_name(shard)
-        unfinished = path.with_suffix(".unfinished")
         kept, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
-        with open(unfinished, "wb") as file:
+        with atomic_path(path) as unfinished, unfinished.open("wb") as file:
             num_threads = self.packing.num_threads or share_of_cores(1)
             for image, data in zip(images, mapped_ahead(self._prepared, images, num_threads), strict=True):
                 bar.update()
@@ -220,9 +222,7 @@ class _Split:
                 sizes.append(len(data))
                 crc32s.append(zlib.crc32(data))
                 shard_crc32 = zlib.crc32(data, shard_crc32)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            sync(file)
         part = ShardIndex(
             shards=np.full(len(kept), shard, dtype=np.int32),
             offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(kept)].astype(np.int64),
@@ -243,7 +243,8 @@ class _Split:
         self._refuse_too_many([])
         if self.corrupt:
             lines = "".join(f"{name}\t{why}\n" for name, why in self.corrupt)
-            _write_whole(self.out / CORRUPT_NAME, lines.encode(errors="replace"))
+            with atomic_path(self.out / CORRUPT_NAME) as unfinished:
+                unfinished.write_bytes(lines.encode(errors="replace"))
 
     def _refuse_too_many(self, more: Sequence[tuple[str, str]]) -> None:
         corrupt = [*self.corrupt, *more]
@@ -273,12 +274,6 @@ def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: i
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(data)
-    os.replace(unfinished, path)
 
 
 def check_packed(out: Path, splits: Sequence[str]) -> None:

@@ -98,7 +98,7 @@ def _all_algorithms(given: Given, *, backend: str, num_ranks: int, devices_per_h
 
 def _sums_and_fits(told: Details, given: Given, rank: int, num_ranks: int) -> Details:
     """On each rank, for each algorithm: exact sums, and a fit in which each rank has other images."""
-    answer = {}
+    answer: Details = {}
     for algorithm in SUMS:
         start_s, module, error = time.monotonic(), Small("lars"), ""
         try:

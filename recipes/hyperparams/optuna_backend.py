@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.cli.config_check import CountOrZero, Seed
 from recipes.hyperparams.coarse_to_fine import Axis, Point
 from recipes.hyperparams.trial_log import Mode, Outcome, rank_of
 
@@ -29,8 +30,8 @@ class OptunaSearch:
     """
 
     num_trials: int = 12
-    seed: int = 0
-    num_at_a_time: int = 1
+    seed: Seed = 0
+    num_at_a_time: CountOrZero = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_trials, int) or self.num_trials < 1:

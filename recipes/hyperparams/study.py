@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from recipes.cli.config_check import check_arguments
+from pydantic import ConfigDict
+
+from recipes.cli.config_check import made
 from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine, TrialRunner, overrides_of, point_of
 from recipes.hyperparams.trial_log import Mode, Outcome, TrialLog, best_of
 from recipes.hyperparams.trial_pool import TrialPool
 
 LR = "optim.lr"
+STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class Arm:
             scales linearly with the batch (Goyal et al. 2017, arXiv:1706.02677).
         precisions, batch_sizes: Those it is run with; None = all of the study.
     """
+
+    __pydantic_config__ = STRICT
 
     overrides: tuple[str, ...] = ()
     low: float = 0.0
@@ -43,6 +48,8 @@ class Precision:
         batch_sizes: Those it is run with; None = all of the study.
     """
 
+    __pydantic_config__ = STRICT
+
     overrides: tuple[str, ...]
     batch_sizes: tuple[int, ...] | None = None
 
@@ -60,6 +67,8 @@ class Cell:
 class Tuning:
     """How every learning rate is tuned; see `coarse_to_fine.CoarseToFine`."""
 
+    __pydantic_config__ = STRICT
+
     objective: str
     mode: Mode
     num: int
@@ -75,6 +84,8 @@ class Study:
     Raises:
         ValueError: The seed of tuning is among those of the tests, or an arm, a precision or a batch is not known.
     """
+
+    __pydantic_config__ = STRICT
 
     recipe: str
     title: str
@@ -119,36 +130,11 @@ class Study:
         """From the keys `study`, `tuning` and `seeds` of a configuration as plain data.
 
         Raises:
-            ValueError: As the class, or a key is missing, unknown or of the wrong kind.
+            ValueError: As the class, or a key is missing, unknown or of the wrong type.
         """
-
-        def frozen(value: Any) -> Any:
-            return tuple(value) if isinstance(value, list) else value
-
-        check_arguments(
-            cls, config["study"] | {"tuning": None, "seeds": []}, "study", but=("arms", "precisions", "tuning")
-        )
-        check_arguments(Tuning, config["tuning"], "tuning")
-        for key, kind in (("arms", Arm), ("precisions", Precision)):
-            for name, node in config["study"][key].items():
-                check_arguments(kind, node, f"study.{key}.{name}")
-        study = {key: frozen(value) for key, value in config["study"].items()}
-        arms = {
-            name: Arm(**{key: frozen(value) for key, value in arm.items()}) for name, arm in study.pop("arms").items()
-        }
-        precisions = {
-            name: Precision(**{key: frozen(value) for key, value in precision.items()})
-            for name, precision in study.pop("precisions").items()
-        }
-        batch_sizes = tuple(sorted(study.pop("batch_sizes")))
-        return cls(
-            arms=arms,
-            precisions=precisions,
-            batch_sizes=batch_sizes,
-            tuning=Tuning(**config["tuning"]),
-            seeds=tuple(config["seeds"]),
-            **study,
-        )
+        made(Tuning, config["tuning"], "tuning")
+        study = made(cls, config["study"] | {"tuning": config["tuning"], "seeds": config["seeds"]}, "study")
+        return replace(study, batch_sizes=tuple(sorted(study.batch_sizes)))
 
     @property
     def main_arms(self) -> list[str]:

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
 from recipes import train
-from recipes.cli import launch
+from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
 from recipes.hyperparams.trial_log import Mode, Outcome, Status
 from recipes.hyperparams.trial_pool import Limits
@@ -48,7 +48,7 @@ def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
     """
     with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, f"run_dir='{run_dir}'"])
-    keys.check(cfg)
+    config_check.check(cfg, keys.TRAIN_KEYS)
     world_size = num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
     if world_size != 1:
         raise ValueError(

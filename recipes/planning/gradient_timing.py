@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks import report as bench_report
 from recipes.cli import config_check, launch
-from recipes.cli.config_values import COUNT, COUNT_OR_ZERO
+from recipes.cli.config_check import Count, CountOrZero
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
-    "batch_size_per_rank": COUNT,
-    "image_shape": list[COUNT],  # type: ignore[valid-type]
-    "num_classes": COUNT,
+    "batch_size_per_rank": Count,
+    "image_shape": list[Count],
+    "num_classes": Count,
     "device": str | None,
     "dtype": Literal["float16", "bfloat16", "float32"],
-    "num_warmup": COUNT_OR_ZERO,
-    "num_steps": COUNT,
+    "num_warmup": CountOrZero,
+    "num_steps": Count,
     "model": nn.Module,
     "run_dir": str,
 }

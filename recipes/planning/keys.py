@@ -9,34 +9,34 @@ from torch import nn
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.simulate import Jitter
-from recipes.cli.config_values import COUNT, NOT_NEGATIVE, POSITIVE
+from recipes.cli.config_check import Count, NotNegative, Positive
 from recipes.planning.scenario import Search
 
 SIMULATE_KEYS: dict[str, Any] = {
-    "num_nodes": COUNT,
-    "batch_size_per_rank": COUNT,
-    "image_shape": list[COUNT],  # type: ignore[valid-type]
-    "images_per_s": (POSITIVE, None),
+    "num_nodes": Count,
+    "batch_size_per_rank": Count,
+    "image_shape": list[Count],
+    "images_per_s": Positive | None,
     "profile": str | None,
-    "update_s": NOT_NEGATIVE,
-    "itemsize": COUNT,
+    "update_s": NotNegative,
+    "itemsize": Count,
     "plan": CommPlan,
     "algorithm": str | None,
     "cuts": list[int] | None,
-    "num_columns": (COUNT, None),
+    "num_columns": Count | None,
     "jitter": Jitter,
-    "num_steps": COUNT,
-    "epochs": POSITIVE,
-    "images_per_epoch": COUNT,
-    "scaling_ranks": list[COUNT],  # type: ignore[valid-type]
+    "num_steps": Count,
+    "epochs": Positive,
+    "images_per_epoch": Count,
+    "scaling_ranks": list[Count],
     "search": Search | None,
     "run_dir": str,
     "model": nn.Module,
     "cluster.about": str,
     "cluster.links": Cluster,
     "cluster.on_cuda": bool,
-    "cluster.images_per_s": dict[str, POSITIVE],  # type: ignore[valid-type]
-    "cluster.input_images_per_s": (POSITIVE, None),
-    "cluster.watts_per_node": (POSITIVE, None),
-    "cluster.price_per_node_hour": (POSITIVE, None),
+    "cluster.images_per_s": dict[str, Positive],
+    "cluster.input_images_per_s": Positive | None,
+    "cluster.watts_per_node": Positive | None,
+    "cluster.price_per_node_hour": Positive | None,
 }

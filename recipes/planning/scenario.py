@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
-from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, Outcome, simulate
+from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
+from recipes.cli.config_check import CountOrZero
 from recipes.planning.layers import Layer, work_of
 
 
@@ -56,7 +57,7 @@ class Scenario:
             input_s=input_s,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedSteps:
         """Simulate it."""
         return simulate(
             self.work(),
@@ -90,7 +91,7 @@ class Search:
 
     algorithms: Sequence[str | None]
     bucket_bytes: Sequence[int]
-    num_shown: int = 5
+    num_shown: CountOrZero = 5
 
     def run(self, scenario: Scenario) -> list[Candidate]:
         """All that differ, the best first; of equals the one with fewer buckets."""

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from lightning_hybrid.planning.plan_search import Candidate
-from lightning_hybrid.planning.simulate import Outcome, to_trace
+from lightning_hybrid.planning.simulate import SimulatedSteps, to_trace
 from recipes.benchmarks.report import environment
 from recipes.planning.layers import flops_per_image
 from recipes.planning.scenario import Scenario
@@ -39,7 +39,7 @@ class Report:
     """A simulated run."""
 
     scenario: Scenario
-    outcome: Outcome
+    outcome: SimulatedSteps
     curve: tuple[Point, ...]
     candidates: tuple[Candidate, ...]
     num_shown: int
@@ -144,11 +144,11 @@ class Report:
         compute = [("forward", 0.0, work.forward_s, "0.7"), ("backward", work.forward_s, work.backward_s, "0.5")]
         for name, begin_s, time_s, colour in compute:
             timeline.barh("compute", 1e3 * time_s, left=1e3 * begin_s, color=colour, label=name)
-        names = list(dict.fromkeys(f"{span.lane} {span.stage}" for span in first.spans))
+        names = list(dict.fromkeys(f"{span.algorithm} {span.stage}" for span in first.spans))
         for span in first.spans:
-            place = names.index(f"{span.lane} {span.stage}")
+            place = names.index(f"{span.algorithm} {span.stage}")
             timeline.barh(
-                f"{span.lane} {span.stage}",
+                f"{span.algorithm} {span.stage}",
                 1e3 * (span.end_s - span.begin_s),
                 left=1e3 * span.begin_s,
                 color=f"C{place}",

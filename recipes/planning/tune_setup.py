@@ -22,7 +22,7 @@ from lightning_hybrid.comm import CommPlan, Topology, host_identity
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark, validate
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.workload import StepWorkload
-from recipes.cli import config_check, config_values
+from recipes.cli import config_check
 from recipes.cli.world import num_ranks
 from recipes.planning.layers import layers_of, measured_work
 from recipes.planning.layers import work_of as work_of_layers
@@ -31,19 +31,19 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": (config_values.RANKS, list[int], str),
-    "world.num_nodes": config_values.RANKS,
+    "world.devices": config_check.Ranks | list[int] | str,
+    "world.num_nodes": config_check.Ranks,
     "name": str,
     "about": str | None,
     "measure": Measurement,
     "samples": str | None,
     "inside": Literal["nvlink", "pci"],
-    "image_shape": list[config_values.COUNT],  # type: ignore[valid-type]
-    "batch_size_per_rank": config_values.COUNT,
-    "images_per_s": (config_values.POSITIVE, None),
+    "image_shape": list[config_check.Count],
+    "batch_size_per_rank": config_check.Count,
+    "images_per_s": config_check.Positive | None,
     "profile": str | None,
     "plan": CommPlan,
-    "num_shown": config_values.COUNT,
+    "num_shown": config_check.Count,
     "run_dir": str,
     "model": nn.Module,
 }

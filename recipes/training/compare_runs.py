@@ -40,7 +40,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """Flat, keys as on the command line."""
-        return html_page.flat(self.summary["config"] or {})
+        return html_page.flatten(self.summary["config"] or {})
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
         """A curve against seconds since training began; between two steps whose time is known, on the line."""
@@ -154,7 +154,11 @@ def text_table(runs: Sequence[Run]) -> str:
         values = [best.get(m.VAL_ACC), metrics.get(m.TEST_ACC), run.summary.get("images_per_s")]
         values.append(metrics.get(m.ELAPSED_S))
         rows.append(
-            (run.name, html_page.text(run.summary.get("num_steps")), *(html_page.text(value) for value in values))
+            (
+                run.name,
+                html_page.format_value(run.summary.get("num_steps")),
+                *(html_page.format_value(value) for value in values),
+            )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -15,6 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from lightning_hybrid.atomic_file import atomic_path, part_path, sync
+
 
 class _Writer(ExperimentWriter):
     """Lightning's, whose file is always whole: a kill or a full disk loses no row that was there.
@@ -70,7 +72,7 @@ class CSVRows(CSVLogger):
         """The writer; at the first call, the file is cut to the kept rows."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
-            part = _part_of(path)
+            part = part_path(path)
             kept = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept) < self._num_rows_kept:
                 rank_zero_warn(
@@ -79,7 +81,7 @@ class CSVRows(CSVLogger):
                 )
             columns = sorted({name for row in kept for name in row})
             if kept:
-                write_rows(path, kept, columns, is_moved=False)
+                write_rows(part, kept, columns)  # moved below: Lightning's writer first deletes the file itself
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 self._experiment = _Writer(log_dir=self.log_dir)
@@ -122,21 +124,13 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str], *, is_moved: bool = True) -> None:
-    """Write a CSV file whole or not at all; with `is_moved=False` beside its place, for the caller to move it."""
-    part = _part_of(path)
-    try:
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_moved:
-            os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Write a CSV file whole or not at all."""
+    with atomic_path(path) as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        sync(file)
 
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
@@ -148,10 +142,6 @@ def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
     except OSError:
         os.truncate(path, num_bytes)
         raise
-
-
-def _part_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
 
 
 def num_rows_of(logger: Any) -> int | None:

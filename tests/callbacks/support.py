@@ -1,4 +1,4 @@
-"""A short fit on a clock of its own, a logger that keeps what it is given, a strategy with communication as told."""
+"""A short fit on a clock of its own, a logger that saves what it is given, a strategy with given counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import toy
 
 
 class Keeps(Logger):
-    """A logger that keeps what it is given."""
+    """A logger that saves what it is given."""
 
     name = version = "keeps"
 
@@ -64,7 +64,7 @@ class Clock:
 
 
 def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=None, train=None, metrics=None, **settings):
-    """Two epochs; with two ranks each has four steps of 2 * 8 images. ``metrics``: more arguments of the callback."""
+    """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
     for each in (training_metrics, callback, time_to_accuracy):
         each.time = Clock
     logger, module = Keeps(), Module(lr=0.1) if module is None else module
@@ -110,7 +110,7 @@ WINDOWS = {
 
 
 class Counted:
-    """Stands for `CommTrace`: each drain tells the same of two steps."""
+    """Stands for `CommTrace`: each drain returns the same two steps."""
 
     def __init__(self, window):
         self.window = window

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hybrid.callbacks import ReplicaCheck
-from lightning_hybrid.callbacks.data_order import order_of
+from lightning_hybrid.callbacks.replica_check import order_of
 from lightning_hybrid.data.order import EpochOrder, ResumableLoader
 from tests import toy
 
@@ -61,13 +61,13 @@ def fit_with_a_seed_of_its_own(odd_rank, every_n_steps):
 
 @pytest.mark.parametrize("odd_rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_first_step(two_ranks, odd_rank):
-    for told, num_steps in two_ranks.run(fit_with_a_seed_of_its_own, odd_rank, 100):
-        assert told.startswith(
+    for error, num_steps in two_ranks.run(fit_with_a_seed_of_its_own, odd_rank, 100):
+        assert error.startswith(
             "DataOrderError: The ranks read the data in different orders; seen when training started"
         )
         seeds = ("9 on rank 0 and 2 on rank 1", "2 on rank 0 and 9 on rank 1")
-        assert f"`seed` is {seeds[odd_rank]}. Samples are read twice" in told
-        assert "ranks 0, 1 are on host " in told.lower()
+        assert f"`seed` is {seeds[odd_rank]}. Samples are read twice" in error
+        assert "ranks 0, 1 are on host " in error.lower()
         assert num_steps == 0
 
 

@@ -26,8 +26,8 @@ class ByHand(pl.Callback):
         masters = getattr(trainer.precision_plugin, "masters", None)
         now = []
         for tensor in (*module.parameters(), *module.buffers()):
-            twin = None if masters is None else masters.pair_of(tensor)
-            now.append((tensor if twin is None else twin.master).detach().clone())
+            pair = None if masters is None else masters.pair_of(tensor)
+            now.append((tensor if pair is None else pair.master).detach().clone())
         if self.average is None:
             self.average = now
         else:
@@ -147,7 +147,7 @@ def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
         ema._average_model.n_averaged = OnTheHost(num_averaged)
         ema._average_model.update_parameters(module)
     ema._swap_models(module)
-    assert {tensor.device for tensor in ema._kept} == {meta}
+    assert {tensor.device for tensor in ema._trained} == {meta}
     ema._swap_models(module)
     ema._copy_average_to_current(module)
     assert {tensor.device for tensor in (*module.parameters(), *ema._average_model.parameters())} == {meta}

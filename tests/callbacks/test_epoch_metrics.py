@@ -133,9 +133,9 @@ def test_the_averages_of_an_interrupted_epoch_are_those_of_all_of_it(two_ranks, 
     assert two_ranks.run(averages, str(tmp_path), path, True, validates) == expected
     (rest, _) = two_ranks.run(averages, str(tmp_path), path, False, validates)
     assert all(rest[0][name] != expected[0][0][name] for name in EPOCH_VALUES)
-    kept = torch.load(path, weights_only=True)[KEY]
-    assert all(own["metrics"].keys() == {"train_loss", "spread"} for own in kept)
-    assert all(len(own["logged"]) == 4 for own in kept)  # mean, own, sum, odd: `latest` is of no epoch
+    saved = torch.load(path, weights_only=True)[KEY]
+    assert all(own["metrics"].keys() == {"train_loss", "spread"} for own in saved)
+    assert all(len(own["logged"]) == 4 for own in saved)  # mean, own, sum, odd: `latest` is of no epoch
 
 
 @AS_MEANT
@@ -172,7 +172,7 @@ def taken(folder, resume):
 
 @AS_MEANT
 def test_a_checkpoint_before_the_first_batch_after_a_resume_keeps_what_was_kept(one_rank, tmp_path):
-    """As when the run is told to stop at once. And later batches change no checkpoint that was taken before."""
+    """As when the run has to stop at once. And later batches change no checkpoint that was taken before."""
     one_rank.run(averages, str(tmp_path))
     (whole,) = one_rank.run(taken, str(tmp_path), None)
     (resumed,) = one_rank.run(taken, str(tmp_path), str(tmp_path / "step=4.ckpt"))
@@ -188,13 +188,13 @@ def of_another_world(folder):
     trainer = toy.trainer(
         callbacks=[KeepEpochMetrics(), each_second_step(folder)], enable_checkpointing=True, max_epochs=1
     )
-    told = toy.error_of(trainer.fit, Averaging(), Place(), ckpt_path=f"{folder}/step=4.ckpt")
-    return told, averages(folder, f"{folder}/step=4.ckpt"), averages(folder, f"{folder}/step=4.ckpt", False)
+    error = toy.error_of(trainer.fit, Averaging(), Place(), ckpt_path=f"{folder}/step=4.ckpt")
+    return error, averages(folder, f"{folder}/step=4.ckpt"), averages(folder, f"{folder}/step=4.ckpt", False)
 
 
 @AS_MEANT
 def test_sums_of_another_number_of_ranks_belong_to_nobody(one_rank, two_ranks, tmp_path):
     two_ranks.run(averages, str(tmp_path))
-    ((told, with_callback, without),) = one_rank.run(of_another_world, str(tmp_path))
-    assert "`world_size` (=1) is not that of the checkpoint (=2)" in told  # a warning, which is an error in tests
+    ((error, with_callback, without),) = one_rank.run(of_another_world, str(tmp_path))
+    assert "`world_size` (=1) is not that of the checkpoint (=2)" in error  # a warning, which is an error in tests
     assert with_callback == without

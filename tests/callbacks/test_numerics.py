@@ -1,4 +1,4 @@
-"""Numbers that go wrong are told with rank, batch and layer, once; and the state is there for a look."""
+"""Numbers that go wrong are reported with rank, batch and layer, once; and the state is there for a look."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def fit(module, folder=None, *, precision="16-true", num_epochs=20, every=10, pa
             trainer.fit(module, toy.loader() if loader is None else loader)
         except Exception as raised:
             error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
-    texts = {str(each.message): each.filename for each in caught}
-    return error, [text for text, filename in texts.items() if "numerics" in filename or "was inf" in text]
+    warned = [each for each in caught if "numerics" in each.filename or "was inf" in str(each.message)]
+    return error, [str(each.message) for each in warned]
 
 
 def endless_overflow(folder):
@@ -169,8 +169,8 @@ def test_a_scale_that_stays_at_its_floor_is_a_warning(monkeypatch):
     monkeypatch.setattr(numbers_module, "STEPS_AT_FLOOR", 10)
     scale = DynamicLossScale(init_scale=4.0, min_scale=2.0, growth_interval=1000)
     module = Spoiled(step=2, num_batches=1, factor=float("inf"))
-    _, told = fit(module, num_epochs=4, every=5, strategy=HybridAllReduceStrategy(loss_scale=scale))
-    (warning,) = (each for each in told if "floor" in each)
+    _, warned = fit(module, num_epochs=4, every=5, strategy=HybridAllReduceStrategy(loss_scale=scale))
+    (warning,) = (each for each in warned if "floor" in each)
     assert warning.startswith("`loss_scale` (=2) has been at its floor for 10 steps")
 
 
@@ -216,7 +216,7 @@ def with_and_without():
     return weights
 
 
-def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_watch(two_ranks):
+def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_monitor(two_ranks):
     for watched, unwatched in two_ranks.run(with_and_without):
         assert toy.same_bits(watched, unwatched)
 
@@ -237,7 +237,7 @@ class CountsReads(pl.Callback):
 
 
 def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
-    """As on CUDA, where the host would wait; on a CPU the watch reads at each step."""
+    """As on CUDA, where the host would wait; on a CPU the monitor reads at each step."""
     counted = []
     for free in (False, True):
         monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)
@@ -250,9 +250,9 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
         )
         trainer.fit(Quiet(), toy.loader(num_samples=128))
         counted.append(dict(counts.mode.by_file))
-    of_the_watch = {name for name in counted[1] if name.startswith("callbacks/")}
-    assert of_the_watch == {"callbacks/numerics.py"}
-    assert counted[0] == {name: num for name, num in counted[1].items() if name not in of_the_watch}
+    of_the_monitor = {name for name in counted[1] if name.startswith("callbacks/")}
+    assert of_the_monitor == {"callbacks/numerics.py"}
+    assert counted[0] == {name: num for name, num in counted[1].items() if name not in of_the_monitor}
 
 
 class Quiet(toy.Toy):

@@ -68,20 +68,20 @@ def spoiled(what, precision, every_n_steps, rank=1, step=2):
     ],
 )
 def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(two_ranks, what, precision, named):
-    for told, last_step in two_ranks.run(spoiled, what, precision, 4):
-        assert told.startswith("ReplicaDriftError: The ranks no longer hold the same model; they parted between steps")
-        assert "between steps 0 and 4 (`every_n_steps` (=4)): " in told
-        assert f"{named} on rank 1 (host " in told
-        assert "is not that of rank 0 (host " in told
+    for error, last_step in two_ranks.run(spoiled, what, precision, 4):
+        assert error.startswith("ReplicaDriftError: The ranks no longer hold the same model; they parted between steps")
+        assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error
+        assert f"{named} on rank 1 (host " in error
+        assert "is not that of rank 0 (host " in error
         assert last_step == 4
 
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
     """The momentum that was written, and the weight that it moved; the third rank is in the minority."""
-    for told, last_step in three_ranks.run(spoiled, "momentum", "32-true", 1, 2, 1):
-        assert f"`{LAST}` on rank 2 (host " in told
-        assert "is not that of ranks 0, 1 (host " in told
-        assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in told
+    for error, last_step in three_ranks.run(spoiled, "momentum", "32-true", 1, 2, 1):
+        assert f"`{LAST}` on rank 2 (host " in error
+        assert "is not that of ranks 0, 1 (host " in error
+        assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in error
         assert last_step == 2
 
 
@@ -120,9 +120,9 @@ def differing_from_the_start(path, what):
 
 
 def test_optimizer_state_that_differs_between_checkpoints_is_found_before_the_first_step(two_ranks, tmp_path):
-    for told in two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt"), "momentum"):
-        assert "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the optimizer" in told
-        assert "Give every rank the same checkpoint" in told
+    for error in two_ranks.run(differing_from_the_start, str(tmp_path / "a.ckpt"), "momentum"):
+        assert "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the optimizer" in error
+        assert "Give every rank the same checkpoint" in error
 
 
 def test_of_weights_that_differ_between_checkpoints_all_take_rank_zeros(two_ranks, tmp_path):
@@ -153,11 +153,11 @@ def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
 
 
 def test_a_tensor_that_one_rank_lacks_is_named():
-    told = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
-    assert told.startswith("`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)")
+    error = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
+    assert error.startswith("`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)")
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None])
 def test_a_number_of_steps_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number of steps, at least 1"):
+    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number of steps, 1 or more"):
         ReplicaCheck(wrong)

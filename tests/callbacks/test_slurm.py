@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.callbacks import StopOnSignal, slurm, stop_on_signal
+from lightning_hybrid.callbacks import StopOnSignal, stop_on_signal
 from lightning_hybrid.checkpoint import io as checkpoint_io
 from lightning_hybrid.checkpoint.file import check_whole
 from lightning_hybrid.checkpoint.io import DurableCheckpointIO
@@ -23,14 +23,14 @@ from tests import toy
 from tests.callbacks.test_stop_on_signal import Signals
 
 SCONTROL = """#!/bin/sh
-echo "$@: $(cd {folder} && ls *.ckpt 2>/dev/null)" >> {folder}/told
+echo "$@: $(cd {folder} && ls *.ckpt 2>/dev/null)" >> {folder}/requests
 {then}
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a `scontrol` that writes down what it is told, and which checkpoints there are by then."""
+    """With a `scontrol` that writes down what it is asked, and which checkpoints there are by then."""
     return with_scontrol(tmp_path)
 
 
@@ -41,8 +41,8 @@ def with_scontrol(folder: Path, then: str = "") -> Path:
     return folder
 
 
-def told(folder: Path) -> list[str]:
-    return (folder / "told").read_text().splitlines() if (folder / "told").exists() else []
+def requests(folder: Path) -> list[str]:
+    return (folder / "requests").read_text().splitlines() if (folder / "requests").exists() else []
 
 
 class SignalsInTest(pl.Callback):
@@ -86,26 +86,26 @@ def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False, slow_disk=False
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again(two_ranks, folder, rank):
     assert two_ranks.run(in_a_job, str(folder), rank) == [(143, 6), (143, 6)]
-    assert told(folder) == ["requeue 17: stopped.ckpt"]  # and Lightning's own hpc_ckpt_1.ckpt is not there
+    assert requests(folder) == ["requeue 17: stopped.ckpt"]  # and Lightning's own hpc_ckpt_1.ckpt is not there
     assert check_whole(folder / "stopped.ckpt")
 
 
 def test_the_job_is_queued_after_the_disk_has_the_checkpoint(one_rank, folder):
     """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
     assert one_rank.run(in_a_job, str(folder), 0, signal.SIGUSR1, False, True) == [(143, 6)]
-    assert told(folder) == ["requeue 17: stopped.ckpt"]
+    assert requests(folder) == ["requeue 17: stopped.ckpt"]
 
 
 def test_a_job_that_is_told_to_end_is_not_queued_again(one_rank, folder):
     """`scancel` and preemption send SIGTERM; SLURM itself decides what becomes of the job."""
     assert one_rank.run(in_a_job, str(folder), 0, signal.SIGTERM) == [(143, 6)]
     assert check_whole(folder / "stopped.ckpt")
-    assert told(folder) == []
+    assert requests(folder) == []
 
 
 def test_in_testing_a_job_is_queued_again_with_nothing_saved(two_ranks, folder):
     assert two_ranks.run(in_a_job, str(folder), 0, signal.SIGUSR1, True) == [("went on", 0)] * 2
-    assert told(folder) == ["requeue 17: "]
+    assert requests(folder) == ["requeue 17: "]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_in_testing_a_job_is_queued_again_with_nothing_saved(two_ranks, folder):
 )
 def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then, reason):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm, "REQUEUE_LIMIT_S", 0.2 if then == "sleep 9" else 30.0)
+    monkeypatch.setattr(stop_on_signal, "REQUEUE_LIMIT_S", 0.2 if then == "sleep 9" else 30.0)
     if then is None:
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         monkeypatch.setenv("PATH", f"{with_scontrol(tmp_path, then)}/bin", prepend=":")
     with pytest.raises(AssertionError, match=reason):
-        assert slurm.queue_again() == "SLURM job 17 is queued again"
-    assert "`scontrol requeue 17`" in slurm.queue_again()
+        assert stop_on_signal.queue_again() == "SLURM job 17 is queued again"
+    assert "`scontrol requeue 17`" in stop_on_signal.queue_again()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then,
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
 def test_the_signal_is_lightnings(environment, expected):
     trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment()))
-    assert slurm.requeue_signal_of(trainer) is expected
+    assert stop_on_signal.requeue_signal_of(trainer) is expected
 
 
 def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch):

@@ -45,7 +45,7 @@ def test_any_one_flipped_bit_shows(dtype, numel, data):
 @given(st.lists(st.integers(0, 3 * _ROW), min_size=2, max_size=6, unique=True), st.integers(0, 31))
 @settings(max_examples=60, deadline=None)
 def test_the_same_bit_flipped_in_several_places_shows(places, bit):
-    """The sign bit of an even number of elements is what sums with odd weights modulo 2**32 or in 64-bit lanes miss."""
+    """The sign bit of an even number of elements is what sums with odd weights modulo 2**32 or in 64-bit words miss."""
     tensor = other = some(3 * _ROW + 1)
     for place in places:
         other = flipped(other, place, bit)

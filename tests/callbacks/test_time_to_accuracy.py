@@ -1,4 +1,4 @@
-"""Time to accuracy: two clocks, seen once, kept over a resumption, the same on every rank."""
+"""Time to accuracy: two clocks, seen once, continued after a resumption, the same on every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reached(run_dir=None, everywhere=True, max_epochs=3, resumed_at=None, **opti
     event = TimeToAccuracy(**options)
     logger, _, trainer = fit(more=[event], module=module, max_epochs=max_epochs, **options_of_fit)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
-    return [logger.column(name) for name in names], trainer.global_step, event.line(), event.reached
+    return [logger.column(name) for name in names], trainer.global_step, event.describe(), event.reached
 
 
 def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
@@ -96,10 +96,10 @@ def error_of_monitor():
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):
-    told = two_ranks.run(error_of_monitor)[0]
-    assert told.startswith("ValueError: `monitor` (='val/accuracy') must be a metric that validation logs")
-    assert "rises, " in told
-    assert m.VAL_ACC in told
+    error = two_ranks.run(error_of_monitor)[0]
+    assert error.startswith("ValueError: `monitor` (='val/accuracy') must be a metric that validation logs")
+    assert "rises, " in error
+    assert m.VAL_ACC in error
 
 
 def test_an_unknown_mode_is_refused():

@@ -138,7 +138,7 @@ def momentum_logged(optimizer):
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
-    """Each batch is waited for 3 ms, of which the first four are not told; then two batches make a step."""
+    """Each batch is waited for 3 ms, of which the first four are not logged; then two batches make a step."""
     assert two_ranks.run(waits_logged, 1)[0] == pytest.approx({6: 0.003, 8: 0.003})
     assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
     assert two_ranks.run(waits_logged, 0)[0] == {}
@@ -184,8 +184,8 @@ def utilisation_logged():
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be a number above zero"),
-        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be a number above zero"),
+        ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be positive"),
+        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be positive"),
         ({"peak_flops_per_s": 1e12}, r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"),
     ],
     ids=str,

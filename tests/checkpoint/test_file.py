@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lightning_hybrid import DurableCheckpointIO
+from lightning_hybrid import DurableCheckpointIO, atomic_file
 from lightning_hybrid.checkpoint import file as cf
 from lightning_hybrid.checkpoint.file import CheckpointWriteError, DamagedCheckpointError, RefusedCheckpointError
 from tests import toy
@@ -127,8 +127,9 @@ class Witness:
         self.told, self.kill_before = [], kill_before
         for name in ("fsync", "link", "replace"):
             monkeypatch.setattr(os, name, self._noting(name, getattr(os, name)))
-        monkeypatch.setattr(cf._Summed, "_put", self._noting("write", cf._Summed._put))
-        monkeypatch.setattr(cf, "_unlink_quietly", self._unlink)
+        monkeypatch.setattr(cf._ChecksumFile, "_put", self._noting("write", cf._ChecksumFile._put))
+        for module in (atomic_file, cf):
+            monkeypatch.setattr(module, "remove_quietly", self._unlink)
 
     def _noting(self, name, function):
         def noting(*args, **kwargs):
@@ -224,7 +225,7 @@ def fails_with(number, monkeypatch):
         self.error = OSError(number, os.strerror(number))
         raise self.error
 
-    monkeypatch.setattr(cf._Summed, "_put", fail)
+    monkeypatch.setattr(cf._ChecksumFile, "_put", fail)
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "disk is read-only")])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def integers(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Ten
     """Whole numbers in [-8, 8], different on every rank: any sum of four is exact, in bf16 too."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
+
+
+@cache
+def sum_of_integers(world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    """Over all ranks: what many tests expect, so it is computed once. Not to be changed."""
+    return sum(integers(rank, numel, torch.float32, seed=seed) for rank in range(world_size)).to(dtype)
 
 
 def reals(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -49,7 +49,7 @@ def test_gradients_are_the_fp32_gradients_rounded():
 
 
 def test_long_sums_do_not_stall_as_fp16_sums_do():
-    """4096 ones: a sum kept in fp16 stops at 2048, where 1 is half a unit in the last place."""
+    """4096 ones: a sum in fp16 stops at 2048, where 1 is half a unit in the last place."""
     ones = torch.ones(1, 4096, dtype=torch.float16)
     with Fp16MatmulEmulation():
         assert F.linear(ones, ones).item() == 4096

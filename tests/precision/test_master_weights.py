@@ -106,14 +106,14 @@ def test_normalisation_computes_in_fp32_and_returns_half(name):
 def test_outside_writes_are_taken_over_and_untouched_elements_keep_their_fp32_bits():
     module = nn.Linear(4, 1, bias=False)
     masters = MasterWeights(module, F16)
-    twin = masters.pair_of(module.weight)
-    before = twin.master.clone()
+    pair = masters.pair_of(module.weight)
+    before = pair.master.clone()
     module.weight.data[0, 1] = 7.0
     module.weight.data[0, 2] = float("nan")
-    twin.absorb_outside_writes_()
-    assert twin.master[0, 1] == 7.0
-    assert twin.master[0, 2].isnan()
-    assert torch.equal(twin.master[0, [0, 3]], before[0, [0, 3]])
+    pair.absorb_outside_writes_()
+    assert pair.master[0, 1] == 7.0
+    assert pair.master[0, 2].isnan()
+    assert torch.equal(pair.master[0, [0, 3]], before[0, [0, 3]])
 
 
 def test_state_dicts_are_fp32_of_any_part_and_any_copy():
@@ -147,12 +147,12 @@ def test_what_is_written_into_a_state_dict_is_written_into_the_module():
     module = nn.Linear(4, 2)
     masters = MasterWeights(module, F16)
     masters.follow_device()
-    twin = masters.pair_of(module.weight)
-    twin.mark_clean()
+    pair = masters.pair_of(module.weight)
+    pair.mark_clean()
     module.state_dict()["weight"].fill_(1 / 3)
-    twin.absorb_outside_writes_()
+    pair.absorb_outside_writes_()
     assert torch.equal(module.weight, torch.full((2, 4), 1 / 3).half())
-    assert torch.equal(twin.master, torch.full((2, 4), 1 / 3))
+    assert torch.equal(pair.master, torch.full((2, 4), 1 / 3))
 
 
 def test_loading_gives_the_masters_exact_fp32_values():
@@ -160,8 +160,8 @@ def test_loading_gives_the_masters_exact_fp32_values():
     state = {name: torch.randn_like(value) for name, value in module.state_dict().items()}
     masters = MasterWeights(module, F16)
     masters.follow_device()
-    for twin in masters.twins.values():
-        twin.mark_clean()
+    for pair in masters.pairs.values():
+        pair.mark_clean()
     module.load_state_dict(state)
     assert torch.equal(module[0].weight, state["0.weight"].half())
     masters.restore()
@@ -196,8 +196,8 @@ def test_masters_stand_in_for_one_call_only(make):
     low = [id(p) for p in optimizer.param_groups[0]["params"]]
     for _ in range(2):
         for parameter in module.parameters():
-            twin = masters.pair_of(parameter)
-            (parameter if twin is None else twin.master).grad = torch.ones(parameter.shape)
+            pair = masters.pair_of(parameter)
+            (parameter if pair is None else pair.master).grad = torch.ones(parameter.shape)
         with masters.swapped_in(optimizer):
             assert all(p.dtype is torch.float32 for p in optimizer.param_groups[0]["params"])
             optimizer.step()

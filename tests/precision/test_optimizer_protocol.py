@@ -305,7 +305,7 @@ def test_a_step_asks_the_device_nothing(one_rank, optimizer, settings):
 
 
 def test_what_still_asks_is_named(one_rank, two_ranks):
-    """An optimizer that cannot skip: the verdict. A schedule by steps: the verdict. Ranks: Lightning's SIGTERM."""
+    """An optimizer that cannot skip: the skip flag. A schedule by steps: the same. Ranks: Lightning's SIGTERM."""
     assert one_rank.run(host_reads, "sgd", {}) == [{"precision/master_step.py": 14}]
     assert one_rank.run(host_reads, "lars", {"scheduled": True}) == [{"precision/skipped_steps.py": 14}]
     for reads in two_ranks.run(host_reads, "lars", {}):
@@ -490,14 +490,14 @@ def scales_of_two_games(toggles):
     trainer.fit(module, toy.loader())
     plugin = trainer.precision_plugin
     logged = [trainer.callback_metrics[f"train/loss_scale{of}"].item() for of in ("", "/optimizer_1")]
-    scales = [record.loss_scale.value for record in plugin.records]
+    scales = [record.loss_scale.value for record in plugin.optimizer_steps]
     assert logged == scales
     restored = MasterWeightPrecision("16-true")
-    restored.records.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    restored.records.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     restored.load_state_dict(plugin.state_dict())
     assert restored.state_dict() == plugin.state_dict()
-    return scales, [int(record.num_skipped) for record in plugin.records], plugin.num_skipped_steps
+    return scales, [int(record.num_skipped) for record in plugin.optimizer_steps], plugin.num_skipped_steps
 
 
 def test_each_optimizer_has_its_own_scale_where_it_is_toggled(one_rank):

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 
+from lightning_hybrid.precision import MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
@@ -39,7 +40,7 @@ class Inspector(pl.Callback):
             "in_groups": in_groups == {id(p) for p in parameters.values()},
             "state_keys": {id(p) for p in optimizer.state} <= in_groups,
             "state_dtypes": state_dtypes,
-            "copies_exact": all(torch.equal(t.low, t.master.to(t.low.dtype)) for t in masters.twins.values()),
+            "copies_exact": all(torch.equal(t.low, t.master.to(t.low.dtype)) for t in masters.pairs.values()),
         }
 
 
@@ -59,6 +60,26 @@ def test_model_is_half_but_normalisation_masters_and_optimizer_state_are_fp32(tw
         assert seen["state_keys"]
         assert seen["state_dtypes"] == {torch.float32}
         assert seen["copies_exact"]
+
+
+def inspect_a_fit_with_fp32_layers():
+    inspector, module = Inspector(), toy.Toy()
+    plugin = MasterWeightPrecision("16-true", keep_fp32=(nn.Linear,))
+    toy.trainer(strategy=HybridAllReduceStrategy(precision_plugin=plugin), callbacks=[inspector]).fit(
+        module, toy.loader()
+    )
+    return inspector.seen, module.losses, toy.weights(module)
+
+
+def test_layers_that_are_to_stay_fp32_do_and_train_on_all_ranks(two_ranks):
+    (seen, losses, weights), (_, _, others) = two_ranks.run(inspect_a_fit_with_fp32_layers)
+    for name, dtype in seen["dtypes"].items():
+        assert dtype is (torch.float16 if name.startswith("net.1.") else torch.float32), name
+    assert seen["in_groups"]
+    assert seen["copies_exact"]
+    assert losses[-1] < 0.5 * losses[0]
+    assert not torch.equal(weights["net.8.weight"], toy.weights(toy.Toy())["net.8.weight"])
+    assert all(torch.equal(weights[name], others[name]) for name in weights if not name.startswith("net.2.running"))
 
 
 def fit(precision="16-true", optimizer="SGD", lr=0.1, **settings):
@@ -206,8 +227,8 @@ def test_averaging_callbacks_survive(two_ranks, kind):
 
 def test_zero_grad_without_none_changes_nothing(two_ranks):
     normal = two_ranks.run(losses_and_weights, {})
-    kept = two_ranks.run(fit_keeping_gradients)
-    assert toy.same_bits(normal[0][1], kept[0])
+    longer = two_ranks.run(fit_keeping_gradients)
+    assert toy.same_bits(normal[0][1], longer[0])
 
 
 def fit_keeping_gradients():

@@ -81,18 +81,18 @@ def test_a_chain_of_schedules_waits_as_one():
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
-def test_a_step_put_off_is_made_when_settled_with_the_outcome_of_its_own_optimizer_step():
-    """Rates are those without putting off, one optimizer step late; outcomes are kept, not asked again."""
+def test_a_step_put_off_is_made_when_run_with_the_flag_of_its_own_optimizer_step():
+    """Rates are those without putting off, one optimizer step late; flags are saved, not read again."""
     optimizer, config = make()
     skipped, seen = [True, False, False, True, False], []
     step = iter(skipped)
     guard = guarding(config, lambda _: next(step), may_put_off=lambda: True)
     for _ in skipped:
-        guard.settle()
+        guard.run_deferred()
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         config.scheduler.step()
-    guard.settle()
+    guard.run_deferred()
     assert seen == [1.0, 1.0, 0.5, 0.25, 0.25]
     assert optimizer.param_groups[0]["lr"] == 0.125
 

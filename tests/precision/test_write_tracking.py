@@ -14,7 +14,7 @@ from torch import nn
 import lightning_hybrid.precision.master_weights
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, unwatch, watch
+from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
@@ -29,63 +29,63 @@ class Value:
         return self.master
 
 
-def in_place(weight, kept):
+def in_place(weight, data):
     with torch.no_grad():
         weight.mul_(2.0)
 
 
-def in_inference_mode(weight, kept):
+def in_inference_mode(weight, data):
     with torch.inference_mode():
         weight.view(-1)[1] = 3.0
 
 
-def as_a_list(weight, kept):
+def as_a_list(weight, data):
     with torch.no_grad():
         torch._foreach_mul_([weight], 2.0)
 
 
-def through_detach(weight, kept):
+def through_detach(weight, data):
     weight.detach().clamp_(-0.1, 0.1)
 
 
-def through_data(weight, kept):
+def through_data(weight, data):
     weight.data.mul_(2.0)
 
 
-def through_data_taken_long_ago(weight, kept):
-    kept.mul_(2.0)
+def through_data_taken_long_ago(weight, data):
+    data.mul_(2.0)
 
 
-def a_new_memory(weight, kept):
+def a_new_memory(weight, data):
     weight.data = torch.full_like(weight, 2.0)
 
 
-def from_a_vector(weight, kept):
+def from_a_vector(weight, data):
     nn.utils.vector_to_parameters(torch.full((weight.numel(),), 2.0, dtype=weight.dtype), [weight])
 
 
-def a_new_memory_of_another_dtype(weight, kept):
+def a_new_memory_of_another_dtype(weight, data):
     weight.data = torch.full_like(weight, 1 / 3, dtype=torch.float32)
     assert weight.dtype is torch.float16
 
 
-def a_state_dict(weight, kept):
+def a_state_dict(weight, data):
     module = nn.Linear(4, 3, bias=False, dtype=weight.dtype)
     module.weight = weight
     module.load_state_dict({"weight": torch.full_like(weight, 2.0)})
 
 
-def init(weight, kept):
+def init(weight, data):
     nn.init.constant_(weight, 2.0)
 
 
-def another_optimizer(weight, kept):
+def another_optimizer(weight, data):
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0).step()
     weight.grad = None
 
 
-def announced(weight, kept):
+def announced(weight, data):
     weight.detach().numpy()[0] = 2.0
     torch.autograd.graph.increment_version(weight)
 
@@ -100,27 +100,27 @@ def test_whatever_is_written_reaches_the_master(write):
     module = nn.Linear(4, 3, bias=False)
     masters = MasterWeights(module, torch.float16)
     masters.follow_device()
-    twin = masters.pair_of(module.weight)
-    kept = module.weight.data if write is through_data_taken_long_ago else None
+    pair = masters.pair_of(module.weight)
+    data = module.weight.data if write is through_data_taken_long_ago else None
     for _ in range(2):
-        twin.absorb_outside_writes_()
-        before = twin.master.detach().clone()
-        write(module.weight, kept)
+        pair.absorb_outside_writes_()
+        before = pair.master.detach().clone()
+        write(module.weight, data)
         assert not torch.equal(module.weight, before.half()), "the write must have changed something"
         assert not is_untouched(module.weight)
-        twin.absorb_outside_writes_()
-        assert torch.equal(twin.master.half(), module.weight)
-        assert not torch.equal(twin.master, before)
+        pair.absorb_outside_writes_()
+        assert torch.equal(pair.master.half(), module.weight)
+        assert not torch.equal(pair.master, before)
         with torch.no_grad():
-            twin.master.add_(0.25)
-            module.weight.copy_(twin.master)
-        twin.mark_clean()
+            pair.master.add_(0.25)
+            module.weight.copy_(pair.master)
+        pair.mark_clean()
 
 
 def test_reading_is_no_write():
     weight = nn.Parameter(torch.rand(3))
-    watch(weight, Value(weight))
-    assert not is_untouched(weight), "before it is settled anything may have happened"
+    track(weight, Value(weight))
+    assert not is_untouched(weight), "before it is marked clean anything may have happened"
     mark_clean(weight)
     (weight * 2).sum().backward()
     weight.grad.zero_()
@@ -132,8 +132,8 @@ def test_reading_is_no_write():
 def test_a_watched_parameter_is_itself_and_its_copies_are_plain():
     weight = nn.Parameter(torch.rand(3))
     identity, plain = id(weight), copy.deepcopy(weight)
-    watch(weight, Value(weight))
-    watch(weight, Value(weight))
+    track(weight, Value(weight))
+    track(weight, Value(weight))
     assert isinstance(weight, nn.Parameter)
     assert id(weight) == identity
     assert type(weight + 1) is type(weight.detach()) is torch.Tensor
@@ -145,7 +145,7 @@ def test_a_watched_parameter_is_itself_and_its_copies_are_plain():
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), loaded):
         assert type(other) is nn.Parameter
         assert torch.equal(other, plain / 3), "a copy holds what stands behind"
-    unwatch(weight)
+    untrack(weight)
     assert type(weight) is nn.Parameter
     assert not vars(weight)
 
@@ -155,7 +155,7 @@ def test_a_class_of_the_users_stays_and_is_always_compared():
         pass
 
     weight = Own(torch.rand(3))
-    watch(weight, Value(weight))
+    track(weight, Value(weight))
     mark_clean(weight)
     assert type(weight) is Own
     assert not is_untouched(weight)
@@ -170,13 +170,13 @@ def test_one_element_written_in_a_large_layer_is_found(memory, monkeypatch):
     if memory == "slice":
         module.weight.data = torch.rand(7, 20, 3, 3)[:, ::2]
     masters = MasterWeights(module, torch.float16)
-    twin = masters.pair_of(module.weight)
+    pair = masters.pair_of(module.weight)
     for index in (0, 5, 63, 64, 320, 629):
-        before = twin.master.detach().clone()
+        before = pair.master.detach().clone()
         with torch.no_grad():
             module.weight[torch.unravel_index(torch.tensor(index), module.weight.shape)] = 5.0
-        twin.absorb_outside_writes_()
-        assert (twin.master != before).sum() == 1
+        pair.absorb_outside_writes_()
+        assert (pair.master != before).sum() == 1
 
 
 # ---- whole steps ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A user's script, started by ``test_launch.py`` in every way there is: ``python launch_me.py STRATEGY FOLDER``."""
+"""A user's script, started by `test_launch.py` in every way there is: `python launch_me.py STRATEGY FOLDER`."""
 
 import sys
 from pathlib import Path

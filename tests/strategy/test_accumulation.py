@@ -36,7 +36,7 @@ class Counts(toy.Toy):
 
 
 def batches(num_steps=1, small=2.0**-11):
-    """float32 ``"batch 3"``; rank r's first is 1 - r / 4."""
+    """float32 `"batch 3"`; rank r's first is 1 - r / 4."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     step = torch.full((NUM_BATCHES, 3), small)
     step[0], step[-1] = 1.0 - rank / 4, 0.0
@@ -152,7 +152,7 @@ def test_a_step_that_does_not_come_about_leaves_nothing_to_the_next(one_rank):
 
 
 class OwnLoop(toy.Toy):
-    """Manual optimization that adds up under DDP's ``no_sync``."""
+    """Manual optimization that adds up under DDP's `no_sync`."""
 
     automatic_optimization = False
 

@@ -27,7 +27,7 @@ class EndsAt(pl.Callback):
 
 def words_of(error):
     """What the living rank said, after how many seconds; its first line."""
-    ((seconds, words),) = re.findall(r"AssertionError: told after (\d+) s: (.*)", str(error.value))
+    ((seconds, words),) = re.findall(r"AssertionError: message after (\d+) s: (.*)", str(error.value))
     return int(seconds), words
 
 
@@ -35,8 +35,8 @@ def fit_that_one_rank_dies_in(rank):
     """The module has BatchNorm: at its next forward the other rank is in DDP's own broadcast of the buffers."""
     start_s = time.monotonic()
     died = EndsAt(rank, lambda: os._exit(7))
-    told = toy.error_of(toy.trainer(max_epochs=1, callbacks=[died]).fit, toy.Toy(), toy.loader())
-    raise AssertionError(f"told after {time.monotonic() - start_s:.0f} s: {told}")
+    message = toy.error_of(toy.trainer(max_epochs=1, callbacks=[died]).fit, toy.Toy(), toy.loader())
+    raise AssertionError(f"message after {time.monotonic() - start_s:.0f} s: {message}")
 
 
 @pytest.mark.slow  # the processes are started afresh after it
@@ -56,11 +56,11 @@ def fit_that_rank_zero_leaves_by_an_error():
         raise FloatingPointError("of the user")
 
     start_s = time.monotonic()
-    told = toy.error_of(toy.trainer(max_epochs=1, callbacks=[EndsAt(0, end)]).fit, toy.Toy(), toy.loader())
+    message = toy.error_of(toy.trainer(max_epochs=1, callbacks=[EndsAt(0, end)]).fit, toy.Toy(), toy.loader())
     if dist.get_rank() == 0:
         time.sleep(2)
         os._exit(7)
-    raise AssertionError(f"told after {time.monotonic() - start_s:.0f} s: {told}")
+    raise AssertionError(f"message after {time.monotonic() - start_s:.0f} s: {message}")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
 
-TOLD = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
+CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
 
 
 def strategy_on(device_type):
@@ -41,7 +41,7 @@ def failed_engine(device_type):
     engine = CommEngine.__new__(CommEngine)
     engine.device, engine._carrier, engine._is_closed = torch.device(device_type), None, False
     engine._latch = FailureLatch(BucketOrder())
-    engine._latch.error = TOLD
+    engine._latch.error = CAUSE
     return engine
 
 
@@ -66,6 +66,6 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
     strategy.set_world_ranks = lambda: None
     error = ValueError("an illegal value")
     strategy.on_exception(error)
-    assert TOLD in error.__notes__
-    strategy.on_exception(explained := RuntimeError(TOLD))
-    assert TOLD not in getattr(explained, "__notes__", [])
+    assert CAUSE in error.__notes__
+    strategy.on_exception(explained := RuntimeError(CAUSE))
+    assert CAUSE not in getattr(explained, "__notes__", [])

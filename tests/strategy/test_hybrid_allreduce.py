@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
-from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm import CommPlan, Topology
 from tests import toy
 
 # ---- the same as plain DDP where nothing else was asked for ----------------------------------------------------------
@@ -100,7 +100,9 @@ def test_ddp_is_built_on_the_stream_on_which_backward_runs(monkeypatch):
     for name in ("Stream", "stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, no_stream)
     module = nn.Linear(1, 1)
-    HybridAllReduceStrategy(find_unused_parameters=True)._setup_model(module)
+    strategy = HybridAllReduceStrategy(find_unused_parameters=True)
+    strategy._topology = Topology.from_ranks_per_node(rank=0, world_size=1, ranks_per_node=1)
+    strategy._setup_model(module)
     ((args, kwargs),) = seen
     assert args == (module,)
     assert kwargs["device_ids"] == [3]
@@ -234,7 +236,8 @@ def test_registered_names_are_ddps_names():
         ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\)"),
         ({"bucket_bytes": 2**20, "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `bucket_bytes` \(=1048576\)"),
         ({"plan": "no/such/plan.json"}, r"`plan` \(='no/such/plan.json'\) must be the path of a plan"),
-        ({"plan": __file__}, r"`plan` \(=.*test_strategy.py'\) must be the path of a plan"),
+        ({"plan": 3}, r"`plan` \(=3\) must be the path of a plan"),
+        ({"plan": __file__}, r"`plan` \(=.*test_hybrid_allreduce.py'\) must be the path of a plan"),
         ({"comm_dtype": "int8"}, r"`comm_dtype` \(='int8'\)"),
         ({"link_bytes_per_s": 0}, r"`link_bytes_per_s` \(=0\) must be None or a number of bytes per second above zero"),
         ({"link_bytes_per_s": "fast"}, r"`link_bytes_per_s` \(='fast'\)"),
@@ -565,7 +568,7 @@ def test_an_error_in_one_ranks_code_ends_the_fit_on_all_and_a_new_fit_works(two_
     results = two_ranks.run(fit_that_one_rank_leaves, rank)
     assert results[rank][0] == "FloatingPointError: of the user"
     assert f"comm: rank {rank} gave up: FloatingPointError: of the user" in results[1 - rank][0]
-    assert all(seconds < 6 for _, seconds, _ in results)
+    assert all(seconds < 20 for _, seconds, _ in results)  # the groups' timeout is 45 s
     assert results[0][2].keys() == results[1][2].keys()
 
 

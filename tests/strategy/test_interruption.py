@@ -46,8 +46,8 @@ class Module(toy.Toy):
         return None
 
 
-def signalled(rank, number, folder=None, stops=False):
-    """What ended the fit on this rank, and what rank zero was told."""
+def signalled(rank, number, folder=None, stops=False, stops_alone=False):
+    """What ended the fit on this rank, and what rank zero reported."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -69,14 +69,16 @@ def signalled(rank, number, folder=None, stops=False):
         logger.removeHandler(handler)
         for one, was in before.items():
             signal.signal(one, was)
+    if stops_alone and dist.get_rank() == rank:
+        dist.destroy_process_group()  # ends its connections, as the end of its process would
     return end, messages
 
 
 @pytest.mark.slow
 def test_sigterm_to_a_rank_above_zero_ends_all_and_is_named(two_ranks):
-    (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM)
+    (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM, None, False, True)
     assert second.startswith("SIGTERMException")
-    assert "comm: rank 1 gave up: it was told to stop by SIGTERM" in first
+    assert "comm: rank 1 gave up: it received SIGTERM" in first
     assert "The run stopped in epoch 2 after step 1" in first
     assert "no checkpoint was written to go on from" in first
 
@@ -140,10 +142,10 @@ def is_alive(pid):
     [
         ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to go on from"),
         ("lightning", "none", signal.SIGINT, "rank 1", "rank 1 gave up: it was interrupted by Ctrl-C"),
-        ("lightning", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it was told to stop by SIGTERM"),
+        ("lightning", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
         ("lightning", "stops", signal.SIGINT, "all", "stopped.ckpt"),
         ("torchrun", "stops", signal.SIGINT, "launcher", "stopped.ckpt"),
-        ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it was told to stop by SIGTERM"),
+        ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
     ],
 )
 def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, number, whom, words):

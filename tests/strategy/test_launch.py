@@ -1,20 +1,19 @@
 """The strategy under every launcher: a real script, real processes, the same weights."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.programs import run_program
+
 SCRIPT = Path(__file__).with_name("launch_me.py")
-PYTHON = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 LAUNCHES = {
-    "popen": (PYTHON, "hybrid_allreduce"),
-    "spawn": (PYTHON, "hybrid_allreduce_spawn"),
-    "fork": (PYTHON, "hybrid_allreduce_fork"),
+    "popen": ([], "hybrid_allreduce"),
+    "spawn": ([], "hybrid_allreduce_spawn"),
+    "fork": ([], "hybrid_allreduce_fork"),
     "torchrun": (TORCHRUN, "hybrid_allreduce"),
 }
 
@@ -22,15 +21,8 @@ LAUNCHES = {
 def launch(name, folder):
     command, strategy = LAUNCHES[name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.run(
-        [*command, str(SCRIPT), strategy, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=folder,
-    )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    done = run_program(*command, str(SCRIPT), strategy, str(folder), cwd=folder, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
-from lightning_hybrid.planning.plan_search import choose_plan
 from lightning_hybrid.strategy import arguments
 from tests import toy
 
@@ -19,7 +19,7 @@ GLOO = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_sh
 
 
 def cluster(ranks_per_node):
-    """Ranks of a node are far from each other, so that the way through every node is long: nobody would take it."""
+    """Ranks of a node are far from each other, so that the way through every node is long: no plan would take it."""
     near, far = Link(latency_s=2e-2, bytes_per_s=5e8), Link(latency_s=1e-6, bytes_per_s=1e10)
     return Cluster(num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO)
 
@@ -42,7 +42,7 @@ def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(fou
     """Described with 8 nodes; the job has 2."""
     for seen, error, numels in four_ranks.run(_plan_in_force, comm_dtype):
         assert error == ""
-        expected = choose_plan(numels[::-1], cluster(2).of(2), itemsize=itemsize, on_cuda=False)
+        expected = plan_search.choose_plan(numels[::-1], cluster(2).of(2), itemsize=itemsize, on_cuda=False)
         assert expected.algorithm == "flat"
         assert seen[0][0] == expected.to_json()
         assert "flat" in seen[0][1]
@@ -57,16 +57,41 @@ def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypat
     """As they get ready, without what is frozen; by the dtype of the largest, or that on the wire."""
     asked = []
     monkeypatch.setattr(
-        arguments, "choose_plan", lambda *args, **settings: asked.append((args, settings)) or CommPlan()
+        plan_search, "choose_plan", lambda *args, **settings: asked.append((args, settings)) or CommPlan()
     )
     module = nn.Sequential(nn.Linear(3, 5).half(), nn.LayerNorm(5), nn.Linear(5, 2).half())
     module[2].bias.requires_grad_(False)
     topology = Topology.from_ranks_per_node(rank=0, world_size=6, ranks_per_node=2)
-    arguments.plan_on(cluster(2), module, topology, comm_dtype=comm_dtype, on_cuda=False)
+    arguments.ask_planner(cluster(2), module, topology, comm_dtype=comm_dtype, on_cuda=False)
     (((numels, described), settings),) = asked
     assert list(numels) == [10, 5, 5, 5, 15]
     assert described == cluster(2).of(3)
     assert settings == {"itemsize": itemsize, "on_cuda": False}
+
+
+class MostChunks:
+    """A planner of a user's own."""
+
+    def plan_for(self, numels, topology, *, itemsize, on_cuda):
+        return CommPlan(algorithm="hierarchical", chunk_bytes=sum(numels) * itemsize)
+
+
+def fit_with_an_own_planner():
+    strategy = HybridAllReduceStrategy(plan=MostChunks(), ranks_per_node=1)
+    seen = []
+
+    class Module(toy.Toy):
+        def on_train_start(self):
+            seen.append(strategy._engine.plan)
+
+    module = Module()
+    toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(module, toy.loader())
+    return seen, sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_any_object_that_chooses_a_plan_may_stand_for_it(two_ranks):
+    for seen, numel in two_ranks.run(fit_with_an_own_planner):
+        assert seen == [CommPlan(algorithm="hierarchical", chunk_bytes=2 * numel)]
 
 
 def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):

@@ -25,14 +25,15 @@ class Watches(pl.Callback):
     """Notes under which plan each step was made, and what was said."""
 
     def __init__(self):
-        self.plans, self.told = [], []
+        self.plans, self.lines = [], []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx % 2:
             self.plans.append(trainer.strategy._engine.plan)
 
     def on_train_end(self, trainer, module):
-        self.is_tuned = trainer.strategy._tuning._tuning is not None
+        tuning = trainer.strategy._tuning
+        self.is_tuned = tuning is not None and tuning._tuning is not None
         self.line = trainer.strategy.communication_plan
 
 
@@ -48,7 +49,7 @@ def fit(strategy, **options):
     ticking = partial(trainer_tuning.TuningSession, clock=itertools.count().__next__)
     with (
         mock.patch.object(trainer_tuning, "TuningSession", ticking),
-        mock.patch.object(trainer_tuning, "rank_zero_info", watches.told.append),
+        mock.patch.object(trainer_tuning, "rank_zero_info", watches.lines.append),
     ):
         trainer.fit(module, toy.loader(960, batch_size=4), toy.loader(16))
     return module.losses, toy.weights(module), watches, trainer
@@ -69,15 +70,15 @@ def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks, tmp_
         assert len({plan.algorithm for plan in watches.plans}) >= 3
         assert watches.plans == results[0][2].plans
         assert f"plan {watches.plans[-1].plan_hash[:4]}" in watches.line
-    (line,) = results[0][2].told
+    (line,) = results[0][2].lines
     assert line.startswith("comm: plan tuned in ")
-    assert results[1][2].told == []
+    assert results[1][2].lines == []
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
 def fit_twice(folder):
     strategy = {"ranks_per_node": 1, "tune": "on", "tune_cache_dir": folder}
-    return [fit(HybridAllReduceStrategy(**strategy), max_steps=max_steps)[2].told for max_steps in (45, 8)]
+    return [fit(HybridAllReduceStrategy(**strategy), max_steps=max_steps)[2].lines for max_steps in (45, 8)]
 
 
 def test_the_next_fit_takes_the_plan_that_was_kept(two_ranks, tmp_path):
@@ -94,7 +95,7 @@ def settings_of(tune, algorithm="auto", plan=None, deterministic=False):
         _, _, watches, _ = fit(strategy, limit_train_batches=4, val_check_interval=4, **options)
     finally:
         torch.use_deterministic_algorithms(False)
-    return watches.is_tuned, watches.told
+    return watches.is_tuned, watches.lines
 
 
 def several_settings():
@@ -114,7 +115,7 @@ def test_a_fit_is_tuned_only_as_asked(two_ranks):
     assert {name for name, (is_tuned, _) in found.items() if is_tuned} == {"on", "YAML's on", "the user's plan, on"}
     (line,) = found["deterministic"][1]
     assert line.startswith("comm: the plan is not tuned: deterministic algorithms are asked for")
-    assert [told for name, (_, told) in found.items() if name != "deterministic"] == [[]] * 6
+    assert [lines for name, (_, lines) in found.items() if name != "deterministic"] == [[]] * 6
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks that meet, and such as do not: who is missing is named on every rank; rank zero listens where it was told."""
+"""A rendezvous, and ones that fail: every rank names who is missing, and rank zero listens only where it should."""
 
 from __future__ import annotations
 
@@ -58,50 +58,50 @@ def meets(port, num_missing, numbers, timeout_s):
     except RendezvousError as error:
         return str(error), time.monotonic() - begun_s, set()
     store.set(f"from {own}", str(own))
-    told = sorted(int(store.get(f"from {other}")) for other in range(len(numbers)))
+    results = sorted(int(store.get(f"from {other}")) for other in range(len(numbers)))
     time.sleep(0.2)  # the store goes with rank zero
-    return told, 0.0, listening(port)
+    return results, 0.0, listening(port)
 
 
 def test_all_ranks_get_one_store_that_listens_on_the_address_alone(three_ranks):
-    told = three_ranks.run(meets, free_port(), 0, [0, 1, 2], LONG_S)
-    assert [each[0] for each in told] == [[0, 1, 2]] * 3
-    assert [each[2] <= LOOPBACK for each in told] == [True] * 3
-    assert [bool(each[2]) for each in told] == [True, False, False]
+    results = three_ranks.run(meets, free_port(), 0, [0, 1, 2], LONG_S)
+    assert [each[0] for each in results] == [[0, 1, 2]] * 3
+    assert [each[2] <= LOOPBACK for each in results] == [True] * 3
+    assert [bool(each[2]) for each in results] == [True, False, False]
 
 
 def test_who_did_not_come_is_named_on_every_rank_that_did(two_ranks):
     port = free_port()
-    told = two_ranks.run(meets, port, 2, [0, 1], SHORT_S)
-    for words, seconds, _ in told:
+    results = two_ranks.run(meets, port, 2, [0, 1], SHORT_S)
+    for words, seconds, _ in results:
         assert words.startswith(f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did")
         assert 0.9 * SHORT_S <= seconds < SHORT_S + rendezvous.GRACE_S
 
 
 def test_a_rank_zero_that_never_comes_is_named_by_the_others(two_ranks):
-    told = two_ranks.run(meets, free_port(), 1, [1, 2], SHORT_S)
-    for place, (words, _, _) in enumerate(told):
+    results = two_ranks.run(meets, free_port(), 1, [1, 2], SHORT_S)
+    for place, (words, _, _) in enumerate(results):
         assert words.startswith("`MASTER_ADDR` and `MASTER_PORT` (=127.0.0.1:")
         assert f"rank {place + 1} on host {socket.gethostname()} had no answer there within 1 s" in words
 
 
 def test_the_second_process_of_a_rank_is_sent_away_and_the_others_meet(three_ranks):
-    told = three_ranks.run(meets_but_one, free_port())
-    assert told[0] == "met"
-    (refused,) = [each for each in told[1:] if each != "met"]
+    results = three_ranks.run(meets_but_one, free_port())
+    assert results[0] == "met"
+    (refused,) = [each for each in results[1:] if each != "met"]
     assert refused.startswith("`RANK` (=1) must be another one on each process: process ")
 
 
 def meets_but_one(port):
     rank = min(dist.get_rank(), 1)
-    store, told = None, "met"
+    store, result = None, "met"
     try:
         store = meeting(port, rank=rank, world_size=2)
     except RendezvousError as error:
-        told = str(error)
+        result = str(error)
     dist.barrier()  # the store goes with rank zero
     del store
-    return told
+    return result
 
 
 def test_a_port_that_is_taken_is_named():
@@ -117,8 +117,8 @@ def test_a_process_may_meet_again_where_its_own_store_still_is():
     port = free_port()
     first = meeting(port, rank=0, world_size=1)
     second = meeting(port, rank=0, world_size=1)
-    first.set("word", "kept")
-    assert second.get("word") == b"kept"
+    first.set("word", "saved")
+    assert second.get("word") == b"saved"
 
 
 def test_a_name_is_listened_to_everywhere_as_hosts_may_resolve_it_unlike():
@@ -149,8 +149,8 @@ def fit_from_the_start():
     port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    told = {"MASTER_PORT": port[0], "NODE_RANK": 0, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    variables = {"MASTER_PORT": port[0], "NODE_RANK": 0, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
     callback, module = Listens(), toy.Toy()
     trainer = toy.trainer(max_epochs=1, devices=world_size, callbacks=[callback])
     trainer.fit(module, toy.loader())
@@ -160,8 +160,8 @@ def fit_from_the_start():
 
 def test_nothing_listens_beyond_the_address_and_the_interface_that_were_named(two_ranks):
     """The store at 127.0.0.1, Gloo on the pool's interface `lo`: no socket of any rank takes words from outside."""
-    told = two_ranks.run(fit_from_the_start)
-    for everywhere, _, num_steps in told:
+    results = two_ranks.run(fit_from_the_start)
+    for everywhere, _, num_steps in results:
         assert everywhere <= LOOPBACK
         assert num_steps == 4
-    assert [bool(of_the_store) for _, of_the_store, _ in told] == [True, False]
+    assert [bool(of_the_store) for _, of_the_store, _ in results] == [True, False]

@@ -19,25 +19,25 @@ GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for 
 
 def explained_on_rank_zero(where):
     """Rank zero's collective fails, and rank one is elsewhere; its process answers."""
-    watch = SetupWatchdog()
-    told = ""
+    watchdog = SetupWatchdog()
+    message = ""
     dist.barrier()
     if dist.get_rank() == 0:
         try:
-            with watch.waiting():
+            with watchdog.waiting():
                 raise RuntimeError(GLOO)
         except RuntimeError as error:
-            told = watch.explain(error)
+            message = watchdog.explain(error)
     elif where == "gave up":
-        watch.abort("OutOfMemoryError: no room")
+        watchdog.abort("OutOfMemoryError: no room")
     elif where == "in the collective":
-        with watch.waiting():
+        with watchdog.waiting():
             time.sleep(3)
     else:
         time.sleep(3)
     dist.barrier()
-    watch.leave()
-    return told
+    watchdog.leave()
+    return message
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def explained_on_rank_zero(where):
     ],
 )
 def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, where, words):
-    told, _ = two_ranks.run(explained_on_rank_zero, where)
-    assert told.startswith(words) or where == "gave up"
-    if where == "gave up":  # whichever word came first: the roll, or the rank's own
-        assert told.startswith((words, "comm: rank 1 does not come to the collective"))
-    assert told.endswith(f"Seen here as RuntimeError: {GLOO}")
+    message, _ = two_ranks.run(explained_on_rank_zero, where)
+    assert message.startswith(words) or where == "gave up"
+    if where == "gave up":  # either may come first: the collected status, or the rank's own report
+        assert message.startswith((words, "comm: rank 1 does not come to the collective"))
+    assert message.endswith(f"Seen here as RuntimeError: {GLOO}")
 
 
 class EndsInSetup(pl.Callback):
@@ -73,8 +73,8 @@ class EndsInSetup(pl.Callback):
 
 def fit_that_one_rank_dies_before(rank):
     callbacks = [EndsInSetup(rank, lambda: os._exit(7))]
-    told = toy.error_of(toy.trainer(max_epochs=1, callbacks=callbacks).fit, toy.Toy(), toy.loader())
-    raise AssertionError(f"told: {told}")
+    message = toy.error_of(toy.trainer(max_epochs=1, callbacks=callbacks).fit, toy.Toy(), toy.loader())
+    raise AssertionError(f"message: {message}")
 
 
 @pytest.mark.slow  # the processes are started afresh after it
@@ -82,28 +82,28 @@ def fit_that_one_rank_dies_before(rank):
 def test_a_rank_that_dies_before_the_engine_is_made_is_named_by_the_other(two_ranks, rank):
     with pytest.raises(RankError) as error:
         two_ranks.run(fit_that_one_rank_dies_before, rank, grace_s=30.0)
-    assert str(error.value).count(f"told: RuntimeError: comm: rank {rank} does not answer: ") == 1
+    assert str(error.value).count(f"message: RuntimeError: comm: rank {rank} does not answer: ") == 1
     assert f"ank {rank} is on host " in str(error.value)
 
 
 def watches_after(kind):
-    """What of the watch is left after a fit, and after a test alone."""
+    """What of the watchdog is left after a fit, and after a test alone."""
     trainer = toy.trainer(max_epochs=1)
     seen = []
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            seen.append(trainer.strategy._setup_watch is None)
+            seen.append(trainer.strategy._setup_watchdog is None)
 
         def on_test_start(self, trainer, pl_module):
-            seen.append(trainer.strategy._setup_watch is not None)
+            seen.append(trainer.strategy._setup_watchdog is not None)
 
     trainer.callbacks.append(Looks())
     if kind == "fit":
         trainer.fit(toy.Toy(), toy.loader())
     else:
         trainer.test(toy.Toy(), toy.loader(), verbose=False)
-    return seen, trainer.strategy._setup_watch is None
+    return seen, trainer.strategy._setup_watchdog is None
 
 
 @pytest.mark.parametrize("kind", ["fit", "test"])
@@ -129,7 +129,7 @@ def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(t
 
 
 def fit_with_weights_of_its_own():
-    """A parameter that DDP was told to ignore is each rank's own."""
+    """A parameter that DDP ignores is each rank's own."""
 
     class Own(toy.Toy):
         _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
@@ -166,5 +166,5 @@ def error_in_validation():
 
 
 def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
-    (told,) = two_ranks.run(error_in_validation)[1]
-    assert told.startswith("On rank 1 (host ")
+    (message,) = two_ranks.run(error_in_validation)[1]
+    assert message.startswith("On rank 1 (host ")

@@ -1,12 +1,10 @@
-"""A report of a run: picture, summary, curves and a page of all of it."""
+"""The callback that writes a run's report: picture, summary, curves and a page of all of it."""
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,17 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from matplotlib.figure import Figure
 
 from lightning_hybrid import metrics as m
+from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks.run_report import html_page
 from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.callbacks.run_report.environment import environment
 from lightning_hybrid.callbacks.run_report.figure import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
-from lightning_hybrid.callbacks.training_metrics import comm_trace, is_logged_step, link_bytes_per_s
+from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.comm.stats.trace import CommTrace
+from lightning_hybrid.run_status import run_status
 
 
 class RunReport(Callback):
@@ -35,19 +35,18 @@ class RunReport(Callback):
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
         <run_dir>/run.html       all of it on a page of its own, picture included
 
-    Curves and sums travel in the checkpoint, so the report of a resumed run tells of all of it; a curve of more than
-    2,000 points is thinned evenly, so that neither grows with the steps. Curves are what other
-    callbacks (`TrainingMetrics`, to be listed before it) and the module log; communication is rank zero's, of every
-    step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a few lines, to be printed
-    when all is over.
+    Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it. Curves are what other
+    callbacks (`TrainingMetrics`, to be listed before it) and the module log, thinned beyond 2,000 points; communication
+    is rank zero's, of every step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a
+    few lines.
 
     Args:
-        run_dir: Where to write; None = the trainer's `default_root_dir`.
+        run_dir: where to write; None: the trainer's `default_root_dir`.
 
     Attributes:
-        config: What the run was configured with; None = the module's hyper-parameters. To be set before `fit`.
-        overrides: What of it was given on the command line; None = not known.
-        code_dir: A folder in the repository that the code is from; None = not known.
+        config: what the run was configured with; None: the module's hyper-parameters. To be set before `fit`.
+        overrides: what of it was given on the command line; None: not known.
+        code_dir: a folder in the repository that the code is from; None: not known.
     """
 
     def __init__(self, run_dir: str | None = None) -> None:
@@ -63,7 +62,7 @@ class RunReport(Callback):
         self._trace: CommTrace | None = None  # of the fit that runs
 
     def state_dict(self) -> dict[str, Any]:
-        """The curves and sums so far."""
+        """Return the curves and sums so far."""
         comm = self.communication()
         return {
             "elapsed_s": self.elapsed_s,
@@ -72,7 +71,7 @@ class RunReport(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue those of the interrupted run; a checkpoint from before one of them was kept has none."""
+        """Continue the curves and sums of the interrupted run; an older checkpoint may lack some."""
         self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
         self.curves = {name: Curve(points) for name, points in state_dict["curves"].items()}
         comm = state_dict.get("communication")
@@ -80,7 +79,8 @@ class RunReport(Callback):
         self._trace = None
 
     def communication(self) -> CommSummary | None:
-        """What this rank communicated since the first step; None where the strategy does not tell."""
+        """Return what this rank communicated since the first step; None where the strategy has no counters."""
+        # A trace counts one fit; a run may be several, in this process or before a resume.
         if self._trace is None:
             return self._communication_before
         now = self._trace.total()
@@ -88,25 +88,25 @@ class RunReport(Callback):
 
     @property
     def elapsed_s(self) -> float:
-        """Since training began, validation included."""
+        """Seconds since training began, validation included."""
         return self._before_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A step is recorded once, also where several batches make it."""
+        """Start the clock, and take the counters of this fit."""
         self._began_s = time.perf_counter()
         self._last_step = trainer.global_step
         self._communication_before = self.communication()  # of a fit that was interrupted
-        self._trace = comm_trace(trainer)
+        self._trace = run_status(trainer).comm_trace
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the sums: the trace goes with the strategy's engine."""
+        """Save the sums: the trace goes with the strategy's engine."""
         self._before_s, self._began_s = self.elapsed_s, None
         self._communication_before, self._trace = self.communication(), None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record what was logged in this step."""
+        """Record what was logged in this step, once, also where several batches make it."""
         if trainer.global_step != self._last_step and is_logged_step(trainer):
             self._record(trainer, ("train/", "comm/", "data/", "throughput/", "memory/"))
         self._last_step = trainer.global_step
@@ -132,6 +132,7 @@ class RunReport(Callback):
             if m.metric_of(name) is not None and name.startswith(groups):
                 self._curve(name).append(trainer.global_step, float(value))
         times = self._curve(m.ELAPSED_S)
+        # Training and validation may record at one step: its time is recorded once.
         if not times or times[-1][0] != trainer.global_step:
             times.append(trainer.global_step, self.elapsed_s)
 
@@ -141,12 +142,12 @@ class RunReport(Callback):
         return self.curves[name]
 
     def last(self, name: str) -> float | None:
-        """The value of a metric seen last; None if there was none."""
+        """Return the last value of a metric; None if there was none."""
         points = self.curves.get(name)
         return points[-1][1] if points else None
 
     def best(self) -> dict[str, float]:
-        """The best value of each metric that has one."""
+        """Return the best value of each metric that has one."""
         choose = {"max": max, "min": min}
         known = {name: m.metric_of(name) for name in self.curves}
         return {
@@ -156,17 +157,17 @@ class RunReport(Callback):
         }
 
     def images_per_s(self) -> float | None:
-        """All images by all time: the logged times are of equally many images, so this is their harmonic mean."""
+        """Return all images by all time: logged windows have equally many images, so it is their harmonic mean."""
         points = self.curves.get(m.IMAGES_PER_S)
         return statistics.harmonic_mean([value for _, value in points]) if points else None
 
     def exposed_s(self) -> float | None:
-        """Seconds per step of exposed communication, mean over all logged steps."""
+        """Return the exposed communication in seconds per step, mean over all logged steps."""
         points = self.curves.get(m.COMM_EXPOSED_S)
         return statistics.mean([value for _, value in points]) if points else None
 
     def exposed_share(self) -> float | None:
-        """Exposed communication as a part of the time of all logged steps: each by its time, as they vary."""
+        """Return exposed communication as a share of the time of all logged steps, weighted by their time."""
         step_s = {step: 1 / images_per_s for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ())}
         shares = dict(self.curves.get(m.COMM_EXPOSED_SHARE, ()))
         weights = {step: step_s[step] for step in shares if step in step_s}
@@ -177,9 +178,9 @@ class RunReport(Callback):
         return Path(self.run_dir or trainer.default_root_dir)
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """What `summary.json` holds."""
-        comm = self.communication()
-        rate = link_bytes_per_s(trainer)
+        """Return what `summary.json` holds."""
+        comm, status = self.communication(), run_status(trainer)
+        rate = status.link_bytes_per_s
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         hparams = getattr(trainer.lightning_module, "hparams", {})
         return {
@@ -187,8 +188,8 @@ class RunReport(Callback):
             "best": self.best(),
             "images_per_s": self.images_per_s(),
             "time_to_accuracy": [{"target": e.target, "monitor": e.monitor, "reached": e.reached} for e in events],
-            "communication": None if comm is None else comm_report.section(comm, link_bytes_per_s=rate),
-            "communication_plan": getattr(trainer.strategy, "communication_plan", None),
+            "communication": None if comm is None else comm_report.as_json(comm, link_bytes_per_s=rate),
+            "communication_plan": status.communication_plan,
             "num_steps": trainer.global_step,
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
@@ -200,23 +201,22 @@ class RunReport(Callback):
         }
 
     def table(self, trainer: pl.Trainer) -> str:
-        """The end of a run in a few lines."""
+        """Return the result of a run in a few lines of text."""
         folder = self._folder(trainer).resolve()
-        accuracy, speed, plugin = self.last(m.TEST_ACC), self.images_per_s(), trainer.precision_plugin
+        accuracy, speed, status = self.last(m.TEST_ACC), self.images_per_s(), run_status(trainer)
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
-        has_scale = getattr(plugin, "loss_scale", None) is not None
-        skipped = getattr(plugin, "num_skipped_steps", None) if has_scale else None
+        skipped = status.num_skipped_steps if status.loss_scales else None
         rows = {
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%}",
             "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",
             "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
-            "communication": comm_report.line(
+            "communication": comm_report.describe(
                 self.communication(),
                 exposed_s=self.exposed_s(),
                 exposed_share=self.exposed_share(),
-                link_bytes_per_s=link_bytes_per_s(trainer),
+                link_bytes_per_s=status.link_bytes_per_s,
             ),
-            **({"target": "; ".join(event.line() for event in events)} if events else {}),
+            **({"target": "; ".join(event.describe() for event in events)} if events else {}),
             "run directory": str(folder),
             "picture": "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.png"),
         }
@@ -235,18 +235,15 @@ class RunReport(Callback):
             "run.html": html_of(summary, png, self._lines(trainer)).encode(),
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed
-            part = folder / f".{name}.part"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                part.write_bytes(content)
-                os.replace(part, folder / name)
+                with atomic_path(folder / name) as part:
+                    part.write_bytes(content)
             except OSError as error:  # a run that trained is not lost for its picture
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
                 rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
 
     def figure(self, trainer: pl.Trainer) -> Figure:
-        """Six panels, and the table under them."""
+        """Draw six panels, and the table under them."""
         return figure_of(self.curves, self.communication(), self._lines(trainer))
 
     def _lines(self, trainer: pl.Trainer) -> list[str]:

@@ -1,4 +1,4 @@
-"""Curves that stay small: as many points as a picture can show, however long the run."""
+"""Curves with as many points as a picture can show, however long the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_POINTS = 2000
-"""Of a curve: four to a pixel of a panel of the picture of a run."""
+"""Points of a curve: four to a pixel of a panel of the picture of a run."""
 
 Point = tuple[int, float]
 
@@ -18,12 +18,11 @@ Point = tuple[int, float]
 class Curve(Sequence[Point]):
     """Values of a metric by steps, at most `MAX_POINTS`: a curve that has become too long is thinned.
 
-    A run's points without a bound grow with its steps, in memory and in every checkpoint. Here they are numbers side by
-    side, 16 bytes each, in memory that is taken once. As tuples they would be seven times as large, and at every
-    checkpoint 40,000 of them (20 metrics) would be copied, while training waits, and pickled.
+    The points are numbers in one array, 16 bytes each: as tuples, 40,000 of them (20 metrics) would be copied and
+    pickled at every checkpoint, while training waits.
 
     Args:
-        points: To begin with: pairs, or the tensor of another curve.
+        points: first points: pairs, or the tensor of another curve.
 
     >>> curve = Curve()
     >>> for step in range(5000):
@@ -43,14 +42,14 @@ class Curve(Sequence[Point]):
     def append(self, step: int, value: float) -> None:
         """Add a point, which is later than all others."""
         if self._num_points == MAX_POINTS:
-            kept = thinned(list(self), num_points=MAX_POINTS // 2)
-            self._points[: len(kept)] = kept
-            self._num_points = len(kept)
+            fewer = thinned(list(self), num_points=MAX_POINTS // 2)
+            self._points[: len(fewer)] = fewer
+            self._num_points = len(fewer)
         self._points[self._num_points] = step, value
         self._num_points += 1
 
     def tensor(self) -> Tensor:
-        """A copy for a checkpoint, float64, `"points 2"`: steps and values.
+        """Return a copy for a checkpoint, float64, `"points 2"`: steps and values.
 
         >>> Curve([(0, 0.5), (7, -1.0)]).tensor().tolist()
         [[0.0, 0.5], [7.0, -1.0]]
@@ -76,16 +75,16 @@ class Curve(Sequence[Point]):
 
 
 def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
-    """At most so many points, spread evenly over the steps, and the least and the largest value.
+    """Pick at most so many points, spread evenly over the steps, with the least and the largest value.
 
-    It depends on the points alone, so a resumed run has the curve of one that went through.
+    The choice depends on the points alone, so a resumed run has the curve of one that went through.
 
     >>> thinned([(step, -1.0 if step == 5 else float(step)) for step in range(100)], num_points=6)
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]
     """
     values = [value for _, value in curve]
-    kept = {0, values.index(min(values)), values.index(max(values))}
+    extremes = {0, values.index(min(values)), values.index(max(values))}
     first, last = curve[0][0], curve[-1][0]
-    num_stretches = num_points - len(kept)
-    ends = {(step - first) * num_stretches // (last - first + 1): index for index, (step, _) in enumerate(curve)}
-    return [curve[index] for index in sorted({*kept, *ends.values()})]
+    num_intervals = num_points - len(extremes)
+    ends = {(step - first) * num_intervals // (last - first + 1): index for index, (step, _) in enumerate(curve)}
+    return [curve[index] for index in sorted({*extremes, *ends.values()})]

@@ -1,4 +1,4 @@
-"""What a run ran on and from: versions, machine, commit."""
+"""The environment of a run: versions, machine, commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def environment(code_dir: Path | None = None) -> dict[str, Any]:
-    """Versions and machine; ``commit`` where ``code_dir`` is in a checkout, with a ``+`` where files differ from it.
+    """Return versions and machine; `commit` where `code_dir` is in a checkout, with a `+` where files differ from it.
 
     >>> environment()["torch"] == torch.__version__, environment()["commit"]
     (True, None)
@@ -32,7 +32,7 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
 
 
 def code_state(code_dir: Path) -> dict[str, Any] | None:
-    """``commit`` of the repository around a folder, and whether a file that it tracks differs: ``is_dirty``.
+    """Return `commit` of the repository around a folder, and `is_dirty`: whether a file that it tracks differs.
 
     None where there is no repository, no commit, or no git.
 

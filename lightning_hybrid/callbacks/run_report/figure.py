@@ -17,7 +17,7 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def figure_of(curves: Curves, comm: CommSummary | None, lines: Sequence[str]) -> Figure:
-    """Six panels, and lines of text under them."""
+    """Draw six panels, and lines of text under them."""
     figure = Figure(figsize=(15, 9), layout="constrained")
     panels, text = figure.subfigures(2, 1, height_ratios=(5, 1))  # type: ignore[misc]
     loss, accuracy, rate, scale, share, buckets = panels.subplots(2, 3).flat
@@ -49,7 +49,7 @@ def _draw(curves: Curves, axes: Axes, title: str, names: tuple[str, ...]) -> Non
 
 
 def html_of(summary: Mapping[str, Any], png: bytes, lines: Sequence[str]) -> str:
-    """The page of a run. ``summary``: what `summary.json` holds; ``lines``: the table for people."""
+    """Return the page of a run. `summary` is what `summary.json` holds, `lines` the table as text."""
     rows = [(name, value) for name, _, value in (line.partition("  ") for line in lines)]
     sections = [html_page.table(["", ""], [(name, value.strip()) for name, value in rows])]
     sections.append(html_page.png_picture(png, alt="loss, accuracy, learning rate, loss scale, communication"))
@@ -59,7 +59,7 @@ def html_of(summary: Mapping[str, Any], png: bytes, lines: Sequence[str]) -> str
     words = "not given" if overrides is None else " ".join(overrides) or "none"
     sections.append(html_page.section("Overrides of the configuration", html_page.paragraph(words)))
     sections.append(html_page.section("Environment", html_page.table(["", ""], summary["environment"].items())))
-    config = html_page.flat(summary["config"] or {})
+    config = html_page.flatten(summary["config"] or {})
     shown = html_page.table(["key", "value"], config.items()) if config else html_page.paragraph("not given")
     sections.append(html_page.section("Configuration", shown, is_open=False))
     return html_page.page(f"Run {summary['run_dir']}", sections)
@@ -78,7 +78,7 @@ def _metrics(summary: Mapping[str, Any]) -> str:
 def _communication(summary: Mapping[str, Any]) -> str:
     comm = summary["communication"]
     if comm is None:
-        return html_page.paragraph("The strategy does not tell.")
+        return html_page.paragraph("The strategy has no counters.")
     plan = summary["communication_plan"]
     parts = [] if plan is None else [html_page.paragraph(plan)]
     totals = [(name, value) for name, value in comm.items() if name != "per_bucket"]

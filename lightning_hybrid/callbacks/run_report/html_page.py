@@ -20,7 +20,7 @@ th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole page; ``title`` is text, ``sections`` are HTML."""
+    """Return a whole page; `title` is text, `sections` are HTML."""
     name = html.escape(title)
     head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     body = "\n".join([f"<h1>{name}</h1>", *sections])
@@ -28,18 +28,20 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Any values, as text.
+    """Return a table of any values, as text.
 
     >>> table(["name"], [["<b>"], [None], [0.123456789]]).count("</tr>"), "&lt;b&gt;" in table([], [["<b>"]])
     (4, True)
     """
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(text(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(format_value(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<div class="scrolls"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
 def section(title: str, content: str, *, is_open: bool = True) -> str:
-    """A heading over ``content`` (HTML); closed ones open at a click."""
+    """Return a heading over `content` (HTML); a closed section opens at a click."""
     name = html.escape(title)
     if is_open:
         return f"<h2>{name}</h2>\n{content}"
@@ -47,31 +49,26 @@ def section(title: str, content: str, *, is_open: bool = True) -> str:
 
 
 def paragraph(words: str) -> str:
-    """Text."""
+    """Return a paragraph of text."""
     return f"<p>{html.escape(words)}</p>"
 
 
-def picture(figure: Figure, *, alt: str) -> str:
-    """A figure, embedded."""
-    return png_picture(png_of(figure), alt=alt)
-
-
 def png_picture(png: bytes, *, alt: str) -> str:
-    """A PNG, embedded."""
+    """Return a PNG, embedded."""
     return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def png_of(figure: Figure) -> bytes:
-    """A figure as PNG."""
+    """Draw a figure as PNG."""
     with io.BytesIO() as buffer:
         figure.savefig(buffer, format="png", dpi=110)
         return buffer.getvalue()
 
 
-def text(value: Any) -> str:
-    """A value for people: six digits of a number, nothing for None.
+def format_value(value: Any) -> str:
+    """Format a value for people: six digits of a number, nothing for None.
 
-    >>> text(1 / 3), text(65536.0), text(None), text(True), text([1, "a"])
+    >>> format_value(1 / 3), format_value(65536.0), format_value(None), format_value(True), format_value([1, "a"])
     ('0.333333', '65536', '', 'True', "[1, 'a']")
     """
     if value is None:
@@ -79,17 +76,17 @@ def text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration with its keys as on the command line; empty groups stay as they are.
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested configuration to keys as on the command line; empty groups stay as they are.
 
-    >>> flat({"optim": {"lr": 1.0, "betas": [0.9, 0.99]}, "logger": None, "tags": {}})
+    >>> flatten({"optim": {"lr": 1.0, "betas": [0.9, 0.99]}, "logger": None, "tags": {}})
     {'optim.lr': 1.0, 'optim.betas': [0.9, 0.99], 'logger': None, 'tags': {}}
     """
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{name}.")
+            found |= flatten(value, f"{name}.")
         else:
             found[name] = value
     return found

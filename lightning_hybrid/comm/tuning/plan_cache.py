@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.comm.tuning.change_detector import Baseline
@@ -109,10 +109,8 @@ def write_plan(folder: Path, key: Mapping[str, Any], cached: CachedPlan) -> Path
         "level": None if cached.baseline is None else asdict(cached.baseline),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-    os.replace(file.name, path)  # atomic: a reader sees the old file or the new one
+    with atomic_path(path, has_rivals=True) as part:
+        part.write_text(json.dumps(values, indent=2) + "\n")
     return path
 
 

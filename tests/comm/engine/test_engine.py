@@ -56,7 +56,7 @@ def submit_before_the_other_rank():
     engine = engine_over(((0, 1),), MIXED)
     assert engine._watchdog._give_up_after_s is None  # Gloo's collectives raise by themselves
     if dist.get_rank() == 1:
-        time.sleep(0.5)
+        time.sleep(1.0)
     start = time.monotonic()
     future = engine.submit(torch.ones(4), bucket_index=0, is_last=True)
     submit_s, was_done = time.monotonic() - start, future.done()
@@ -70,8 +70,8 @@ def submit_before_the_other_rank():
 def test_submit_returns_before_the_sum_is_done(two_ranks):
     submit_s, was_done, done_s, summary = two_ranks.run(submit_before_the_other_rank)[0]
     assert not was_done
-    assert submit_s < 0.25 < 0.4 < done_s
-    assert 0.4 < summary.exposed_s <= done_s
+    assert submit_s < 0.5 < 0.7 < done_s
+    assert 0.7 < summary.exposed_s <= done_s
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 1, 16)
 
 
@@ -159,8 +159,8 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_rank
         assert len(errors) >= 2
         assert errors[-1].startswith(expected)
         assert all(errors[-1] in error for error in errors)  # a future's carries the callback's words before it
-        assert waited_s < 3  # the groups' timeout is 30 s; the watchdog looks within 0.75 s; the rest is a busy machine
-        assert close_s < 4
+        assert waited_s < 12  # the groups' timeout is 30 s; the watchdog looks within 0.75 s; the rest is load
+        assert close_s < 12
         assert threads == []
         assert num_in_flight == 0
 
@@ -195,14 +195,14 @@ def late_rank_finds_a_timeout(late, stage):
     ):
         engine.submit(torch.ones(1), bucket_index=0).wait()
     waited_s = time.monotonic() - start
+    engine.close()  # while the other is still there to read the error, for which rank 0 waits
     dist.barrier()
-    engine.close()
     return waited_s
 
 
 @pytest.mark.parametrize(("late", "stage"), [(0, "(reduce|broadcast)"), (1, "reduce")])
 def test_the_timeout_is_the_users_not_the_default_groups(two_ranks, late, stage):
-    assert all(0.9 < waited_s < 5 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
+    assert all(0.9 < waited_s < 20 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
 
 
 def count_after_cycles(num_cycles):

@@ -12,7 +12,7 @@ from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
 from lightning_hybrid.comm.size_rules import SCATTER_BYTES
 from lightning_hybrid.comm.topology import Topology
-from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals, sum_
+from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals, sum_, sum_of_integers
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMELS = [0, 1, 2, 3, 5, 4096, 10007]
@@ -56,7 +56,7 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
     cases = [(numel, dtype) for numel in NUMELS for dtype in DTYPES]
     per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
     for index, (numel, dtype) in enumerate(cases):
-        expected = sum(integers(rank, numel, torch.float64) for rank in range(world_size)).to(dtype)
+        expected = sum_of_integers(world_size, numel, dtype)
         for results in per_rank:
             assert results[index].dtype == dtype
             assert torch.equal(results[index], expected)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.engine import cuda_streams
-from lightning_hybrid.comm.health import presence
+from lightning_hybrid.comm.health import presence, watchdog
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from tests.comm.engine.recording_cuda import Cuda
@@ -53,15 +53,15 @@ class World:
             )
             for rank, status in statuses.items()
         }
-        for watchdog in self.watchdogs.values():
-            watchdog.start()
+        for one in self.watchdogs.values():
+            one.start()
 
     def outcome(self, *, num_errors, limit_s=30.0):
         end_s = time.monotonic() + limit_s
         while len(self.errors) < num_errors and time.monotonic() < end_s:
             time.sleep(0.05)
-        for watchdog in self.watchdogs.values():
-            watchdog.leave()
+        for one in self.watchdogs.values():
+            one.leave()
         return self.errors
 
     def has(self, key):
@@ -71,7 +71,8 @@ class World:
 @pytest.fixture
 def soon(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
-    monkeypatch.setattr(presence, "PATIENCE_S", 1.5)
+    monkeypatch.setattr(presence, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(watchdog, "STORE_LIMIT_S", 0.5)  # rank 0 leaves without waiting for ranks that are not there
 
 
 def test_a_rank_that_does_not_answer_is_named_on_all_others(soon):

@@ -2,10 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
+import socket
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
-from tests.comm.layouts import engine_over, integers
+from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.held import growth
+from tests.programs import run_program
 from tests.rank_pool import RankError
 
 TWO_BY_TWO = ((0, 1), (2, 3))
@@ -87,7 +88,7 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
     for text, waited_s in results:
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
         assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
-        assert waited_s < 5
+        assert waited_s < 15  # the time limit is 30 s
 
 
 def of_another_size(odd_rank):
@@ -103,7 +104,7 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_ran
     """Sent, it would end the process: Gloo calls abort()."""
     for text, waited_s in four_ranks.run(of_another_size, odd_rank):
         assert f"comm: rank {odd_rank} handed over bucket 0 (41 x float32" in text
-        assert waited_s < 5
+        assert waited_s < 15  # the time limit is 30 s
 
 
 def with_another_plan():
@@ -168,7 +169,7 @@ def test_a_rank_that_left_is_named_on_all_others(four_ranks):
     for rank in (0, 2, 3):
         text, waited_s = results[rank]
         assert text.startswith("comm: rank 1 has left: closed the engine while others still averaged. ")
-        assert waited_s < 6
+        assert waited_s < 20
 
 
 def gives_up(rank):
@@ -185,7 +186,7 @@ def gives_up(rank):
 def test_a_rank_that_gives_up_tells_the_others(four_ranks):
     for text, waited_s in four_ranks.run(gives_up, 1):
         assert text.startswith("comm: rank 1 gave up: OutOfMemoryError: no room")
-        assert waited_s < 3
+        assert waited_s < 15  # the time limit is 30 s
 
 
 # ---- afterwards ------------------------------------------------------------------------------------------------------
@@ -218,10 +219,11 @@ def test_after_a_failure_the_same_model_trains_again(two_ranks):
         assert grad == [[1.5] * 4]
 
 
-def exit_with_a_stuck_stage():
+def exit_with_a_stuck_stage(folder):
     """Rank 1 never comes; rank 0 fails and leaves the interpreter while its stage still waits."""
-    program = textwrap.dedent("""
-        import sys, time, warnings
+    program, over = folder / "program.py", folder / "over"
+    text = """
+        import os, sys, time, warnings
         from datetime import timedelta
         import torch, torch.distributed as dist
         from lightning_hybrid.comm import CommEngine, CommPlan, Topology
@@ -239,34 +241,32 @@ def exit_with_a_stuck_stage():
             comm.close()
             print("closed", flush=True)
             sys.exit(3)
-        time.sleep(4)
-    """)
-    import socket
-
+        while not os.path.exists(sys.argv[3]):
+            time.sleep(0.05)
+        os._exit(0)
+    """
+    program.write_text(textwrap.dedent(text))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    out, _ = ranks[0].communicate(timeout=60)
-    ranks[1].kill()
-    ranks[1].communicate()
-    return ranks[0].returncode, out
+    with ThreadPoolExecutor() as pool:
+        ranks = [
+            pool.submit(
+                run_program, str(program), str(rank), str(port), str(over), env=environment, is_finalized=rank == 0
+            )
+            for rank in range(2)
+        ]
+        try:
+            return ranks[0].result()
+        finally:
+            over.touch()
 
 
-def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit():
-    code, out = exit_with_a_stuck_stage()
-    assert "closed" in out
-    assert code == 3, out
+def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit(tmp_path):
+    done = exit_with_a_stuck_stage(tmp_path)
+    assert "closed" in done.stdout
+    assert done.returncode == 3, done
 
 
 def chunked_sums(algorithm, nodes, numels, dtype):
@@ -278,10 +278,13 @@ def chunked_sums(algorithm, nodes, numels, dtype):
         )
         for index, numel in enumerate(numels)
     ]
-    sums = [future.wait() for future in futures]
+    are_right = [
+        torch.equal(future.wait(), sum_of_integers(dist.get_world_size(), numel, dtype, seed=index))
+        for index, (future, numel) in enumerate(zip(futures, numels, strict=True))
+    ]
     chunks = [bucket.num_chunks for bucket in engine.buckets]
     engine.close()
-    return sums, chunks
+    return are_right, chunks
 
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
@@ -293,11 +296,9 @@ def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, a
         numels[::-1],
         [3_000_017],
     ):  # the last carries the checksum: small, empty, or larger than its limit
-        for sums, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
+        for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
             assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
-            for index, flat in enumerate(sums):
-                addends = [integers(rank, last[index], torch.float32, seed=index) for rank in range(4)]
-                assert torch.equal(flat, sum(addends))
+            assert are_right == [True] * len(last)
 
 
 def open_use_close():

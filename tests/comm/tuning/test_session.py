@@ -161,14 +161,15 @@ def test_a_rank_that_reads_another_plan_than_was_sent_says_so(two_ranks):
 # ---- cached on disk --------------------------------------------------------------------------------------------------
 
 
-def tune_with_folder(folder, spoil):
-    """Twice: where it is cached, another session takes it with the first step after warming up."""
+def tune_with_folder(folder):
+    """A session that tunes, one that takes what the first has written, and one that finds that file broken."""
     folder = Path(folder, str(dist.get_rank()))  # only rank 0 reads or writes
-    sessions = []
-    for number in range(2):
-        if number and spoil is not None:
+    sessions, files = [], None
+    for number in range(3):
+        if number == 2:
+            files = [path.read_text() for path in folder.glob("*")] if folder.exists() else None
             for path in folder.glob("*.json"):
-                path.write_text(spoil)
+                path.write_text('{"plan": {"algorithm": "fl')
         session = Session(folder=folder)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -177,12 +178,19 @@ def tune_with_folder(folder, spoil):
             session.step(best_where_all_are_fast)
         session.close()
         sessions.append((session.engine.plan, num_steps, session.reported, [str(each.message) for each in caught]))
-    return sessions, [path.read_text() for path in folder.glob("*")] if folder.exists() else None
+    return sessions, files
 
 
-def test_a_plan_that_was_tuned_is_taken_at_once_by_the_next_run(four_ranks, tmp_path):
-    results = four_ranks.run(tune_with_folder, str(tmp_path), None)
-    for (first, second), _ in results:
+@pytest.fixture(scope="module")
+def three_sessions(four_ranks, tmp_path_factory):
+    """The folder, and of each rank its sessions and the files after the second."""
+    folder = tmp_path_factory.mktemp("plans")
+    return folder, four_ranks.run(tune_with_folder, str(folder))
+
+
+def test_a_plan_that_was_tuned_is_taken_at_once_by_the_next_run(three_sessions):
+    _, results = three_sessions
+    for (first, second, _), _ in results:
         assert second[0] == first[0]
         assert second[1] == NUM_WARMUP_STEPS + 1
     (text,) = results[0][1]
@@ -195,12 +203,12 @@ def test_a_plan_that_was_tuned_is_taken_at_once_by_the_next_run(four_ranks, tmp_
     assert "comm: plan as tuned in an earlier run in " in results[0][0][1][2][0]
 
 
-def test_a_file_that_cannot_be_read_is_named_and_the_plan_is_tuned_again(four_ranks, tmp_path):
-    results = four_ranks.run(tune_with_folder, str(tmp_path), '{"plan": {"algorithm": "fl')
-    for (first, second), _ in results:
-        assert second[:2] == first[:2]
-    (message,) = results[0][0][1][3]
-    assert f"`{tmp_path}/0/" in message
+def test_a_file_that_cannot_be_read_is_named_and_the_plan_is_tuned_again(three_sessions):
+    folder, results = three_sessions
+    for (first, _, third), _ in results:
+        assert third[:2] == first[:2]
+    (message,) = results[0][0][2][3]
+    assert f"`{folder}/0/" in message
     assert "holds no plan that can be used (JSONDecodeError" in message
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.data.images import crops
-from lightning_hybrid.data.images.crops import EvalView, TrainView
+from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
 from lightning_hybrid.data.images.decode import DECODERS, MAX_PIXELS, CorruptImageError, decode_rgb, simplejpeg
 from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages
 from recipes.datasets.packing import Packing
@@ -89,8 +89,8 @@ def test_any_bytes_are_an_image_or_corrupt(decoder, pytestconfig):
         assert pixels.ndim == 3
         assert pixels.shape[2] == 3
         row = torch.empty(3, 8, 8, dtype=torch.uint8)
-        for view in (EvalView(image_size=8, eval_resize=9), TrainView(image_size=8, seed=0)):
-            crops.render_crop(pixels, row, view.frame(*pixels.shape[:2], image=0, epoch=0))
+        for crop in (EvalCrop(image_size=8, eval_resize=9), TrainCrop(image_size=8, seed=0)):
+            crops.render_crop(pixels, row, crop.frame(*pixels.shape[:2], image=0, epoch=0))
 
     is_read_or_corrupt()
 
@@ -144,7 +144,7 @@ def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
     monkeypatch.setattr(crops, "resized", counted)
     row = torch.empty(3, 224, 224, dtype=torch.uint8)
     line = np.full((1, 60_000, 3), 7, dtype=np.uint8)
-    crops.render_crop(line, row, EvalView(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0))
+    crops.render_crop(line, row, EvalCrop(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0))
     assert (row == 7).all()
     assert len(sizes) == 1
 

@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from recipes.benchmarks import report as bench_report
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from tests.evidence.checkpoint_cost import cases as bench_checkpoints
 
 launch.register_resolvers()
 
-KEYS: dict[str, Any] = {"about": str | None, "num_repeats": config_values.COUNT, "model": nn.Module, "run_dir": str}
+KEYS: dict[str, Any] = {"about": str | None, "num_repeats": config_check.Count, "model": nn.Module, "run_dir": str}
 
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/checkpoint_cost")

@@ -9,7 +9,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.benchmarks import report as bench_report
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from tests.evidence.endurance import growth_report
 
 launch.register_resolvers()
@@ -17,7 +17,7 @@ launch.register_resolvers()
 TRAIN = Path(__file__).resolve().parents[3] / "recipes" / "train.py"
 KEYS: dict[str, Any] = {
     "about": str | None,
-    "warmup_steps": config_values.COUNT_OR_ZERO,
+    "warmup_steps": config_check.CountOrZero,
     "samples": str | None,
     "train": list[str],
     "run_dir": str,

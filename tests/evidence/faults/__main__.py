@@ -14,7 +14,7 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from tests.evidence.faults import case as fault_case
 from tests.evidence.faults import comm_cases, numerics_cases, replica_cases
 from tests.evidence.faults import table as fault_table
@@ -25,7 +25,7 @@ launch.register_resolvers()
 KEYS: dict[str, Any] = {
     "about": str | None,
     "only": list[str] | None,
-    "at_once": config_values.COUNT,
+    "at_once": config_check.Count,
     "world": OneHost,
     "run_dir": str,
 }

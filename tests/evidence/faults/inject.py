@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from lightning_hybrid.atomic_file import atomic_path
+
 MIDDLE = "net.4"  # its gradient is there in the middle of backward
 OF_A_SUM = ("sum, first bucket", "sum, middle bucket", "sum, last bucket")
 PHASES = (
@@ -280,7 +282,6 @@ def middle_of(trainer: pl.Trainer) -> Tensor:
 
 
 def write(path: Path, told: dict[str, Any]) -> None:
-    """Whole or not at all: it is looked for all the time."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(told))
-    partial.rename(path)
+    """Write whole or not at all: another process looks for it all the time."""
+    with atomic_path(path, has_rivals=True) as part:
+        part.write_text(json.dumps(told))

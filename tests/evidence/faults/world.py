@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from recipes.cli.config_check import CountOrZero
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -42,7 +44,7 @@ class OneHost:
 
     has_links = False
 
-    def __init__(self, num_ranks: int = 2) -> None:
+    def __init__(self, num_ranks: CountOrZero = 2) -> None:
         self.num_hosts, self.ranks_per_host = 1, num_ranks
 
     @property

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.benchmarks import report as bench_report
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from tests.evidence.memory import census
 
 launch.register_resolvers()
@@ -19,7 +19,7 @@ launch.register_resolvers()
 KEYS: dict[str, Any] = {
     "about": str | None,
     "precisions": list[Literal["32-true", "16-mixed", "16-true", "bf16-true"]],
-    "optimizers": list[config_values.one_of(census.OPTIMIZERS)],  # type: ignore[misc]
+    "optimizers": list[Literal[tuple(census.OPTIMIZERS)]],  # type: ignore[misc]
     "census": census.Census,
     "run_dir": str,
 }
@@ -33,9 +33,9 @@ def main(cfg: DictConfig) -> None:
     warnings.filterwarnings("ignore", module="lightning")  # advice about workers and small runs
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        census = instantiate(cfg.census)
+        measured = instantiate(cfg.census)
         launch.device_of(cfg.census.device)
-    rows = [census.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
+    rows = [measured.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     folder = Path(config.pop("run_dir"))
     told = {"config": config, "environment": bench_report.environment(), "rows": rows}

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid  # noqa: F401  registers the strategy
 from lightning_hybrid.optim import LAMB, LARS
+from recipes.cli import config_check
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
@@ -89,7 +90,7 @@ class Count(pl.Callback):
             self._profile.__exit__(None, None, None)
             total = sum(_alive(_allocations(self._profile)).values())
         masters = getattr(trainer.precision_plugin, "masters", None)
-        twins = [] if masters is None else list(masters.twins.values())
+        twins = [] if masters is None else list(masters.pairs.values())
         parameters = list(pl_module.parameters())
         grads = [p.grad for p in parameters if p.grad is not None]
         grads += [twin._gradient for twin in twins if twin._gradient is not None]
@@ -170,9 +171,9 @@ class Census:
     """
 
     device: str = "cpu"
-    num_ranks: int | None = None
-    width: int = 512
-    depth: int = 8
+    num_ranks: config_check.CountOrZero | None = None
+    width: config_check.Count = 512
+    depth: config_check.Count = 8
 
     def __post_init__(self) -> None:
         if self.device == "cpu" and not MAPS.exists():

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.cli import config_check, config_values, launch
+from recipes.cli import config_check, launch
 from tests.evidence.faults import table as fault_table
 from tests.evidence.resume import trials
 
@@ -20,8 +20,8 @@ launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "about": str | None,
-    "num_trials": config_values.COUNT_OR_ZERO,
-    "seed": config_values.SEED,
+    "num_trials": config_check.CountOrZero,
+    "seed": config_check.Seed,
     "own": list[str],
     "run_dir": str,
 }

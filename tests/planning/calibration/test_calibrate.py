@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.plan import KIB, MIB
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.calibrate import calibrate, numbers
+from lightning_hybrid.planning.calibration.calibrate import calibrate, calibration_values
 from lightning_hybrid.planning.calibration.link_fit import fit_line
 from lightning_hybrid.planning.calibration.microbenchmarks import (
     Measurement,
@@ -201,7 +201,7 @@ def test_nothing_measured_is_refused():
 
 def test_everything_is_told_in_numbers():
     truth = gloo_cluster(2, 2)
-    told = numbers(calibrate(planted(truth, world_of(truth)), world_of(truth)))
+    told = calibration_values(calibrate(planted(truth, world_of(truth)), world_of(truth)))
     assert told["links"]["inside"]["latency_s"] == pytest.approx(SOFTWARE_S, rel=0.05)
     assert {one["algorithm"] for one in told["sums"]} >= {"gloo_ring", "two_level"}
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import logging
 import os
+import re
 import warnings
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
@@ -22,29 +24,34 @@ from omegaconf.errors import GrammarParseError
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
-# What each recipe is composed with; `TMP` stands for a folder with an image set and a run in it.
+# What each program is composed with; `TMP` stands for a folder with an image set and a run in it.
 BASES: dict[str, list[str]] = {
-    "train": ["callbacks=[default,ema,time_to_accuracy,endurance]", "callbacks.time_to_accuracy.target=0.9"],
-    "train ": "data=imagenet data.root=TMP/images model=resnet50 model.num_classes=2 model.depth=18 model.width=0.0625 "
-    "global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
-    "train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd strategy=ddp "
-    "precision=32-true logger=none".split(),
-    "simulate": ["num_steps=2", "scaling_ranks=[1]", "search.algorithms=[flat]", "search.bucket_bytes=[4194304]"],
-    "simulate_profile": [],
-    "search": [],
-    "claims": [],
-    "pack": ["root=TMP/images", "out=TMP/out/shards"],
-    "bench": [],
-    "bench_input": [],
-    "bench_step": [],
-    "memory": [],
-    "report": ["runs=[TMP/run]"],
-    "endurance": [],
-    "tune": [],
-    "faults": ["only=[rank dies]"],
-    "faults_resume": [],
-    "faults_environment": ["only=[HOME unset]"],
-    "bench_checkpoint": ["model.depth=18", "model.width=0.0625"],
+    "recipes.train": ["callbacks=[default,ema,time_to_accuracy,endurance]", "callbacks.time_to_accuracy.target=0.9"],
+    "recipes.train ": "data=imagenet data.root=TMP/images model=resnet50 model.num_classes=2 model.depth=18 "
+    "model.width=0.0625 global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
+    "recipes.train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd "
+    "strategy=ddp precision=32-true logger=none".split(),
+    "recipes.simulate": [
+        "num_steps=2",
+        "scaling_ranks=[1]",
+        "search.algorithms=[flat]",
+        "search.bucket_bytes=[4194304]",
+    ],
+    "recipes.planning.gradient_timing": [],
+    "recipes.search": [],
+    "recipes.claims": [],
+    "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
+    "recipes.bench": [],
+    "recipes.benchmarks.input": [],
+    "recipes.benchmarks.optimizer": [],
+    "tests.evidence.memory.__main__": [],
+    "recipes.report": ["runs=[TMP/run]"],
+    "tests.evidence.endurance.__main__": [],
+    "recipes.tune": [],
+    "tests.evidence.faults.__main__": ["only=[rank dies]"],
+    "tests.evidence.resume.__main__": [],
+    "tests.evidence.environments.__main__": ["only=[HOME unset]"],
+    "tests.evidence.checkpoint_cost.__main__": ["model.depth=18", "model.width=0.0625"],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
@@ -56,7 +63,7 @@ WORK = [
     ("recipes.benchmarks.input_cases", "InputBench", "speeds"),
     ("tests.evidence.memory.census", "Census", "take"),
     ("recipes.planning.gradient_timing", None, "measure"),
-    ("tests.evidence.endurance", None, "train"),
+    ("tests.evidence.endurance.__main__", None, "train"),
     ("tests.evidence.faults.case", None, "run_all"),
     ("tests.evidence.resume.trials", None, "outcomes"),
     ("tests.evidence.environments.trials", None, "outcomes"),
@@ -79,12 +86,12 @@ def stop_where_work_starts(monkeypatch) -> None:
 
 
 @cache
-def composed(recipe: str, folder: str) -> DictConfig:
-    """The configuration of a recipe, with Hydra's own beside it."""
+def composed(program: str, *overrides: str, folder: str) -> DictConfig:
+    """What the module of a program composes, as its `hydra.main` says, together with Hydra's own configuration."""
+    name = re.findall(r'config_name="(.*)"', inspect.getsource(importlib.import_module(program)))[0]
     GlobalHydra.instance().clear()
-    overrides = [override.replace("TMP", folder) for override in BASES[recipe]]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(recipe.strip(), overrides=overrides, return_hydra_config=True)
+        cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
     OmegaConf.set_readonly(cfg.hydra, False)
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = f"{folder}/out"
@@ -141,9 +148,9 @@ def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
     return cfg
 
 
-def outcome_of(recipe: str, cfg: DictConfig) -> tuple[str, str]:
+def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
     """`("built", "")`, or `("error", message)`; any other end is raised."""
-    main = importlib.import_module(f"recipes.{recipe.strip()}").main.__wrapped__
+    main = importlib.import_module(program).main.__wrapped__
     HydraConfig.instance().set_config(cfg)
     own = copy.deepcopy(cfg)
     OmegaConf.set_struct(own, False)

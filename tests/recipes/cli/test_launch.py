@@ -93,13 +93,13 @@ MISTAKES = {
     "+ckpt_path=last": r"`ckpt_path` \(='last'\) must be a key of this recipe, or one that another refers to",
     "+precison=16-true": r"`precison` .* nothing would read it\. Did you mean precision\?",
     "+trainer.nodes=2": r"unexpected keyword argument 'nodes'.*\[trainer\]",
-    "trainer.devices=0": r"`trainer.devices` \(=0\) must be a whole number above zero",
+    "trainer.devices=0": r"`trainer.devices` \(=0\) must be -1 or a number above 0",
     "precision=17-true": r"`trainer.precision` \(='17-true'\) must be .*16-true",
     "strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
     "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
     "strategy.ranks_per_node=3 trainer.devices=4": r"`ranks_per_node` \(=3\) must divide",
-    "data=synthetic model=resnet50 model.bn_eps=-inf": r"`model.bn_eps` \(=-inf\) must be a number above zero",
-    "model.width=0": r"`model.width` \(=0\) must be a number above zero",
+    "data=synthetic model=resnet50 model.bn_eps=-inf": r"`bn_eps` \(=-inf\) must be a number in \(0, inf\).*\[model\]",
+    "model.width=0": r"`width` \(=0\) must leave every layer at least one channel.*\[model\]",
 }
 
 

@@ -179,7 +179,7 @@ def test_scaled_gradients_move_masters_and_copies(device, grad_dtype, copy_dtype
 @on_devices
 @pytest.mark.parametrize(("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)])
 def test_an_overflow_leaves_every_bit(device, bad, given):
-    """And the step after it is that of a twin that never saw it; tensors of two kinds share the verdict."""
+    """And the step after it is that of a copy that never saw it; tensors of two groups share the flag."""
     ends = []
     for spoilt in (True, False):
         params = parameters(device)
@@ -360,8 +360,8 @@ def test_finalize_makes_the_coefficients(device):
     engine, table = KernelLars(params, [], [], torch.float32, is_joint=False), lars_options()
     OptionTables([(table, [options] * len(params))], params[0].device).take()
     scaling = GradScaling(inverse_scale=torch.tensor(0.25, device=device))
-    engine.measure([param.grad for param in params], table, scaling, [True] * len(params))
-    engine.move(table, scaling)
+    engine.norms([param.grad for param in params], table, scaling, [True] * len(params))
+    engine.update(table, scaling)
     with torch.no_grad():
         params[0].fill_(0.1)
     tensors = (params, [param.grad for param in params])

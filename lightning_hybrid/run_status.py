@@ -1,0 +1,55 @@
+"""What callbacks may know of a run: one typed view of precision and communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_hybrid.comm.stats.trace import CommTrace
+from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """The state of a run that `HybridAllReduceStrategy` carries out; every field is empty under another strategy.
+
+    optimizer_steps     loss scale and skipped steps of each optimizer; () unless there are fp32 masters
+    masters             the fp32 masters, while the module is converted
+    has_grad_scaler     whether Lightning scales the loss (`precision="16-mixed"`)
+    comm_trace          counters of the communication, while a fit runs
+    communication_plan  ranks, nodes, buckets and algorithms in one line, once known
+    link_bytes_per_s    rate of a node's link, where the user gave it
+    """
+
+    optimizer_steps: Sequence[OptimizerStepState] = ()
+    masters: MasterWeights | None = None
+    has_grad_scaler: bool = False
+    comm_trace: CommTrace | None = None
+    communication_plan: str | None = None
+    link_bytes_per_s: float | None = None
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """The loss scales of all optimizers; none with bf16."""
+        return [one.loss_scale for one in self.optimizer_steps if one.loss_scale is not None]
+
+    @property
+    def num_skipped_steps(self) -> int | None:
+        """Skipped steps of all optimizers; None without fp32 masters. Waits for the device."""
+        return sum(int(one.num_skipped) for one in self.optimizer_steps) if self.optimizer_steps else None
+
+
+def run_status(trainer: pl.Trainer) -> RunStatus:
+    """Return the status from the trainer's strategy; under a strategy of Lightning's, an almost empty one."""
+    status: RunStatus | None = getattr(trainer.strategy, "run_status", None)
+    return RunStatus(has_grad_scaler=has_grad_scaler(trainer.precision_plugin)) if status is None else status
+
+
+def has_grad_scaler(plugin: Precision) -> bool:
+    """Whether Lightning's plugin scales the loss by a `torch.amp.GradScaler`."""
+    return getattr(plugin, "scaler", None) is not None

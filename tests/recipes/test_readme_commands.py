@@ -1,0 +1,76 @@
+"""Every command of every README names a program that is there, and the check of configurations accepts it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from recipes.cli import config_check
+from tests.recipes.cli import fuzzed
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("lightning_hybrid", "conf", "recipes", "tests", ".github")
+DATED = re.compile(r"/\d{4}-\d\d-\d\d_")  # a record: its commands are those of its commit
+PROGRAM = r"(?:(recipes/[\w/]+)\.py|-m ((?:tests|recipes)[\w.]+))"
+COMMAND = re.compile(rf"(?:python|torchrun|srun)\b[^`\n]*?{PROGRAM}([^`\n|>&;]*)")
+PLACEHOLDERS = {r"<[^<>\n]*>": "x", "seed=N": "seed=0", "cluster=ours": "cluster=netlab"}  # what a reader fills in
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    r"""Program and arguments of each command of a README, of a block or within a sentence.
+
+    >>> commands("see `python recipes/a/b.py x=1`:\n    torchrun -n 2 \\\n recipes/c.py y=2 # why\n`python -m tests.d`")
+    [('recipes.a.b', ' x=1'), ('recipes.c', ' y=2 # why'), ('tests.d', '')]
+    """
+    for placeholder, value in PLACEHOLDERS.items():
+        text = re.sub(placeholder, value, text)
+    found = COMMAND.findall(text.replace("\\\n", " "))
+    return [(path.replace("/", ".") or module, arguments) for path, module, arguments in found]
+
+
+def overrides_of(arguments: str) -> list[str]:
+    """What Hydra would compose: no options, of a sweep the first job, and nothing for `...`."""
+    words = shlex.split(arguments, comments=True)
+    given = [word for word in words if "=" in word and not word.startswith("--")]
+    return [word.partition(",")[0] if "--multirun" in words and "[" not in word else word for word in given]
+
+
+def cases() -> dict[tuple[str, str], str]:
+    """Where each command stands, a command once."""
+    found = dict[tuple[str, str], str]()
+    for path in [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]:
+        if not DATED.search(str(path)):
+            found |= {command: str(path.relative_to(ROOT)) for command in commands(path.read_text())}
+    return found
+
+
+@pytest.mark.parametrize("command", [pytest.param(each, id=f"{where}: {each[0]}") for each, where in cases().items()])
+def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
+    program, arguments = command
+    assert find_spec(program) is not None, f"there is no {program}"
+    program += ".__main__" if find_spec(program).submodule_search_locations else ""
+    if "hydra.main" not in inspect.getsource(import_module(program)):
+        return  # its own options
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    check, accepted = config_check.check, []
+
+    def check_and_stop(*given):
+        accepted.append(check(*given))
+        raise fuzzed.WorkStartsError
+
+    monkeypatch.setattr(config_check, "check", check_and_stop)
+    overrides = overrides_of(arguments)
+    kind, text = fuzzed.outcome_of(program, fuzzed.composed(program, *overrides, folder=str(tmp_path)))
+    is_mention = not overrides and "(=???) must have a value" in text  # a sentence that names the program
+    assert is_mention or (kind, text, len(accepted)) == ("built", "", 1)
+
+
+def test_there_are_commands_of_every_program():
+    programs = {program for program, _ in cases()}
+    assert {f"recipes.{path.stem}" for path in (ROOT / "recipes").glob("*.py")} <= programs
