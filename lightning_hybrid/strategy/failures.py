@@ -54,7 +54,7 @@ class SetupWatchdog:
         dist.all_gather_object(places, (host_identity()[0], tcp_info.own_addresses()))
         # A process may fit more than once: each setup has a store of its own.
         count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
-        self._watch = Watchdog(
+        self._watchdog = Watchdog(
             store=private_store(f"lightning_hybrid/setup/{count}"),
             rank=self._rank,
             world_size=self._world_size,
@@ -62,7 +62,7 @@ class SetupWatchdog:
             hosts=[host for host, _ in places],
             addresses=[addresses for _, addresses in places],
         )
-        self._watch.start()
+        self._watchdog.start()
 
     def status(self) -> RankStatus:
         """Return where this rank stands, for the diagnosis of a failure."""
@@ -80,21 +80,21 @@ class SetupWatchdog:
     def waiting(self) -> Iterator[None]:
         """Mark what no rank leaves before all have come: a rank that fails inside has waited for others."""
         self._num_inside += 1
-        yield
+        yield  # no `finally`: after an error inside, the rank still counts as one that waited
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
         """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
         noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
-        return f"{self._watch.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
+        return f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
 
     def abort(self, reason: str) -> None:
         """Let the other ranks know why this one ends."""
-        self._watch.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
+        self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
         """End; may be called again."""
-        self._watch.leave()
+        self._watchdog.leave()
 
 
 class SigtermOnAnyRank:

@@ -1,6 +1,7 @@
 """What a strategy does about failures where its device is a GPU, as far as that can be seen without one."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_t
 
 def failed_engine(device_type):
     engine = CommEngine.__new__(CommEngine)
-    engine.device, engine._carrier, engine._is_closed = torch.device(device_type), None, False
+    engine.device, engine._is_closed = torch.device(device_type), False
+    engine._carrier = SimpleNamespace(look=lambda: None)
     engine._latch = FailureLatch(BucketOrder())
     engine._latch.error = CAUSE
     return engine

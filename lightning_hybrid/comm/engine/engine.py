@@ -21,17 +21,16 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stage_threads import StageThreads
 from lightning_hybrid.comm.engine.stages import Job, stage_scopes
 from lightning_hybrid.comm.health.consensus import compare_plans
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
@@ -39,6 +38,10 @@ from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.link_bytes import Traffic, traffic_of
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.comm.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
+    from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
 FAILED_CLOSE_LIMIT_S = 5.0
 """After a failure, how long closing waits for stages that may hang until their group's timeout."""
@@ -105,12 +108,20 @@ class CommEngine:
         )
         self._new_job = partial(Job, topology=topology, dtype_across=dtype_across_nodes, by_backend=on_cuda)
         self._groups = CommGroups(topology=topology, timeout=timeout, share=on_cuda)
-        new_carrier = partial(CudaStreams, device=device) if on_cuda else StageThreads
-        self._carrier: StageThreads | CudaStreams = new_carrier(
-            groups=self._groups, trace=self.trace, latch=self._latch, watchdog=self._watchdog
-        )
+        self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
+
+    def _new_carrier(self) -> StageThreads | CudaStreams:
+        """Make the carrier of this device, and import no other."""
+        shared: Any = {"groups": self._groups, "trace": self.trace, "latch": self._latch, "watchdog": self._watchdog}
+        if self._on_cuda:
+            from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
+
+            return CudaStreams(device=self.device, **shared)
+        from lightning_hybrid.comm.engine.stage_threads import StageThreads
+
+        return StageThreads(**shared)
 
     @property
     def _on_cuda(self) -> bool:
@@ -177,8 +188,8 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
-        if isinstance(self._carrier, CudaStreams):
-            self._carrier.look()
+        if self._on_cuda:
+            self._carrier.look()  # type: ignore[union-attr]
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:
@@ -222,8 +233,8 @@ class CommEngine:
 
     def raise_if_failed(self) -> None:
         """Raise the error of all ranks, if any. Never waits: on CUDA what the device has yet to do is not known."""
-        if isinstance(self._carrier, CudaStreams):
-            self._carrier.look()
+        if self._on_cuda:
+            self._carrier.look()  # type: ignore[union-attr]
         self._latch.raise_if_tripped()
 
     def abort(self, reason: str) -> None:
