@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import multiprocessing
 import os
 import runpy
 import signal
@@ -24,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
-from tests.rank_pool import PRELOADED
+from tests.rank_pool import warm_context
 
 
 def run_program(
@@ -39,11 +38,9 @@ def run_program(
     ``env``: its whole environment; by default this process's. ``is_finalized``: the interpreter takes itself apart at
     the end, which costs a second; by default it ends after the functions registered with ``atexit``.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = context.Process(
+        process = warm_context().Process(
             target=_become,
             args=(arguments, str(cwd), dict(os.environ if env is None else env), streams, is_finalized),
         )
@@ -52,6 +49,7 @@ def run_program(
         is_late = process.exitcode is None
         with suppress(ProcessLookupError):  # its session: what it started and left goes too
             os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
         process.join()
         told = [path.read_text(errors="replace") if path.exists() else "" for path in streams]
         if is_late:

@@ -36,6 +36,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -161,22 +163,20 @@ class RankPool:
             self.stop()
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = warm_context()
         new = range(len(self._processes), world_size)
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
-            for rank in new:
-                ours, theirs = context.Pipe()
-                stack_file = self._stack_file(rank)
-                stack_file.write_text("")
-                # Not daemonic: a daemonic process may have no children, and data loaders have workers.
-                process = context.Process(
-                    target=_serve, args=(rank, self._store.port, theirs, str(stack_file), self.is_moving)
-                )
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
+        for rank in new:
+            ours, theirs = context.Pipe()
+            stack_file = self._stack_file(rank)
+            stack_file.write_text("")
+            # Not daemonic: a daemonic process may have no children, and data loaders have workers.
+            process = context.Process(
+                target=_serve, args=(rank, self._store.port, theirs, str(stack_file), self.is_moving)
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
         for rank in new:
             if not self._pipes[rank].poll(START_LIMIT_S):
                 self.stop()
@@ -199,6 +199,18 @@ class RankPool:
         self._store = None
         shutil.rmtree(self._stacks, ignore_errors=True)
         atexit.unregister(self.close)
+
+
+def warm_context() -> ForkServerContext:
+    """Starts processes as forks of one that has imported all that is ``PRELOADED``, and is started if it is not there.
+
+    They find its environment, not that of the moment.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+        ensure_running()
+    return context
 
 
 @contextlib.contextmanager

@@ -38,8 +38,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.rank_pool import PRELOADED
-
 SOURCE = Path(__file__).with_name("netemu.c")
 TOOLS = ("gcc", "ip", "nsenter", "setpriv", "sysctl")
 START_LIMIT_S = 20.0
@@ -311,7 +309,7 @@ class Cluster:
         """
         self._num_runs += 1
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(["lightning_hybrid.comm"])
         payload = pickle.dumps((function, args))
         pipes: list[Connection] = []
         processes = []

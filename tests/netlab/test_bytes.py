@@ -21,6 +21,7 @@ from tests.netlab.cluster import Cluster
 NUM_BYTES = 2 * 2**20
 TOLERANCE = 0.02
 LAYOUTS = {"2x2": (2, 2, False), "4x2": (4, 2, False), "4x2 interleaved": (4, 2, True), "2x3": (2, 3, False)}
+QUICK = ("2x3", "4x2 interleaved")
 DTYPES = (torch.float32, torch.float16)
 ALGORITHMS = get_args(Algorithm)
 
@@ -63,7 +64,9 @@ def sums_and_bytes(algorithms, dtypes):
     return found
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LAYOUTS]
+)
 def measured(request, cluster_or_skip):
     """(layout, what the ranks found, what the emulator counted)."""
     num_hosts, ranks_per_host, interleave = LAYOUTS[request.param]

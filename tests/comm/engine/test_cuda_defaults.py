@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
-from lightning_hybrid.comm.ddp_buckets import ddp_buckets
 from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.comm.size_rules import ddp_buckets
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
@@ -22,7 +22,7 @@ pytest.importorskip("hydra", reason="the clusters are described in conf/")
 from tests.evidence.planner import defaults
 from tests.evidence.planner.known_clusters import cluster_of
 
-README = Path(__file__).parents[3] / "recipes" / "simulate" / "README.md"
+README = Path(__file__).parents[3] / "recipes" / "records" / "simulate" / "README.md"
 
 # us of one all-reduce of fp32 by NCCL between nodes, by MiB: the lower of out of place and in place. "filling" of
 # cost_nccl.py is fitted to the first five, which are NVIDIA/nccl-tests issue 309; nothing is to the last, which is the

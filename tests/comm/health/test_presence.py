@@ -53,15 +53,15 @@ class World:
             )
             for rank, status in statuses.items()
         }
-        for watchdog in self.watchdogs.values():
-            watchdog.start()
+        for one in self.watchdogs.values():
+            one.start()
 
     def outcome(self, *, num_errors, limit_s=30.0):
         end_s = time.monotonic() + limit_s
         while len(self.errors) < num_errors and time.monotonic() < end_s:
             time.sleep(0.05)
-        for watchdog in self.watchdogs.values():
-            watchdog.leave()
+        for one in self.watchdogs.values():
+            one.leave()
         return self.errors
 
     def has(self, key):

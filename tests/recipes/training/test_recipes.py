@@ -153,7 +153,7 @@ def commands():
     """The overrides of every command in the recipes' READMEs that runs train.py."""
     found = []
     for readme in ("resnet50", "alexnet"):
-        text = (ROOT / "recipes" / readme / "README.md").read_text().replace("\\\n", " ")
+        text = (ROOT / "recipes" / "records" / readme / "README.md").read_text().replace("\\\n", " ")
         for line in re.findall(r"^.*recipes/train\.py(.*)$", text, flags=re.MULTILINE):
             overrides = tuple(word for word in shlex.split(line.split("`")[0], comments=True) if "=" in word)
             if any(word.startswith("recipe=") for word in overrides) and overrides not in found:
