@@ -11,6 +11,7 @@ True
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 TRAIN_LOSS = "train/loss"
@@ -66,6 +67,8 @@ class Metric:
     best: Literal["max", "min"] | None = None
 
 
+_timed = partial(Metric, from_clock=True)
+
 _TABLE = (
     Metric(name=TRAIN_LOSS, unit="1", meaning="Mean over ranks of the loss of the batch just trained on.", best="min"),
     Metric(name=TRAIN_LR, unit="1", meaning="Learning rate of the step just made, of the first parameter group."),
@@ -75,12 +78,7 @@ _TABLE = (
     Metric(name=TRUST_RATIO_MIN, unit="1", meaning="Least trust ratio of a layer, for the gradients just used."),
     Metric(name=TRUST_RATIO_MEDIAN, unit="1", meaning="Median over layers of the trust ratio; of two, the smaller."),
     Metric(name=TRUST_RATIO_MAX, unit="1", meaning="Largest trust ratio of a layer."),
-    Metric(
-        name=DATA_WAIT_S,
-        unit="s",
-        meaning="Time per step in which rank zero waited for its loader.",
-        from_clock=True,
-    ),
+    _timed(name=DATA_WAIT_S, unit="s", meaning="Time per step in which rank zero waited for its loader."),
     Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero gave to the sum, as on the wire."),
     Metric(
         name=COMM_LINK_BYTES,
@@ -97,59 +95,46 @@ _TABLE = (
         unit="B",
         meaning="Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
     ),
-    Metric(
+    _timed(
         name=COMM_BUSY_S,
         unit="s",
         meaning="Time per step with at least one bucket of rank zero in flight, hidden by backward or not.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=COMM_EXPOSED_S,
         unit="s",
         meaning="Time per step in which rank zero had nothing to do but wait for gradients of other ranks.",
-        from_clock=True,
     ),
-    Metric(
-        name=COMM_EXPOSED_SHARE,
-        unit="1",
-        meaning="Exposed communication as a part of the time of a step, 0 to 1.",
-        from_clock=True,
-    ),
-    Metric(
+    _timed(name=COMM_EXPOSED_SHARE, unit="1", meaning="Exposed communication as a part of the time of a step, 0 to 1."),
+    _timed(
         name=COMM_ACHIEVED_BYTES_PER_S,
         unit="B/s",
         meaning="Least bytes between nodes by the time in flight: the rate that the algorithm reaches on a link.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=COMM_ACHIEVED_SHARE,
         unit="1",
         meaning="The achieved rate as a part of the link's, which the strategy was given as `link_bytes_per_s`.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=IMAGES_PER_S,
         unit="1/s",
         meaning="Training images per second over all ranks, since the last value; validation is not counted.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=FLOPS_PER_S,
         unit="1/s",
         meaning="Floating-point operations per second over all ranks: images per second by the model's per image.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=MFU,
         unit="1",
         meaning="Model FLOP utilisation: these operations as a part of what all devices could do at their peak.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=PEAK_MEMORY_BYTES,
         unit="B",
         meaning="Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
-        from_clock=True,
     ),
     Metric(name=VAL_LOSS, unit="1", meaning="Mean loss over the validation set.", best="min"),
     Metric(name=VAL_ACC, unit="1", meaning="Part of the validation set whose most likely class is right.", best="max"),
@@ -166,25 +151,18 @@ _TABLE = (
         meaning="Part of the test set whose class is among the five most likely; not with five classes or fewer.",
         best="max",
     ),
-    Metric(
+    _timed(
         name=ELAPSED_S,
         unit="s",
         meaning="Time since training began, validation included; without the work of an interrupted run after its last "
         "checkpoint and the time until it was resumed.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=TIME_TO_ACCURACY_TRAIN_S,
         unit="s",
         meaning="Time of training until a validation found the target reached, without validation.",
-        from_clock=True,
     ),
-    Metric(
-        name=TIME_TO_ACCURACY_TOTAL_S,
-        unit="s",
-        meaning="The same with validation, that one included.",
-        from_clock=True,
-    ),
+    _timed(name=TIME_TO_ACCURACY_TOTAL_S, unit="s", meaning="The same with validation, that one included."),
     Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until a validation found the target reached."),
 )
 

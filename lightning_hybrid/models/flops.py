@@ -62,6 +62,7 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
     tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
     tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}
     images = torch.empty(_BATCH, *image_shape, device="meta")
+    # functional_call puts the shadows in place of the model's own tensors, which stay where and what they are.
     with torch.enable_grad(), _without_recomputation(model), FlopCounterMode(display=False) as counter:
         logits = functional_call(model, tensors, (images,))
         if backward:

@@ -45,6 +45,7 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     True
     """
     first = lists[0][0]
+    # Not while torch.compile traces: it would unroll the blocks into its graph.
     size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
     whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
     if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):

@@ -145,6 +145,7 @@ class LAMB(LayerwiseOptimizer):
                     by_dtype.setdefault((param.device, param.grad.dtype), []).append(param.grad)
         if by_dtype:
             norms = [tensor_norms(grads) for grads in by_dtype.values()]
+            # The bound is on unscaled gradients: it must not move with the loss scale.
             norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
             (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
             self._clip_factor = (bound / norm).clamp(max=1.0)
@@ -156,6 +157,7 @@ class LAMB(LayerwiseOptimizer):
         moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
         steps = [self._next_step(param, group["capturable"]) for param in params]
         copies = self._copies_of(params)
+        # Three passes over the blocks: moments, |u|, update. |u| of a whole tensor is known before any block moves.
         blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))
         for _, some_grads, means, squares, *_ in blocks:
             moments_(some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling)

@@ -209,6 +209,7 @@ def lars_(
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
     directions = _directions(weights, grads, group=group, scaling=scaling)
+    # If the step may be skipped, all is computed in scratch memory; only `commit_` writes, and that by `found_inf`.
     if weights is params:
         weights = scaling.scratch(params)
     if ratios is not None:

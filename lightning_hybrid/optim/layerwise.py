@@ -185,6 +185,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._given_scaling()
         try:
+            # torch.compile traces the lists: it cannot see through addresses.
             if torch.compiler.is_compiling() or not self._fused_step(is_checked):
                 self._listed_step(is_checked)
         finally:
@@ -233,6 +234,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
+        # The name that GradScaler and Lightning read; True: the step itself unscales and skips.
         return self._is_fused()
 
     def _is_fused(self) -> bool:
@@ -258,6 +260,7 @@ class LayerwiseOptimizer(Optimizer):
         """Do the step in few passes and return True, if that was asked for and kernels exist; else do nothing."""
         if not self._asks_for_fused():
             return False
+        # Made here and not in __init__: it holds addresses, so that a copied or unpickled optimizer needs its own.
         if "_fused" not in self.__dict__:
             self._fused = self._new_fused()
         scaling = self._fused.step(self, self._scaling, is_checked=is_checked)

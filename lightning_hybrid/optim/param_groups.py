@@ -161,7 +161,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Modu
             if param is not None:
                 yield prefix + name, param, around
         for name, child in module._modules.items():
-            if child is not None and child not in around:
+            if child is not None and child not in around:  # a module that contains itself would be walked without end
                 yield from walk(child, f"{prefix}{name}.", around)
 
     return walk(model, "", ())

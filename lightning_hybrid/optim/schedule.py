@@ -132,4 +132,4 @@ class WarmupPolynomialDecay(LRScheduler):
             for base_lr in self.base_lrs
         ]
 
-    _get_closed_form_lr = get_lr
+    _get_closed_form_lr = get_lr  # torch calls this name for `step(epoch)`

@@ -151,6 +151,7 @@ class Cluster:
         return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes))
 
     def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
+        # A rail: a rank's share of its node's network cards.
         rail = replace(self.across, bytes_per_s=self.node_bytes_per_s / self.ranks_per_node)
         if algorithm == "torus":
             cost = levels(num_bytes, [(self.ranks_per_node, self.inside), (self.num_nodes, rail)])
@@ -185,6 +186,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
         return (_stage("all_reduce", place, cost),)
     if algorithm == "gloo_ring":
         raise ValueError("`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport.")
+    # two_level: each rank sums its part between nodes, on its own rail; hierarchical: a leader sums all, on one card.
     is_sharded = algorithm == "two_level"
     if is_sharded:
         before = after = nccl.scatter_reduce(num_bytes, k, cluster.inside)
@@ -211,6 +213,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
         return (_flat_ring(cluster, gloo, size, is_ours=algorithm != "gloo_ring"),)
     if algorithm == "parallel_flat":
         return (_across(cluster, gloo, "parallel_all_reduce", size, num_groups=1),)
+    # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
     if algorithm == "two_level":
         before = _inside(
             cluster, gloo, "scatter_reduce", ends=2 * (k - 1), all_ends=2 * k * (k - 1), share=1 / k, size=size
@@ -272,6 +275,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
     """Price Gloo's ring over all ranks; through our engine it costs a stage more."""
     ranks, nodes = cluster.world_size, cluster.num_nodes
+    # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0

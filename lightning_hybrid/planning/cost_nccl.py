@@ -172,6 +172,8 @@ class Nccl:
         inside: Link,
         across: Link,
     ) -> Cost:
+        # `place` is the index of the protocol (LL, LL128, Simple). The formulas are those of NCCL's tuning.cc: a hop
+        # costs the latency of its link; bytes cross the slowest link; trees carry S between two nodes, else 2 S.
         num_ranks, rounds = num_nodes * ranks_per_node, (num_nodes - 1).bit_length()
         inter = 0.0 if num_nodes == 1 else 1.0
         overhead_s = inter * self.net_overhead_s * (3 if place == 2 else 1)
@@ -204,6 +206,7 @@ class Nccl:
 
 
 def _is_possible(algorithm: NcclAlgorithm, num_nodes: int, ranks_per_node: int) -> bool:
+    # NVLS is the switch inside one node; NVLS tree joins such switches by a tree between nodes.
     if algorithm == "nvls":
         return num_nodes == 1 and ranks_per_node > 1
     return algorithm != "nvls_tree" or num_nodes > 1

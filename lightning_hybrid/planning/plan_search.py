@@ -92,6 +92,7 @@ def candidates(
     base = CommPlan() if base is None else base
     ask = {"itemsize": itemsize, "on_cuda": on_cuda}
     coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)  # type: ignore[arg-type]
+    # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA buckets are not cut.
     refined = [
         replace(candidate.plan, chunk_bytes=chunk, num_parallel_groups=groups)
         for candidate in coarse[:NUM_REFINED]

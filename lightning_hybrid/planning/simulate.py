@@ -150,6 +150,7 @@ def simulate(
         return plan.num_columns(bucket.algorithm, cluster)
 
     factors = jitter.slowest(cluster.world_size, num_steps)
+    # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:

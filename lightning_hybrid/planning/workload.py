@@ -82,6 +82,7 @@ def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[fl
     now_s, numel = work.forward_s, 0
     for size, time_s in work.gradients:
         now_s, numel = now_s + time_s, numel + size
+        # A bucket is ready with the tensor that holds its last element; one tensor may complete several.
         while len(found) < len(ends) and numel >= ends[len(found)]:
             found.append(now_s)
     return tuple(found)

@@ -150,8 +150,8 @@ def test_wrapping_twice_is_wrapping_once():
 
 def test_copy_and_pickle_keep_the_loader():
     ahead = prefetch(CountingLoader(3), CPU)
-    for twin in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
-        assert [int(b) for b in twin] == [0, 1, 2]
+    for copied in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
+        assert [int(b) for b in copied] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])

@@ -103,7 +103,7 @@ def test_a_wire_that_is_busy_long_enough_hides_consents():
 
 
 def test_a_ring_that_waits_leaves_the_wire_to_others():
-    """The consents are no delay but an idle wire: alone the stage takes as long, beside another it gives way."""
+    """The consents are no delay but an idle wire: alone the stage takes as long, next to another it gives way."""
     gloo = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0, ring_share=0.5)
     (stage,) = cluster(2, 2, transport=gloo).stages("flat", 4 * MIB)
     assert stage.delay_s == 0.0

@@ -86,6 +86,7 @@ def random_box(
     >>> random_box(10, 200, [0.5] * 23, area=(1.0, 1.0), aspect=(0.75, 1.25))
     Box(top=0, left=94, height=10, width=12)
     """
+    # Uniform in the logarithm: 4:3 is as likely as 3:4.
     log_least, log_most = math.log(aspect[0]), math.log(aspect[1])
     for k in range(3, NUM_DRAWS, 2):
         pixels = height * width * (area[0] + (area[1] - area[0]) * draws[k])
@@ -177,6 +178,7 @@ class EvalCrop:
         """Choose the crop of an image of `height` x `width` pixels; the same in every epoch."""
         whole = _middle(height, width)
         height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
+        # round(), not //, as torchvision's CenterCrop.
         top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
         return Frame(whole, height, width, top=top, left=left, flip=False)
 

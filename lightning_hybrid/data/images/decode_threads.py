@@ -155,7 +155,7 @@ class _Work:
 
     def _fill(self, filling: _Filling, row: int) -> None:
         try:
-            if filling.error is None:
+            if filling.error is None:  # after an error the other rows are only counted: nothing reads the batch
                 filling.labels[row] = self.load_row(int(filling.indices[row]), filling.images[row])
         except Exception as error:
             filling.error = error

@@ -22,11 +22,10 @@ class ImageNetDataModule(ImageDataModule):
 
     Training: random resized crop and flip, new ones each epoch. Evaluation: short side to `eval_resize`, centre crop.
 
+    The arguments that are not listed here are those of `ImageDataModule`.
+
     Args:
         root: The folder above `train` and `val`. `recipes/pack.py` makes shards, which are found by their index.
-        global_batch_size: As in `ImageDataModule`, as are `seed`, `mean`, `std`, `eval_batch_size_per_rank`,
-            `num_threads` and `num_batches_ahead`.
-        seed: See `global_batch_size`.
         num_classes: Classes of the network; the set must have as many.
         image_size: Pixels of a side of the network's input.
         eval_resize: Pixels of the short side that evaluation cuts its centre from.
@@ -34,11 +33,6 @@ class ImageNetDataModule(ImageDataModule):
             submissions used 0.05 to 1.
         aspect: Least and largest width / height of a training crop.
         flip: Flip half of the training crops left to right.
-        mean: See `global_batch_size`.
-        std: See `global_batch_size`.
-        eval_batch_size_per_rank: See `global_batch_size`.
-        num_threads: See `global_batch_size`.
-        num_batches_ahead: See `global_batch_size`.
         max_corrupt_images: So many unreadable images per rank and split are replaced by others and logged; see
             `DecodedImages`. The default is our choice: losses of a copy, and no more than 1 in 80,000 of ImageNet.
         decoder: `simplejpeg` or `pillow`, in threads on the CPU; None: the faster of them that is installed. `dali`: on

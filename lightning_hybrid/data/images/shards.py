@@ -206,7 +206,7 @@ class ShardedImages(ImageSource):
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
     def _file(self, shard: int) -> int:
-        key = (os.getpid(), shard)
+        key = (os.getpid(), shard)  # a forked process opens its own, so that neither closes the other's
         descriptor = self._files.get(key)
         if descriptor is None:
             descriptor = os.open(self.folder / shard_name(shard), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

@@ -95,7 +95,7 @@ class DecodedImages(RowSource):
         """Apply `decode` to an image, or to the one that replaces it; return the result and the label."""
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images
-            if candidate in self.corrupt:
+            if candidate in self.corrupt:  # known already: it is neither read nor counted twice
                 continue
             try:
                 found = decode(self.source.read(candidate))

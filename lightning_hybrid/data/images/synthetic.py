@@ -54,9 +54,9 @@ class SyntheticImageNetDataModule(ImageDataModule):
     Nothing is read or decoded, so it measures a network's throughput where data must not limit it, and tests recipes
     without a data set. Accuracy on it means nothing.
 
+    The arguments that are not listed here are those of `ImageDataModule`.
+
     Args:
-        global_batch_size: As in `ImageDataModule`, as are `eval_batch_size_per_rank`, `num_threads`,
-            `num_batches_ahead`, `mean` and `std`.
         seed: Seed of the noise and of the order of images. Every rank must have the same.
         num_classes: Classes of the network.
         image_size: Pixels of a side.
@@ -64,11 +64,6 @@ class SyntheticImageNetDataModule(ImageDataModule):
         num_val_images: Images of an evaluation; ImageNet's number by default.
         num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice: several
             times a processor's cache, and quickly made).
-        eval_batch_size_per_rank: See `global_batch_size`.
-        num_threads: See `global_batch_size`.
-        num_batches_ahead: See `global_batch_size`.
-        mean: See `global_batch_size`.
-        std: See `global_batch_size`.
     """
 
     def __init__(

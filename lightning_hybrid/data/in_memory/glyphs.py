@@ -77,6 +77,7 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
     lean = torch.eye(2).repeat(num, 1, 1)
     lean[:, 0, 1] = shear
     matrix = zoom[:, None, None] * (turn @ lean)
+    # affine_grid maps places of the result to places of the mask, -1 to 1: zoom and shift are those of the way back.
     shift = _uniform((num, 2, 1), -2 * _SHIFT, 2 * _SHIFT, generator)
     places = F.affine_grid(
         torch.cat([matrix, matrix @ shift], 2), [num, 1, IMAGE_SIZE, IMAGE_SIZE], align_corners=False

@@ -83,6 +83,7 @@ class TrainLoader(ResumableLoader):
 
     def _shifts(self, epoch: int) -> Tensor:
         """Draw how far each image of the set moves in this epoch: int64 `"sample 2"`, rows then columns."""
+        # For the whole set, and indexed by image: the same whichever rank reads the image, and when.
         generator = np.random.default_rng([self.order.seed, epoch, 1])
         size = (len(self.image_set.labels), 2)
         return torch.from_numpy(generator.integers(-self.shift_pixels, self.shift_pixels + 1, size=size))
@@ -130,6 +131,7 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     margin = int(shifts.abs().max()) if len(shifts) else 0
     if margin == 0:
         return images
+    # Each image reads rows and columns of its own from a copy with black margins.
     padded = F.pad(images, (margin,) * 4)
     rows = torch.arange(height) + margin - shifts[:, 0, None]
     columns = torch.arange(width) + margin - shifts[:, 1, None]

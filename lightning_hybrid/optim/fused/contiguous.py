@@ -26,6 +26,7 @@ class ContiguousViews:
         self.dense = [list(one) for one in lists]
         self.grads: list[Tensor] = []
         self._addresses = data_ptrs(*lists)
+        # A parameter, its state and its copy are read by one index: if one of them has gaps, all get a stand-in.
         together = zip(*(one for one in self.lists if one), strict=True)
         scattered = [i for i, some in enumerate(together) if not is_dense(some)]
         for one in self.dense:
@@ -45,6 +46,7 @@ class ContiguousViews:
         for real, dense in self.pairs:
             dense.copy_(real)
         self.grads = list(grads)
+        # Nearly always all strides are equal: one comparison of two lists, and no look at single tensors.
         if strides(self.grads) != self._dense_strides:
             for i, (param, grad) in enumerate(zip(self.dense[0], self.grads, strict=True)):
                 if grad.stride() != param.stride() and not is_dense((param, grad)):

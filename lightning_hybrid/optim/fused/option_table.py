@@ -64,6 +64,7 @@ class OptionTables:
 
     def take(self) -> None:
         """Read the parameter groups again; only changed numbers go to the device, and the host does not wait."""
+        # One comparison of Python numbers per step decides whether anything goes to the device at all.
         columns = [[options.column_of(group) for group in groups] for options, groups, _ in self._tables]
         if columns != self._columns:
             on_host = torch.zeros(self._memory.shape, dtype=torch.float64)

@@ -138,6 +138,7 @@ class FusedStep:
 
     def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
         """Whether the tensors are those of the last step, at the same addresses."""
+        # By identity: `==` would compare elements.
         owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False
@@ -160,6 +161,7 @@ class FusedStep:
             if grad is None:
                 continue
             copy, flags = optimizer.copies.get(param), self.flags(group)
+            # What one launch needs equal: copies of one dtype or none, dtypes, device, compiled options.
             key = (copy is None or copy.dtype, grad.dtype, param.dtype, param.device, flags)
             if key not in found:
                 found[key] = TensorGroup(options=self.options(), flags=flags)

@@ -187,6 +187,8 @@ def _bare_cluster(
     near = Link(latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s)
     far, num_nics, burst_bytes = near, 1, 0
     if across is not None:
+        # A message inside a node costs the same software and no wire: the difference is the wire's latency. Where
+        # several flows carry more, that is several cards under NCCL, and one card that one flow does not fill over TCP.
         software_s = 0.0 if inside is None else inside.latency_s
         gain = _gain(flows, across)
         num_nics = max(1, round(gain)) if setup.on_cuda else 1

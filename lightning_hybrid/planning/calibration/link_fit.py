@@ -93,6 +93,7 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}
     found = {burst: float(lines[2][0]) for burst, lines in fits.items()}
     best = min(found, key=lambda burst: found[burst])
+    # With four sizes or fewer a third parameter would always fit.
     burst = best if found[best] < LEAST_GAIN * found[0] and len(sizes) > 4 else 0
     loads = _loads(sizes, burst)
     latency_s, per_byte_s = float(fits[burst][0][0]), float(fits[burst][1][0])

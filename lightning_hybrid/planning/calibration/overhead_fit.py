@@ -78,6 +78,7 @@ def fit_overheads(
     """
 
     def loss(cluster: Cluster) -> float:
+        # In the logarithm a factor of two too much is as bad as one too little, at any size.
         errors = (
             math.log(predicted_all_reduce_s(cluster, what, size, setup) / time_s) / ROBUST
             for (what, size), time_s in measured.items()

@@ -28,8 +28,8 @@ def root(tmp_path):
 
 @pytest.fixture
 def shards(root, tmp_path):
-    told = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
-    Packing(root=str(root), out=str(tmp_path / "packed"), splits=["train", "val"], shard_bytes=9000, **told).run()
+    options = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
+    Packing(root=str(root), out=str(tmp_path / "packed"), splits=["train", "val"], shard_bytes=9000, **options).run()
     return tmp_path / "packed"
 
 
@@ -287,10 +287,10 @@ def test_an_image_that_two_threads_find_broken_counts_once(caplog):
 
 
 def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
-    told = []
-    monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: told.append(decoder) or pixels_of(3))
+    used = []
+    monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3))
     rows_of(OneSound(3), decoder="simplejpeg").load(3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0)
-    assert told == ["simplejpeg"]
+    assert used == ["simplejpeg"]
 
 
 def test_an_image_is_shown_in_another_way_in_each_epoch():

@@ -103,12 +103,12 @@ def test_areas_and_shapes_of_crops_are_spread_as_published():
 
 
 def test_draws_depend_on_seed_epoch_and_image_and_on_nothing_else():
-    told = {"seed": 1, "epoch": 2, "image": 3}
-    one = draws_of(**told)
-    assert np.array_equal(one, draws_of(**told))
-    for name in told:
-        assert not np.array_equal(one, draws_of(**told | {name: told[name] + 1}))
-    assert not np.array_equal(one, draws_of(**told | {"seed": -1}))  # which numpy's key does not take
+    key = {"seed": 1, "epoch": 2, "image": 3}
+    one = draws_of(**key)
+    assert np.array_equal(one, draws_of(**key))
+    for name in key:
+        assert not np.array_equal(one, draws_of(**key | {name: key[name] + 1}))
+    assert not np.array_equal(one, draws_of(**key | {"seed": -1}))  # which numpy's key does not take
     assert len({float(draw) for image in range(50) for draw in draws_of(seed=1, epoch=2, image=image)}) == 50 * 23
 
 

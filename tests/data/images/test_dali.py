@@ -35,8 +35,8 @@ def root(tmp_path):
 
 
 def module_of(root, decoder="dali", **changes) -> ImageNetDataModule:
-    told = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
-    module = ImageNetDataModule(root=str(root), **SMALL | told | changes)
+    options = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
+    module = ImageNetDataModule(root=str(root), **SMALL | options | changes)
     module.setup("fit")
     return module
 
@@ -95,7 +95,7 @@ def not_plain():
 
 
 @pytest.mark.parametrize("kind", ["png", "cmyk", "16 bits", "trailing"])
-def test_whatever_else_is_decoded_here_and_goes_on_as_pixels(kind):
+def test_other_formats_are_decoded_here_and_goes_on_as_pixels(kind):
     data = not_plain()[kind]
     file, height, width = decodable(data, decoder="pillow")
     expected = decode_rgb(data, decoder="pillow")
@@ -277,7 +277,7 @@ def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, mon
     """Once may be an image that the other decoder puts up with; without end it would be decoding without DALI."""
     rows = module_of(root, "pillow").train_rows
     pipelines = iter(goods)
-    monkeypatch.setattr(DaliFiller, "_pipeline", lambda self, feed, **told: Broken(feed, next(pipelines)))
+    monkeypatch.setattr(DaliFiller, "_pipeline", lambda self, feed, **_: Broken(feed, next(pipelines)))
     received = lambda decoded, buffers, num_images, stream: buffers.take(num_images)  # noqa: E731
     monkeypatch.setattr(dali, "_received", received)
     shares = iter(np.arange(26)[:24].reshape(6, 4))
@@ -312,7 +312,7 @@ def test_a_program_ends_in_mid_epoch(root):
 @needs_dali
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_images_are_decoded_where_they_are_used(root, device):
-    """On CUDA never run by us. There nvJPEG's arithmetic is not libjpeg's, and nobody publishes how far they are apart;
+    """On CUDA never run by us. There nvJPEG's arithmetic is not libjpeg's, and their difference is not published;
     a wrong crop, flip or order of channels is tens of levels."""
     rows = module_of(root, "pillow").train_rows
     filler = DaliFiller(num_threads=2, device_id=None if device == "cpu" else 0)

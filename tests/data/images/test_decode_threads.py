@@ -90,7 +90,7 @@ def test_threads_work_ahead_and_no_further_than_told():
     ahead = batches(noted, num_batches_ahead=2)
     wait_until(lambda: len(loaded) == 10)
     time.sleep(0.05)
-    assert len(loaded) == 10  # two batches, while nobody has asked for one
+    assert len(loaded) == 10  # two batches, and none was asked for
     next(ahead)
     wait_until(lambda: len(loaded) == 15)
     time.sleep(0.05)
@@ -260,7 +260,7 @@ def test_labels_are_pinned_where_images_are(monkeypatch, kind):
     monkeypatch.setattr(
         decode_threads.torch,
         "empty",
-        lambda *size, pin_memory=False, **told: asked.append(pin_memory) or empty(*size, **told),
+        lambda *size, pin_memory=False, **more: asked.append(pin_memory) or empty(*size, **more),
     )
     list(batches(take_buffer=lambda num_rows: buffer_of(num_rows).as_subclass(kind)))
     assert asked == [kind is Pinned] * len(SHARES)

@@ -113,7 +113,7 @@ def bomb_png(side):
 
 
 def bomb_jpeg():
-    """A JPEG whose header has been told 65,500 x 65,500."""
+    """A JPEG whose header claims 65,500 x 65,500."""
     data = bytearray(image_of(1))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", 65500, 65500)
@@ -155,8 +155,8 @@ def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     root = write_root(tmp_path_factory.mktemp("set") / "images", num_train=9, num_val=3)
-    told = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
-    Packing(root=str(root), out=str(root.parent / "packed"), splits=["train"], shard_bytes=9000, **told).run()
+    options = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
+    Packing(root=str(root), out=str(root.parent / "packed"), splits=["train"], shard_bytes=9000, **options).run()
     return root.parent / "packed" / "train"
 
 
@@ -175,14 +175,14 @@ WRONG = {
 @pytest.mark.parametrize("field", ["shards", "offsets", "num_bytes", "labels", "names", "shard_num_bytes", "classes"])
 def test_a_wrong_field_of_an_index_is_named(packed, field, wrong, tmp_path):
     with np.load(packed / INDEX_NAME) as arrays:
-        told = {name: arrays[name] for name in arrays.files}
-    if told[field].dtype.kind in "SU" and wrong in ("negative", "huge", "fractions", "words"):
-        told[field] = np.arange(len(told[field]))
+        fields = {name: arrays[name] for name in arrays.files}
+    if fields[field].dtype.kind in "SU" and wrong in ("negative", "huge", "fractions", "words"):
+        fields[field] = np.arange(len(fields[field]))
     else:
-        told[field] = WRONG[wrong](told[field])
+        fields[field] = WRONG[wrong](fields[field])
     for shard in packed.glob("shard-*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
-    np.savez(tmp_path / INDEX_NAME, **told)
+    np.savez(tmp_path / INDEX_NAME, **fields)
     with pytest.raises(ValueError, match=rf"({INDEX_NAME}|root).* again"):
         ShardedImages(tmp_path)
 

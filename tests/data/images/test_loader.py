@@ -1,4 +1,4 @@
-"""Loaders of images: threads as many and as far ahead as told, started late; memory, epochs and resume passed on."""
+"""Loaders of images: threads as many and as far ahead as set, started late; memory, epochs and resume passed on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Noted(StoredRows):
         return super().load(index, row, epoch=epoch)
 
 
-def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_told():
+def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_set():
     rows = Noted()
     buffers = HostBuffers(max_images=8, image_size=4, pin_memory=False)
     shares = (np.arange(start, start + 8) for start in range(0, 80, 8))
@@ -57,20 +57,20 @@ def test_loaders_keep_no_more_memory_than_their_largest_batch():
     rows, filler = Noted(), DecodeThreads(num_threads=1, pin_memory=True)
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0, world_size=2, rank=1)
     train = ImageTrainLoader(rows, order, filler=filler, on_device=lambda batch: batch)
-    told = {"filler": filler, "on_device": lambda batch: batch}
-    evaluation = ImageEvalLoader(rows, world_size=3, rank=0, batch_size_per_rank=1, **told)
+    options = {"filler": filler, "on_device": lambda batch: batch}
+    evaluation = ImageEvalLoader(rows, world_size=3, rank=0, batch_size_per_rank=1, **options)
     assert (train._buffers.max_images, train._buffers.pin_memory) == (4, True)
     # 80 images are 27, 27 and 26: to give 26 batches on every rank, one of them has two images
     assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
 
 
 def test_a_loader_of_images_tells_of_another_accumulation():
-    told = {"num_images": 80, "global_batch_size": 8, "seed": 0}
+    options = {"num_images": 80, "global_batch_size": 8, "seed": 0}
     found = []
     loader, other = (
         ImageTrainLoader(
             Noted(),
-            EpochOrder(accumulate_grad_batches=rounds, **told),
+            EpochOrder(accumulate_grad_batches=rounds, **options),
             filler=DecodeThreads(num_threads=1),
             on_device=lambda batch: batch,
             on_other_accumulation=found.append,
@@ -92,21 +92,21 @@ def test_a_loader_of_images_shows_them_as_the_epoch_does():
     assert {epoch for _, epoch, _ in rows.loaded} == {3}
 
 
-def test_two_batches_ahead_and_plain_memory_are_what_nobody_asked_to_change():
+def test_two_batches_ahead_and_plain_memory_are_the_defaults():
     assert DecodeThreads(num_threads=3) == DecodeThreads(num_threads=3, num_batches_ahead=2, pin_memory=False)
 
 
 def test_loaders_hand_on_what_is_left_for_the_device():
-    told = {"filler": DecodeThreads(num_threads=1), "on_device": lambda batch: batch}
+    options = {"filler": DecodeThreads(num_threads=1), "on_device": lambda batch: batch}
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
-    evaluation = ImageEvalLoader(Noted(), world_size=3, rank=1, batch_size_per_rank=7, **told)
-    for loader in (ImageTrainLoader(Noted(), order, **told), evaluation):
-        assert loader.on_device is told["on_device"]
+    evaluation = ImageEvalLoader(Noted(), world_size=3, rank=1, batch_size_per_rank=7, **options)
+    for loader in (ImageTrainLoader(Noted(), order, **options), evaluation):
+        assert loader.on_device is options["on_device"]
         assert next(iter(loader))[0].shape[1:] == (3, 4, 4)
 
 
 def test_evaluation_gives_each_image_once_over_the_ranks_in_its_order():
-    told = {
+    options = {
         "filler": DecodeThreads(num_threads=1),
         "on_device": lambda batch: batch,
         "world_size": 3,
@@ -115,7 +115,7 @@ def test_evaluation_gives_each_image_once_over_the_ranks_in_its_order():
     indices = []
     for rank in range(3):
         rows = Noted()
-        loader = ImageEvalLoader(rows, rank=rank, **told)
+        loader = ImageEvalLoader(rows, rank=rank, **options)
         assert len(list(loader)) == len(loader) == 3  # of 27, 27 and 26 images
         indices += [index for index, *_ in rows.loaded]
         assert {epoch for _, epoch, _ in rows.loaded} == {0}

@@ -131,6 +131,7 @@ class NativeLars(NativeEngine):
             decays = options["weight_decay"] * options["sign"]
             decays = decays if scaling.inverse_scale is None else decays / scaling.inverse_scale
         measured = [_GRAD if one else 0 for one in needed]
+        # The last update left the sums of masters: only those that others wrote since then are summed again.
         if self._are_masters:
             for place in self._views.changed():
                 measured[place] |= _WEIGHT

@@ -80,7 +80,7 @@ class KernelEngine:
     def _norms(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
         found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
-        if self._grid[0]:
+        if self._grid[0]:  # CUDA refuses an empty grid
             lars_kernels.norms[self._grid](
                 *(self._pointers[0], self._grad_pointers, *self._chunks),
                 *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),

@@ -115,7 +115,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     register_guard()
     fake = FakeCuda()
 
-    def addresses(*lists: Any) -> list[int]:
+    def data_ptrs(*lists: Any) -> list[int]:
         return [id(tensor) // 16 * 16 for one in lists for tensor in one]
 
     def count(step: Tensor, device: torch.device) -> float:
@@ -125,7 +125,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
     with monkeypatch.context() as patch, FakeTensorMode():
         for module in (contiguous, lars, lamb):
-            patch.setattr(module, "addresses", addresses, raising=False)
+            patch.setattr(module, "data_ptrs", data_ptrs)
         for module in (option_table, lars):
             patch.setattr(module, "to_device_", fake.to_device_)
         for module in (step, layerwise):

@@ -66,7 +66,7 @@ def test_an_update_of_a_recipe_is_at_most_twelve_launches_and_the_host_reads_not
     kernels = [name for name, _ in fake.launched]
     wanted = [name for name in KERNELS_OF[rule] for _ in range(2)]  # for what has a copy, and for what has none
     if rule is LAMB and precision == "bf16":
-        wanted = wanted[2:]  # nobody asks for inf, and nothing bounds the norm
+        wanted = wanted[2:]  # nothing checks for inf, and nothing bounds the norm
     assert sorted(kernels) == sorted(wanted)
     assert fake.num_copies == 1  # of all options
     assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf

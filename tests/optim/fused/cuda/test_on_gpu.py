@@ -8,7 +8,7 @@ import torch
 
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.optim.fused import availability
-from tests.optim.fused.cuda.test_kernels import assert_close, groups_of, parameters, triton, twins
+from tests.optim.fused.cuda.test_kernels import assert_close, clones_of, groups_of, parameters, triton
 from tests.optim.test_lars import set_grads
 
 TENSORS = ("weights", "grads", "buffers", "firsts", "seconds", "copies", "numels", "steps")
@@ -137,7 +137,7 @@ def test_a_step_never_waits_and_its_launches_do_not_grow_with_the_model(num_tens
 @pytest.mark.gpu
 def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
     params = parameters("cuda")
-    others = twins(params)
+    others = clones_of(params)
     lr = torch.tensor(2.0, device="cuda")
     ours, theirs = LARS(params, lr=lr, weight_decay=0.01, fused=True), LARS(others, lr=2.0, weight_decay=0.01)
     ours.copies = {param: param.detach().half() for param in params}
