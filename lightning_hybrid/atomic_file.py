@@ -28,7 +28,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     >>> path.read_text(), os.listdir(path.parent)
     ('whole', ['some.txt'])
     """
-    part = part_of(path)
+    part = part_path(path)
     if has_rivals:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         os.close(handle)
@@ -41,7 +41,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
         raise
 
 
-def part_of(path: Path) -> Path:
+def part_path(path: Path) -> Path:
     """Return where the content of `path` is while it is being written."""
     return path.with_name(f".{path.name}.part")
 

@@ -18,7 +18,7 @@ from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
-from lightning_hybrid.strategy.run_status import run_status
+from lightning_hybrid.run_status import run_status
 
 PROBE_AFTER = 20
 """Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16."""

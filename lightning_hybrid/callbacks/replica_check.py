@@ -16,7 +16,7 @@ from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.strategy.run_status import run_status
+from lightning_hybrid.run_status import run_status
 
 _ORDER_SETTINGS = (
     *("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size"),  # torch's DistributedSampler

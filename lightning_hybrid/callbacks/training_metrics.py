@@ -21,7 +21,7 @@ from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.optim.diagnostics import trust_ratios
-from lightning_hybrid.strategy.run_status import RunStatus, run_status
+from lightning_hybrid.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):

@@ -9,13 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.comm.ddp_buckets import ddp_buckets
+from lightning_hybrid.comm.size_rules import KIB, MIB, ddp_buckets
 
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 """Names of the all-reduce algorithms in engine/stages.py."""
-
-KIB = 1024
-MIB = 1024 * KIB
 
 
 class NodeShape(Protocol):

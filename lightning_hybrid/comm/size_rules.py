@@ -1,10 +1,15 @@
-"""Rules by size alone: how a bucket is cut into chunks, and in how many rounds nodes exchange one."""
+"""Rules by size alone: how DDP fills buckets, how a bucket is cut into chunks, in what form nodes exchange one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from lightning_hybrid.comm.plan import KIB
+KIB = 1024
+MIB = 1024 * KIB
+
+DDP_FIRST_BUCKET_BYTES = MIB
+"""Size at which torch's DistributedDataParallel closes its first bucket."""
 
 ALIGNMENT = 16
 """Chunks and parts of chunks begin at multiples of this many elements, which vector instructions find aligned."""
@@ -59,3 +64,32 @@ def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> 
 
 def _rounded_up(number: int, multiple_of: int) -> int:
     return -(-number // multiple_of) * multiple_of
+
+
+def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
+    """Return the sizes at which DDP closes its first bucket, and each further one.
+
+    >>> ddp_limits(25 * 2**20), ddp_limits(1000)
+    ((1048576, 26214400), (1000, 1000))
+    """
+    return min(DDP_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes
+
+
+def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
+    """Return the bytes of DDP's buckets of tensors in this order (`compute_bucket_assignment_by_size`).
+
+    A bucket is closed once it has its size, so most have more.
+
+    >>> mib = 2**20
+    >>> [size / mib for size in ddp_buckets([mib // 2, mib, 20 * mib, 20 * mib, 5 * mib], 25 * mib)]
+    [1.5, 40.0, 5.0]
+    """
+    first, other = ddp_limits(bucket_bytes)
+    caps: list[int] = []
+    open_bytes = 0
+    for size in tensor_bytes:
+        open_bytes += size
+        if open_bytes >= (other if caps else first):
+            caps.append(open_bytes)
+            open_bytes = 0
+    return [*caps, open_bytes] if open_bytes else caps

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A row is summed in float32, the rows in float64. 256 float32 additions spread over vector lanes keep the relative
+# A row is summed in float32, the rows in float64. 256 float32 additions spread over a vector register keep the relative
 # error near 1e-7 even where every addend is equal, and a row is long enough that memory, not arithmetic, is the limit.
 _ROW = 256
 # Elements per call. Half-precision input is widened to a temporary of this size (4 MiB), which stays in cache.

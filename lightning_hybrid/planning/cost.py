@@ -22,6 +22,7 @@ here knows a cluster; `cluster.py` combines links and algorithms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,10 +47,10 @@ class Link:
         require_positive(
             "bytes_per_s", self.bytes_per_s, "it is the rate of a link in bytes per second, 1.25e10 for 100 Gbit/s"
         )
-        if not self.latency_s >= 0:
+        if not 0 <= self.latency_s < math.inf:
             raise ValueError(
-                f"`latency_s` (={self.latency_s}) must not be negative: it is the time of the shortest message, one "
-                "way, in seconds: 5.0e-6 on a usual fabric."
+                f"`latency_s` (={self.latency_s}) must not be negative, nor infinite: it is the time of the shortest "
+                "message, one way, in seconds: 5.0e-6 on a usual fabric."
             )
 
     def seconds(self, num_bytes: float) -> float:

@@ -87,13 +87,13 @@ def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[fl
     return tuple(found)
 
 
-def piece_bytes(num_bytes: int, num_pieces: int, itemsize: int) -> list[int]:
-    """Bytes of the chunks into which a bucket is cut.
+def chunk_sizes_bytes(num_bytes: int, num_chunks: int, itemsize: int) -> list[int]:
+    """Cut a bucket into chunks and return their sizes.
 
-    >>> piece_bytes(3200, 4, 2)
+    >>> chunk_sizes_bytes(3200, 4, 2)
     [320, 1280, 1280, 320]
     """
-    return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_pieces)]
+    return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_chunks)]
 
 
 def chunks_of_step(
@@ -110,8 +110,8 @@ def chunks_of_step(
     counts: dict[str, int] = {}
     for bucket, at_s in zip(buckets, ready_s, strict=True):
         name = algorithm or bucket.algorithm
-        num_pieces = 1 if algorithm else bucket.num_chunks
-        for size in piece_bytes(bucket.num_bytes, num_pieces, bucket.num_bytes // bucket.numel):
+        num_chunks = 1 if algorithm else bucket.num_chunks
+        for size in chunk_sizes_bytes(bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel):
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
             stages = cluster.stages(name, size)

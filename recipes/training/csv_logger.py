@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
-from lightning_hybrid.atomic_file import atomic_path, part_of, sync
+from lightning_hybrid.atomic_file import atomic_path, part_path, sync
 
 
 class _Writer(ExperimentWriter):
@@ -72,7 +72,7 @@ class CSVRows(CSVLogger):
         """The writer; at the first call, the file is cut to the kept rows."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
-            part = part_of(path)
+            part = part_path(path)
             kept = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept) < self._num_rows_kept:
                 rank_zero_warn(

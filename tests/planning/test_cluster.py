@@ -76,7 +76,7 @@ def test_chunks_are_those_of_the_engine():
         for num_chunks in (1, 2, 3, 4, 7, 30):
             bucket = InFlightBucket(flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None)
             bucket.split(lambda part: None, num_chunks, checksum=None)
-            assert workload.piece_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
+            assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
 
 
 # ---- Gloo ------------------------------------------------------------------------------------------------------------

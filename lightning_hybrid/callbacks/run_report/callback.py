@@ -24,7 +24,7 @@ from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.comm.stats.trace import CommTrace
-from lightning_hybrid.strategy.run_status import run_status
+from lightning_hybrid.run_status import run_status
 
 
 class RunReport(Callback):

@@ -24,10 +24,10 @@ NUM_TRAIN, NUM_VAL, NUM_TEST = 1257, 180, 360
 SPLIT_SEED = 0  # of the split alone: the three sets are the same in every run
 
 
-def load_split() -> dict[str, ImageSet]:
+def digits_split() -> dict[str, ImageSet]:
     """Load the image sets `train`, `val` and `test`: the same ones every time.
 
-    >>> {name: len(image_set.labels) for name, image_set in load_split().items()}
+    >>> {name: len(image_set.labels) for name, image_set in digits_split().items()}
     {'train': 1257, 'val': 180, 'test': 360}
     """
     digits = load_digits()
@@ -54,5 +54,5 @@ class DigitsDataModule(InMemoryDataModule):
     image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
 
     def load(self) -> dict[str, ImageSet]:
-        """Load the sets; see `load_split`."""
-        return load_split()
+        """Load the sets; see `digits_split`."""
+        return digits_split()

@@ -105,7 +105,7 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
 
 
 @lru_cache(maxsize=1)
-def load_split() -> dict[str, ImageSet]:
+def glyphs_split() -> dict[str, ImageSet]:
     """Make the image sets `train`, `val` and `test`, once per process: about 25 MB."""
     sizes = {"train": NUM_TRAIN, "val": NUM_VAL, "test": NUM_TEST}
     return {name: rendered(name, num_images=num, seed=seed) for seed, (name, num) in enumerate(sizes.items())}
@@ -119,8 +119,8 @@ class GlyphsDataModule(InMemoryDataModule):
     image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
 
     def load(self) -> dict[str, ImageSet]:
-        """Make the sets; see `load_split`."""
-        return load_split()
+        """Make the sets; see `glyphs_split`."""
+        return glyphs_split()
 
     def setup(self, stage: str) -> None:
         """Make the images, and say that they are synthetic."""

@@ -25,7 +25,7 @@ class ContiguousViews:
         self.lists = [list(one) for one in lists]
         self.dense = [list(one) for one in lists]
         self.grads: list[Tensor] = []
-        self._addresses = addresses(*lists)
+        self._addresses = data_ptrs(*lists)
         together = zip(*(one for one in self.lists if one), strict=True)
         scattered = [i for i, some in enumerate(together) if not is_dense(some)]
         for one in self.dense:
@@ -38,7 +38,7 @@ class ContiguousViews:
 
     def have_moved(self) -> bool:
         """Whether a tensor has another address than when this was built, or a parameter another memory order."""
-        return self._addresses != addresses(*self.lists) or self._strides != strides(self.lists[0])
+        return self._addresses != data_ptrs(*self.lists) or self._strides != strides(self.lists[0])
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
         """Take the gradients, fill the stand-ins and return the addresses of the gradients."""
@@ -49,7 +49,7 @@ class ContiguousViews:
             for i, (param, grad) in enumerate(zip(self.dense[0], self.grads, strict=True)):
                 if grad.stride() != param.stride() and not is_dense((param, grad)):
                     self.grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        return addresses(self.grads)
+        return data_ptrs(self.grads)
 
     def unload(self) -> None:
         """Copy stand-ins to their tensors, raise the tensors' version counters, and drop the gradients."""
@@ -75,7 +75,7 @@ class ContiguousViews:
         return [tensor._version for tensor in self.lists[0]]
 
 
-def addresses(*lists: Sequence[Tensor]) -> list[int]:
+def data_ptrs(*lists: Sequence[Tensor]) -> list[int]:
     """Return the address of each tensor, one list after the other."""
     return [tensor.data_ptr() for one in lists for tensor in one]
 

@@ -306,7 +306,7 @@ def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
         [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
-    assert ("iterate over the loader anew here" in done.stdout) == (how == "fork")
+    assert ("iterate over the loader again here" in done.stdout) == (how == "fork")
 
 
 def test_host_memory_is_used_again_only_when_nobody_looks_at_it():

@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader, batch_size_per_rank
-from lightning_hybrid.data.in_memory.digits import NUM_TRAIN, DigitsDataModule, load_split
+from lightning_hybrid.data.in_memory.digits import NUM_TRAIN, DigitsDataModule, digits_split
 from tests import toy
 
 AS_STORED = Normalize(mean=0.0, std=1.0)
@@ -26,7 +26,7 @@ def numbered(num_images: int) -> ImageSet:
 
 def train_loader(num_images=103, **changes) -> TrainLoader:
     settings = {"global_batch_size": 12, "world_size": 2, "rank": 0, "accumulate_grad_batches": 1, "seed": 3}
-    settings |= {"shift_pixels": 0, "normalise": AS_STORED} | changes
+    settings |= {"shift_pixels": 0, "normalize": AS_STORED} | changes
     return TrainLoader(numbered(num_images), **settings)
 
 
@@ -38,7 +38,7 @@ def labels_of(batches) -> list[list[int]]:
 
 
 def test_the_split_is_stratified_disjoint_and_always_the_same():
-    one, other = load_split(), load_split()
+    one, other = digits_split(), digits_split()
     assert len(one["train"].labels) == NUM_TRAIN
     for name, image_set in one.items():
         assert torch.equal(image_set.images, other[name].images)
@@ -255,7 +255,7 @@ def test_every_epoch_starts_anew_where_batches_are_limited(two_ranks):
     seen = two_ranks.run(fit_with_limit)[0]
     assert [(epoch, batch_idx) for epoch, batch_idx, *_ in seen] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     loader = TrainLoader(
-        load_split()["train"],
+        digits_split()["train"],
         global_batch_size=300,
         world_size=2,
         rank=0,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.fused.contiguous import ContiguousViews, addresses
+from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cpu import build
 from lightning_hybrid.optim.fused.option_table import OptionTable
 from lightning_hybrid.optim.grad_scaling import GradScaling
@@ -55,7 +55,7 @@ class NativeEngine:
         first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
         begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
         self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
-        pointers = [torch.tensor(addresses(one)) for one in self._views.dense]
+        pointers = [torch.tensor(data_ptrs(one)) for one in self._views.dense]
         self._arrays: dict[str, Tensor] = {  # held here, as the table only holds their addresses
             "grads": torch.zeros(len(params), dtype=torch.int64),
             "weights": pointers[0],
@@ -165,14 +165,14 @@ class NativeLamb(NativeEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype)
-        self._step_places = addresses(self._steps)
+        self._step_places = data_ptrs(self._steps)
         self._step_addresses = torch.tensor(self._step_places)
         self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
         self._rates = torch.zeros(len(params), dtype=torch.float64)
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer where it was when this was built."""
-        return super().has_moved() or self._step_places != addresses(self._steps)
+        return super().has_moved() or self._step_places != data_ptrs(self._steps)
 
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]

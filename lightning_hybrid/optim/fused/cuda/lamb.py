@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.fused.contiguous import addresses
+from lightning_hybrid.optim.fused.contiguous import data_ptrs
 from lightning_hybrid.optim.fused.cuda import lamb_kernels
 from lightning_hybrid.optim.fused.cuda.lars import KernelEngine, current, table_of
 from lightning_hybrid.optim.fused.option_table import OptionTable
@@ -18,7 +18,7 @@ class KernelLamb(KernelEngine):
     """The step of LAMB; `states` are both moments and the step counts.
 
         norms()     `kernels.norms`, if a gradient is needed
-        update()    `count`, `moments`, `rates`, `update`
+        update()    `count`, `moments`, `rates`, `lamb_update`
 
     Has run in Triton's interpreter, and on no GPU yet.
     """
@@ -34,13 +34,13 @@ class KernelLamb(KernelEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype, num_numbers=lamb_kernels.NUM_LAMB, chunk=chunk)
-        self._step_places = addresses(self._steps)
+        self._step_places = data_ptrs(self._steps)
         self._step_addresses = table_of(self._step_places, torch.int64, params[0].device)
         self._rates = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
-        return super().has_moved() or self._step_places != addresses(self._steps)
+        return super().has_moved() or self._step_places != data_ptrs(self._steps)
 
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
@@ -81,7 +81,7 @@ class KernelLamb(KernelEngine):
             lamb_kernels.rates[per_tensor](
                 self._sums, self._first_chunk, options.table, options["lr"], self._rates, num_tensors, num_chunks
             )
-            lamb_kernels.update[self._grid](
+            lamb_kernels.lamb_update[self._grid](
                 *(weights, firsts, seconds, copies, *self._chunks),
                 *(self._numbers, self._rates, found_inf),
                 COPY=self._copy,

@@ -4,7 +4,7 @@
     count             per tensor    steps, and the numbers of the passes      reads and writes the step counts
     moments           per chunk     moments, sums of w * w and of u * u       reads g, w, m, v; writes m, v
     rates             per tensor    norms -> trust ratio -> lr * ratio        reads the sums
-    update            per chunk     the step                                  reads w, m, v; writes w, copy
+    lamb_update       per chunk     the step                                  reads w, m, v; writes w, copy
 
 They have run in Triton's interpreter, and on no GPU yet.
 """
@@ -181,7 +181,7 @@ def _move(
 
 
 @triton.jit
-def update(
+def lamb_update(
     weights,
     firsts,
     seconds,

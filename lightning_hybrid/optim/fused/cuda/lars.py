@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lightning_hybrid.optim.fused.contiguous import ContiguousViews, addresses
+from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
 from lightning_hybrid.optim.fused.option_table import OptionTable, lars_options, to_device_
 from lightning_hybrid.optim.grad_scaling import GradScaling
@@ -54,7 +54,7 @@ class KernelEngine:
         self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
-        pointers = [addresses(one) if one else [0] * len(params) for one in dense]
+        pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
         self._pointers = list(table_of(pointers, torch.int64, device))
         self._grad_pointers = table_of([0] * len(params), torch.int64, device)
         self._sums = torch.zeros(2, total, dtype=state, device=device)
@@ -110,7 +110,7 @@ class KernelLars(KernelEngine):
     """The step of LARS.
 
         norms()     `norms`
-        update()    `finalize`, `update`
+        update()    `finalize`, `lars_update`
 
     Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
     addresses. The host waits for nothing, and compares addresses only.
@@ -157,7 +157,7 @@ class KernelLars(KernelEngine):
                 IS_JOINT=self._is_joint,
             )
             weights, buffers, copies = self._pointers
-            lars_kernels.update[self._grid](
+            lars_kernels.lars_update[self._grid](
                 *(weights, self._grad_pointers, buffers, copies, *self._chunks),
                 *(self._numbers, found_inf, self._sums),
                 COPY=self._copy,

@@ -2,7 +2,7 @@
 
     norms       per chunk     sum of g * g (joint: of d * d), and of w * w          reads g, w
     finalize    per tensor    norms -> trust ratio -> coefficients                  reads the sums
-    update      per chunk     the step, and the sum of the new w * w                reads g, w, v; writes w, v, copy
+    lars_update per chunk     the step, and the sum of the new w * w                reads g, w, v; writes w, v, copy
 
 A chunk is `CHUNK` elements in a row of one tensor's memory. Tensors are reached by their addresses, a table of int64
 on the device; `tensor_of` and `index_of` hold the tensor of each chunk and its index there. A chunk's squares are added
@@ -234,7 +234,7 @@ def _move(
 
 
 @triton.jit
-def update(
+def lars_update(
     weights,
     grads,
     buffers,

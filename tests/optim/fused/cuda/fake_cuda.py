@@ -130,7 +130,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             patch.setattr(module, "to_device_", fake.to_device_)
         for module in (step, layerwise):
             patch.setattr(module, "has_kernels", lambda device_type: True)
-        for module, names in ((lars_kernels, ("norms", "finalize", "update")), (lamb_kernels, _OF_LAMB)):
+        for module, names in ((lars_kernels, ("norms", "finalize", "lars_update")), (lamb_kernels, _OF_LAMB)):
             for name in names:
                 patch.setattr(module, name, fake.kernel(name))
         patch.setattr(lamb_module, "_count", count)
@@ -138,7 +138,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield fake
 
 
-_OF_LAMB = ("count", "moments", "rates", "update")
+_OF_LAMB = ("count", "moments", "rates", "lamb_update")
 
 
 def parameter(*shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:

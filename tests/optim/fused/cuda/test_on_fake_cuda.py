@@ -21,7 +21,7 @@ assert triton  # else all is skipped
 CONF = Path(__file__).parents[4] / "conf" / "optim"
 SHAPES = GRADIENT_SETS["resnet50"]()
 RULES = {LARS: "lars", LAMB: "lamb"}
-KERNELS_OF = {LARS: ("norms", "finalize", "update"), LAMB: ("norms", "count", "moments", "rates", "update")}
+KERNELS_OF = {LARS: ("norms", "finalize", "lars_update"), LAMB: ("norms", "count", "moments", "rates", "lamb_update")}
 every_rule = pytest.mark.parametrize("rule", RULES, ids=RULES.values())
 
 
