@@ -156,7 +156,7 @@ def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_ra
     assert str(told.value).count(text) == world_size - 1, str(told.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
     with pytest.raises(RankError) as told:
         two_ranks.run(one_rank_ends, "stops", 1, "hierarchical", timeout_s=40.0, grace_s=1.0)
@@ -311,7 +311,7 @@ def growth_over_engines(num_cycles):
     return growth(open_use_close, num_warm_up=5, num_cycles=num_cycles)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
     for more in two_ranks.run(growth_over_engines, 50):
         assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
