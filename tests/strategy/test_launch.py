@@ -31,7 +31,7 @@ def by_popen(tmp_path_factory):
     return launch("popen", tmp_path_factory.mktemp("popen"))
 
 
-NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name == "spawn")) for name in LAUNCHES]
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in ("spawn", "torchrun"))) for name in LAUNCHES]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -200,7 +200,9 @@ def late_rank_finds_a_timeout(late, stage):
     return waited_s
 
 
-@pytest.mark.parametrize(("late", "stage"), [(0, "(reduce|broadcast)"), (1, "reduce")])
+@pytest.mark.parametrize(
+    ("late", "stage"), [pytest.param(0, "(reduce|broadcast)", marks=pytest.mark.long), (1, "reduce")]
+)
 def test_the_timeout_is_the_users_not_the_default_groups(two_ranks, late, stage):
     assert all(0.9 < waited_s < 20 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
 

@@ -181,7 +181,7 @@ def test_hosts_that_wait_for_their_device_are_freed_at_the_time_limit_with_the_n
         assert waited_s > 3
 
 
-@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.long
 def test_hosts_that_wait_for_their_device_are_freed_with_the_name_of_a_rank_that_died(three_ranks):
     with pytest.raises(RankError) as raised:
         three_ranks.run(host_in_a_sync, "dies", grace_s=30.0)

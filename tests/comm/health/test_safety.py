@@ -156,7 +156,7 @@ def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_ra
     assert str(raised.value).count(text) == world_size - 1, str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
     with pytest.raises(RankError) as raised:
         two_ranks.run(one_rank_ends, "stops", 1, "hierarchical", timeout_s=40.0, grace_s=1.0)
@@ -290,11 +290,11 @@ def chunked_sums(algorithm, nodes, numels, dtype):
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
-    numels = [0, 3, 100_000, 70_001, 16_385, 1_100_001, 5]
+    numels = [0, 3, 100_000, 70_001, 16_385, 300_001, 5]
     for last in (
         numels,
         numels[::-1],
-        [3_000_017],
+        [1_200_017],
     ):  # the last carries the checksum: small, empty, or larger than its limit
         for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
             assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
@@ -311,7 +311,7 @@ def growth_over_engines(num_cycles):
     return growth(open_use_close, num_warm_up=5, num_cycles=num_cycles)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
     for more in two_ranks.run(growth_over_engines, 50):
         assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more

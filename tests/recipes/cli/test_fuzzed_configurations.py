@@ -14,7 +14,7 @@ from PIL import Image
 from tests.recipes.cli import fuzzed
 
 # of each recipe: in every run, and in a long one; `--fuzz-cases 1000` makes more
-NUM_CASES = [8, pytest.param(30, marks=pytest.mark.long)]
+NUM_CASES = [5, pytest.param(30, marks=pytest.mark.long)]
 
 # Words of which a message needs one: what must be, or what to do.
 CURES = re.compile(r"\b(must|Set|Give|Given|Leave|Correct|correct|Use|Run|Choose|Did you mean|Options)\b")

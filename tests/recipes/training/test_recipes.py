@@ -21,6 +21,7 @@ from tests import toy
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 RECIPES = ("resnet50_64k", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
+QUICK = ("resnet50_64k", "alexnet_64k", "alexnet_bn_32k")  # the other two are ResNet-50 at other rates
 NUM_IMAGES = 1_281_167
 MLPERF = [
     ("resnet50_64k", 31, 1133),
@@ -47,7 +48,9 @@ def small(recipe, *overrides):
     return configured(f"recipe={recipe}", *words, *overrides)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=[] if recipe in QUICK else [pytest.mark.long]) for recipe in RECIPES]
+)
 def test_every_recipe_trains(two_ranks, recipe):
     """Two steps of two batches on each rank, all else as in the recipe; update 0 of ResNet is at rate 0."""
     one, other = two_ranks.run(trained, recipe)
