@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tests" / "evidence").rglob("*.py"))]
 
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
-OF_COMM = {"comm.plan", "comm.size_rules", "comm.topology"}
+OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint"},
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},

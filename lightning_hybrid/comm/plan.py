@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.comm.size_rules import KIB, MIB, ddp_buckets
+from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 """Names of the all-reduce algorithms in engine/stages.py."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.comm.plan import CommPlan, NodeShape
-from lightning_hybrid.comm.size_rules import between_nodes_form
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
 from lightning_hybrid.planning.cost_nccl import Nccl
@@ -231,7 +231,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    """Price one round of messages in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
+    """Count the seconds of one round of messages in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
@@ -264,7 +264,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    """Price a ring: while it waits for consents its link is free for others, so that it fills a smaller share of it."""
+    """Count the seconds of a ring: while it waits for consents its link is free for others, so that it fills a smaller share of it."""
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     return StageCost(
@@ -273,7 +273,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    """Price Gloo's ring over all ranks; through our engine it costs a stage more."""
+    """Count the seconds of Gloo's ring over all ranks; through our engine it costs a stage more."""
     ranks, nodes = cluster.world_size, cluster.num_nodes
     # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_hybrid.comm.bucket_layout import chunk_numels
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
-from lightning_hybrid.comm.size_rules import chunk_numels
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.event_simulation import SimulatedChunk
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from lightning_hybrid.planning.plan_search import Candidate
+from lightning_hybrid.planning.run_price import run_totals
 from lightning_hybrid.planning.simulate import SimulatedSteps, to_trace
 from recipes.benchmarks.report import environment
 from recipes.planning.layers import flops_per_image
@@ -70,9 +71,14 @@ class Report:
         """The run in numbers; energy and price where the cluster has rates for them."""
         scenario, outcome = self.scenario, self.outcome
         steps = self.images_per_epoch / scenario.global_batch_size
-        hours = self.epochs * steps * outcome.step_s / 3600
-        node_hours = hours * scenario.cluster.num_nodes
-        found = {
+        totals = run_totals(
+            step_s=outcome.step_s,
+            num_steps=self.epochs * steps,
+            num_nodes=scenario.cluster.num_nodes,
+            watts_per_node=self.watts_per_node,
+            price_per_node_hour=self.price_per_node_hour,
+        )
+        return {
             "num_ranks": scenario.cluster.world_size,
             "global_batch_size": scenario.global_batch_size,
             "step_alone_s": outcome.alone_s,
@@ -82,14 +88,10 @@ class Report:
             "efficiency": outcome.efficiency,
             "images_per_s": scenario.global_batch_size / outcome.step_s,
             "epoch_s": steps * outcome.step_s,
-            "run_hours": hours,
+            "run_hours": totals.pop("run_hours"),
             "training_flops_per_image": float(flops_per_image(scenario.layers)),
+            **totals,
         }
-        if self.watts_per_node is not None:
-            found["run_kwh"] = node_hours * self.watts_per_node / 1000
-        if self.price_per_node_hour is not None:
-            found["run_price"] = node_hours * self.price_per_node_hour
-        return found
 
     def markdown(self) -> str:
         """Run, buckets, scaling and plans."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.size_rules import ALIGNMENT
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 
 _thread_local = threading.local()
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
 from lightning_hybrid.comm.engine.stages import Job
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
-from lightning_hybrid.comm.size_rules import ALIGNMENT, chunk_numels
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.trace import CommTrace
 

@@ -18,7 +18,7 @@
 `flat` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too, which add in
 the tensor's own dtype, inside the node as between nodes. On the CPU they are messages of our own over Gloo
 (gloo_p2p.py), which add 16-bit tensors in fp32: how near a sum comes to the exact one there says nothing of CUDA.
-Between nodes they depend on the bytes of a chunk (`size_rules.between_nodes_form`).
+Between nodes they depend on the bytes of a chunk (`bucket_layout.between_nodes_form`).
 
 A stage knows nothing of the other stages but the `Job` they pass on, so that an engine can run stages of successive
 tensors at the same time. Each is collective: every rank of its group must call it, in the same order; in place;
@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.plan import Algorithm
-from lightning_hybrid.comm.size_rules import between_nodes_form
 from lightning_hybrid.comm.topology import Scope, Topology
 
 # torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
+from lightning_hybrid.comm.bucket_layout import ddp_buckets
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.comm.size_rules import ddp_buckets
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp

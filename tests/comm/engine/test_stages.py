@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm.bucket_layout import SCATTER_BYTES
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
-from lightning_hybrid.comm.size_rules import SCATTER_BYTES
 from lightning_hybrid.comm.topology import Topology
 from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals, sum_, sum_of_integers
 

@@ -1,4 +1,4 @@
-"""Rules by size alone: how DDP fills buckets, how a bucket is cut into chunks, in what form nodes exchange one."""
+"""Sizes of DDP's buckets, of the chunks of a bucket, and of what nodes exchange whole. `plan.py` chooses algorithms."""
 
 from __future__ import annotations
 
