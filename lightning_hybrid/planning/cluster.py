@@ -231,7 +231,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    """Count the seconds of one round of messages in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
+    """Count the seconds of a round in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
@@ -264,7 +264,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    """Count the seconds of a ring: while it waits for consents its link is free for others, so that it fills a smaller share of it."""
+    """Count the seconds of a ring; while it waits for consents, its link is free for others."""
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     return StageCost(
