@@ -28,7 +28,7 @@ from lightning_hybrid.checks import require_choice, require_positive, require_wh
 class DurableCheckpointIO(TorchCheckpointIO):
     """A checkpoint plugin that writes files whole or not at all, with a checksum, and loads only whole files.
 
-        save      plain data and tensors -> temporary file, checksum, fsync -> rename; the previous file is saved too
+        save      plain data and tensors -> temporary file, checksum, fsync -> atomic rename
         load      compare the checksum, then `torch.load(weights_only=True)`: nothing that a file names is run
         remove    after all that was saved before it is on the disk, and not if that failed
 
@@ -47,7 +47,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Our choice: a checkpoint of
             100 GB takes a disk of 200 MB/s 500 s.
         keep_previous: Whether a checkpoint that is overwritten stays next to the new one, as `<name>.previous.ckpt`:
-            twice the space, and another one to resume from if the disk damages the newest.
+            twice the space, and another one to resume from if the disk damages the newest. The recipes set it, for
+            `resume=auto`; False is what `ddp` does.
         on_error: The effect of a write error, such as a full disk: `"raise"` ends the run; with `"warn"` it continues
             with the old checkpoint and tries again at the next save. With `in_background` the error shows at the next
             save or at the end of fitting.
@@ -62,7 +63,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         in_background: bool = False,
         max_in_memory: int = 2,
         timeout_s: float = 900.0,
-        keep_previous: bool = True,
+        keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         why = "the one that is being written is in memory. Set checkpoint_io.max_in_memory=1"

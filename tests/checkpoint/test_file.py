@@ -189,11 +189,15 @@ def test_without_hard_links_one_of_both_names_is_always_there(tmp_path, monkeypa
     assert (step_in(tmp_path / "last.ckpt"), step_in(tmp_path / "last.previous.ckpt")) == (3, 2)
 
 
-def test_the_old_one_is_kept_only_where_it_is_wanted(tmp_path):
-    io = DurableCheckpointIO(keep_previous=False)
+@pytest.mark.parametrize(
+    ("settings", "names"), [({}, {"last.ckpt"}), ({"keep_previous": True}, {"last.ckpt", "last.previous.ckpt"})]
+)
+def test_the_old_one_is_saved_only_where_it_is_wanted(tmp_path, settings, names):
+    """By default the folder holds what it holds under `ddp`."""
+    io = DurableCheckpointIO(**settings)
     for step in (1, 2):
         io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert set(os.listdir(tmp_path)) == names
 
 
 def written_beyond_the_limit(folder, limit_bytes):
