@@ -1,6 +1,8 @@
 """The strategy under every launcher: a real script, real processes, the same weights."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,12 @@ LAUNCHES = {
 
 def launch(name, folder):
     command, strategy = LAUNCHES[name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_program(*command, str(SCRIPT), strategy, str(folder), cwd=folder, env=environment)
+    arguments = [*command, str(SCRIPT), strategy, str(folder)]
+    where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
+    if name == "spawn":  # its ranks import the main module again, and a fork has none
+        done = subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
+    else:
+        done = run_program(*arguments, **where)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 

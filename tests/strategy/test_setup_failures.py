@@ -37,6 +37,7 @@ def explained_on_rank_zero(where, folder):
         except RuntimeError as error:
             message = watchdog.explain(error)
         explained.touch()
+        watchdog.leave()  # rank 0 waits here until the other, which is still there, has read the error
     elif where == "gave up":
         watchdog.abort("OutOfMemoryError: no room")
     elif where == "in the collective":

@@ -21,7 +21,7 @@ TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 def in_namespaces(*, script: str, flags: str) -> str:
     """What a script prints in namespaces of its own; it sees no torch, so it starts at once."""
-    code = f"from recipes import surroundings\ntry:\n    {script}\nexcept ValueError as error:\n    print(error)"
+    code = f"from recipes.cli import preflight\ntry:\n    {script}\nexcept ValueError as error:\n    print(error)"
     if subprocess.run(["unshare", *flags.split(), "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("namespaces need root")
     done = subprocess.run(
@@ -188,12 +188,12 @@ def test_a_run_directory_that_takes_no_files_is_refused(tmp_path):
 
 
 def test_a_full_disk_is_found_before_training():
-    told = in_namespaces(script='surroundings.check("/mnt/run", {})', flags="-m")
+    told = in_namespaces(script='preflight.check("/mnt/run", {})', flags="-m")
     assert "`hydra.run.dir` (=/mnt/run) must be a directory that can be written to: No space left" in told
 
 
 def test_a_host_without_any_interface_is_found_before_training():
-    told = in_namespaces(script="surroundings.check(None, {})", flags="-n")
+    told = in_namespaces(script="preflight.check(None, {})", flags="-n")
     assert "`MASTER_ADDR` (=127.0.0.1) must be an address that this host can reach: Network is unreachable" in told
 
 
