@@ -1,4 +1,4 @@
-"""Every metric that a run logs: its name, its unit, what it means.
+"""Every metric that a run logs: name, unit and meaning.
 
 >>> METRICS["train/lr"].unit
 '1'
@@ -11,6 +11,7 @@ True
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 TRAIN_LOSS = "train/loss"
@@ -51,12 +52,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: As loggers see it.
-        unit: SI, or "1" for a pure number.
-        meaning: In one sentence.
+        name: The name in loggers.
+        unit: SI unit, or "1" for a pure number.
+        meaning: One sentence.
         from_clock: Whether it comes from a clock or from the operating system, so that a repeated run gives another
             value; all others repeat digit for digit.
-        best: Which of a run's values is its best, where one is.
+        best: Whether the largest or the least of a run's values is its best; None where neither is.
     """
 
     name: str
@@ -65,6 +66,8 @@ class Metric:
     from_clock: bool = False
     best: Literal["max", "min"] | None = None
 
+
+_timed = partial(Metric, from_clock=True)
 
 _TABLE = (
     Metric(name=TRAIN_LOSS, unit="1", meaning="Mean over ranks of the loss of the batch just trained on.", best="min"),
@@ -75,81 +78,63 @@ _TABLE = (
     Metric(name=TRUST_RATIO_MIN, unit="1", meaning="Least trust ratio of a layer, for the gradients just used."),
     Metric(name=TRUST_RATIO_MEDIAN, unit="1", meaning="Median over layers of the trust ratio; of two, the smaller."),
     Metric(name=TRUST_RATIO_MAX, unit="1", meaning="Largest trust ratio of a layer."),
-    Metric(
-        name=DATA_WAIT_S,
-        unit="s",
-        meaning="Time per step in which rank zero waited for its loader.",
-        from_clock=True,
-    ),
-    Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero handed to the sum, as on the wire."),
+    _timed(name=DATA_WAIT_S, unit="s", meaning="Time per step in which rank zero waited for its loader."),
+    Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero gave to the sum, as on the wire."),
     Metric(
         name=COMM_LINK_BYTES,
         unit="B",
-        meaning="What the busiest node sends to others per step, by the formula of each bucket's algorithm.",
+        meaning="Bytes that the busiest node sends to others per step, by the formula of each bucket's algorithm.",
     ),
     Metric(
         name=COMM_LEAST_LINK_BYTES,
         unit="B",
-        meaning="What each of N nodes must send to others per step, whatever the algorithm: 2 (N - 1) / N of the sums.",
+        meaning="Bytes that each of N nodes must send to others per step by any algorithm: 2 (N - 1) / N of the sums.",
     ),
     Metric(
         name=COMM_NODE_BYTES,
         unit="B",
-        meaning="What the ranks of the busiest node send one another per step, by the formula of the algorithm.",
+        meaning="Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
     ),
-    Metric(
+    _timed(
         name=COMM_BUSY_S,
         unit="s",
         meaning="Time per step with at least one bucket of rank zero in flight, hidden by backward or not.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=COMM_EXPOSED_S,
         unit="s",
         meaning="Time per step in which rank zero had nothing to do but wait for gradients of other ranks.",
-        from_clock=True,
     ),
-    Metric(
-        name=COMM_EXPOSED_SHARE,
-        unit="1",
-        meaning="Exposed communication as a part of the time of a step, 0 to 1.",
-        from_clock=True,
-    ),
-    Metric(
+    _timed(name=COMM_EXPOSED_SHARE, unit="1", meaning="Exposed communication as a part of the time of a step, 0 to 1."),
+    _timed(
         name=COMM_ACHIEVED_BYTES_PER_S,
         unit="B/s",
-        meaning="Least bytes between nodes by the time in flight: what the algorithm makes of a node's link.",
-        from_clock=True,
+        meaning="Least bytes between nodes by the time in flight: the rate that the algorithm reaches on a link.",
     ),
-    Metric(
+    _timed(
         name=COMM_ACHIEVED_SHARE,
         unit="1",
         meaning="The achieved rate as a part of the link's, which the strategy was given as `link_bytes_per_s`.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=IMAGES_PER_S,
         unit="1/s",
         meaning="Training images per second over all ranks, since the last value; validation is not counted.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=FLOPS_PER_S,
         unit="1/s",
         meaning="Floating-point operations per second over all ranks: images per second by the model's per image.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=MFU,
         unit="1",
         meaning="Model FLOP utilisation: these operations as a part of what all devices could do at their peak.",
-        from_clock=True,
     ),
-    Metric(
+    _timed(
         name=PEAK_MEMORY_BYTES,
         unit="B",
-        meaning="Most memory that rank zero held so far: tensors on CUDA; on a CPU the whole process.",
-        from_clock=True,
+        meaning="Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
     ),
     Metric(name=VAL_LOSS, unit="1", meaning="Mean loss over the validation set.", best="min"),
     Metric(name=VAL_ACC, unit="1", meaning="Part of the validation set whose most likely class is right.", best="max"),
@@ -166,26 +151,19 @@ _TABLE = (
         meaning="Part of the test set whose class is among the five most likely; not with five classes or fewer.",
         best="max",
     ),
-    Metric(
+    _timed(
         name=ELAPSED_S,
         unit="s",
-        meaning="Time since training began, validation included; what an interrupted run did after its last "
-        "checkpoint, and the time until it was resumed, are not.",
-        from_clock=True,
+        meaning="Time since training began, validation included; without the work of an interrupted run after its last "
+        "checkpoint and the time until it was resumed.",
     ),
-    Metric(
+    _timed(
         name=TIME_TO_ACCURACY_TRAIN_S,
         unit="s",
-        meaning="Time of training until the target was seen to be reached, validation not counted.",
-        from_clock=True,
+        meaning="Time of training until a validation found the target reached, without validation.",
     ),
-    Metric(
-        name=TIME_TO_ACCURACY_TOTAL_S,
-        unit="s",
-        meaning="The same with validation, that which saw it included.",
-        from_clock=True,
-    ),
-    Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until the target was seen to be reached."),
+    _timed(name=TIME_TO_ACCURACY_TOTAL_S, unit="s", meaning="The same with validation, that one included."),
+    Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until a validation found the target reached."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
@@ -193,14 +171,14 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 BUCKET_EXPOSED_S = Metric(
     name=f"{COMM_EXPOSED_S}/bucket_<index>",
     unit="s",
-    meaning="Part of the exposed time per step until this bucket was done, and no other that was done before.",
+    meaning="Part of the exposed time per step from the end of the bucket before until this bucket was done.",
     from_clock=True,
 )
 """A metric for each bucket, by its place in the step."""
 
 
 def exposed_s_of_bucket(index: int) -> str:
-    """The name of ``BUCKET_EXPOSED_S`` for one bucket.
+    """Return the name of `BUCKET_EXPOSED_S` for one bucket.
 
     >>> exposed_s_of_bucket(3)
     'comm/exposed_s/bucket_3'
@@ -217,7 +195,7 @@ LOSS_SCALE_OF_OPTIMIZER = Metric(
 
 
 def loss_scale_of_optimizer(index: int) -> str:
-    """The name of the loss scale of one optimizer.
+    """Return the name of the loss scale of one optimizer.
 
     >>> loss_scale_of_optimizer(0), loss_scale_of_optimizer(1)
     ('train/loss_scale', 'train/loss_scale/optimizer_1')
@@ -233,7 +211,7 @@ TRUST_RATIO_OF_GROUP = tuple(
 
 
 def trust_ratios_of_group(index: int) -> tuple[str, ...]:
-    """The names of least, median and largest trust ratio of one parameter group.
+    """Return the names of least, median and largest trust ratio of one parameter group.
 
     >>> trust_ratios_of_group(0)[0], trust_ratios_of_group(2)[0]
     ('train/trust_ratio_min', 'train/trust_ratio_min/group_2')
@@ -244,7 +222,7 @@ def trust_ratios_of_group(index: int) -> tuple[str, ...]:
 
 
 def metric_of(name: str) -> Metric | None:
-    """What is known of a logged name; None where it is not ours."""
+    """Find the metric of a logged name; None if it is not one of these."""
     index = name.rpartition("_")[2]
     for metric in (BUCKET_EXPOSED_S, LOSS_SCALE_OF_OPTIMIZER, *TRUST_RATIO_OF_GROUP):
         if index.isdecimal() and name == metric.name.replace("<index>", index):

@@ -15,17 +15,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tests" / "evidence").rglob("*.py"))]
 
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
-OF_COMM = {"comm.plan", "comm.topology", "comm.ddp_buckets"}
+OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint"},
-    "strategy": {"precision", "checkpoint", "comm", "data.prefetch"},
-    "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "strategy.run_status"},
+    "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
+    "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.stats", "comm.engine"} | OF_COMM,
     "comm": set(),
     "comm.tuning": {"comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.health", "comm.stats"} | OF_COMM,
     "comm.health": OF_COMM,
     "comm.stats": OF_COMM,
+    "run_status": {"comm.stats", "precision"},
     "precision": set(),
     "checkpoint": set(),
     "optim": set(),

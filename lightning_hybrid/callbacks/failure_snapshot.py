@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+from lightning_hybrid.atomic_file import atomic_path
+
 MOST_PLACES = 5
 
 
@@ -117,9 +119,8 @@ def save_state(
         snapshot["state_dict"] = trainer.strategy.lightning_module_state_dict()
         snapshot["precision"] = trainer.precision_plugin.state_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(snapshot, partial)
-    partial.rename(path)
+    with atomic_path(path) as part:
+        torch.save(snapshot, part)
     return path
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
-from lightning_hybrid.strategy.run_status import run_status
+from lightning_hybrid.run_status import run_status
 
 PROBE_AFTER = 20
 """Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16."""
@@ -65,11 +66,8 @@ class NumericsMonitor(Callback):
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ValueError(
-                f"`patience` (={patience!r}) must be a whole number of logged steps, at least 1: so often a gradient "
-                "must be found zero. Set callbacks.numbers.patience=3."
-            )
+        why = "so often a gradient must be found zero. Set callbacks.numbers.patience=3"
+        require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
         self.patience = patience
         self._batch: tuple[Any, int] | None = None

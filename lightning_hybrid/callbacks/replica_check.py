@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.strategy.run_status import run_status
+from lightning_hybrid.run_status import run_status
 
 _ORDER_SETTINGS = (
     *("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size"),  # torch's DistributedSampler
@@ -61,12 +62,11 @@ class ReplicaCheck(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number of steps, at least 1: from a comparison "
-                "of the ranks to the next, and so the most steps for which one that drifted stays unseen. Set "
-                "callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas."
-            )
+        why = (
+            "from a comparison of the ranks to the next: the most steps for which a rank that drifted stays unseen. "
+            "Set callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas"
+        )
+        require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps
         self._fingerprint: Fingerprint | None = None
         self._checked_step = -1

@@ -21,6 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_hybrid.checks import require_whole
+
 CHECKPOINT_NAME = "stopped.ckpt"
 
 # A request to a rank: to stop, by the signal of that number, and to requeue. The largest over ranks is obeyed.
@@ -71,11 +73,8 @@ class StopOnSignal(Callback):
         signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` (={every_n_steps!r}) must be a whole number, 1 or more: so often all ranks are asked "
-                "whether one of them received a signal. Set callbacks.stop.every_n_steps=1."
-            )
+        why = "so often all ranks are asked whether one of them received a signal. Set callbacks.stop.every_n_steps=1"
+        require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]
         self.every_n_steps = every_n_steps

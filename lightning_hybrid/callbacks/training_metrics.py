@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.optim.diagnostics import trust_ratios
-from lightning_hybrid.strategy.run_status import RunStatus, run_status
+from lightning_hybrid.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):
@@ -55,11 +55,8 @@ class TrainingMetrics(Callback):
     ) -> None:
         require_whole("skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0)
         for name, value in (("flops_per_image", flops_per_image), ("peak_flops_per_s", peak_flops_per_s)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(
-                    f"`{name}` (={value}) must be a number above zero: utilisation is a quotient. Leave it out where "
-                    "it is not known."
-                )
+            if value is not None:
+                require_positive(name, value, "utilisation is a quotient. Leave it out where it is not known")
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
                 f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`: utilisation is operations per "

@@ -1,1 +1,1 @@
-"""Checkpoint files that are whole or not there, written while training goes on."""
+"""Checkpoint files that are whole or not there, written while training continues."""

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there, and that can tell.
+"""Checkpoint files with a checksum, which are whole or not there.
 
 A file is what `torch.save` writes, a zip archive, with a comment at its end:
 
@@ -6,8 +6,8 @@ A file is what `torch.save` writes, a zip archive, with a comment at its end:
     "lightning_hybrid crc32 <8 hex> of <16 hex>"   checksum and number of the bytes before
 
 A zip archive may have a comment, so torch, stock Lightning and `unzip` read the file as any other. torch looks at no
-checksum: a flipped bit in a weight loads without a word. CRC-32 finds every damage of up to 32 bits in a row, and
-misses one in 4 billion of larger ones; it is no seal against anybody's intent. Against that stands `weights_only`.
+checksum: a flipped bit in a weight loads without an error. CRC-32 finds every damage of up to 32 bits in a row, and
+misses one in 4 billion of larger ones. It does not protect from intent: `weights_only` does.
 
 A kill at any moment leaves the old file or the new one under its name:
 
@@ -21,33 +21,32 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from lightning_hybrid.atomic_file import atomic_path, remove_quietly, sync, sync_directory
+
 _COMMENT = b"lightning_hybrid crc32 %08x of %016x"
 _COMMENT_BYTES = len(_COMMENT % (0, 0))
 _MAGIC = _COMMENT[: _COMMENT.index(b"%")]
-_ZIP_END, _ZIP_END_BYTES = (
-    b"PK\x05\x06",
-    22,
-)  # of an archive without a comment; its last two bytes are the length of one
+# The end of an archive without a comment; its last two bytes are the length of the comment.
+_ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
 _BLOCK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint file that differs from what was written."""
 
 
 class RefusedCheckpointError(ValueError):
-    """A checkpoint with more in it than tensors and plain data."""
+    """A checkpoint that holds more than tensors and plain data."""
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint that could not be written; what was there before is still there."""
+    """A checkpoint that could not be written; the file that was there before is still there."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -57,9 +56,9 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     """Save `checkpoint` under `path`, whole and durable, or leave everything as it was.
 
     Args:
-        checkpoint: For `torch.save`.
-        path: Of the file. Directories are made.
-        keep_previous: Whether a file that is already there lives on under `previous_of(path)`, until the next time.
+        checkpoint: What `torch.save` takes.
+        path: The file. Its folders are made.
+        keep_previous: Whether a file that is already there stays under `previous_of(path)`, until the next time.
 
     Raises:
         CheckpointWriteError: The disk is full, the directory read-only, ...
@@ -67,36 +66,36 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
     >>> write_checkpoint({"step": 1}, path); write_checkpoint({"step": 2}, path)
-    >>> torch.load(path), read_checkpoint(previous_of(path)), has_checksum(path)
+    >>> torch.load(path), read_checkpoint(previous_of(path)), check_whole(path)
     ({'step': 2}, {'step': 1}, True)
     """
-    part, old = (path.with_name(f".{path.name}.{state}") for state in ("part", "old"))
-    sink: _Summed | None = None
+    old = path.with_name(f".{path.name}.old")
+    sink: _ChecksumFile | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb", buffering=0) as file:
-            sink = _Summed(file)
-            torch.save(checkpoint, cast(IO[bytes], sink))
-            sink.finish()
-            os.fsync(file.fileno())
-        is_kept = keep_previous and _link_beside(path, old)
-        os.replace(part, path)
+        with atomic_path(path) as part:
+            with part.open("wb", buffering=0) as file:
+                sink = _ChecksumFile(file)
+                torch.save(checkpoint, cast(IO[bytes], sink))
+                sink.finish()
+                sync(file)
+            has_old = keep_previous and _link_old(path, old)
         sync_directory(path.parent)
-        if is_kept:
+        # The new file stands, also after a power failure: only now the previous one may go.
+        if has_old:
             os.replace(old, previous_of(path))
             sync_directory(path.parent)
     except BaseException as error:
-        for left in (part, old):
-            _unlink_quietly(left)
-        # torch's writer turns an error of the file into one of its own
+        remove_quietly(old)
+        # torch's writer replaces an error of the file by an error of its own, which does not say "disk full".
         cause = error if isinstance(error, OSError) else None if sink is None else sink.error
         if cause is None:
             raise
-        raise CheckpointWriteError(cause.errno, _words(path, cause)) from cause
+        raise CheckpointWriteError(cause.errno, _write_error_text(path, cause)) from cause
 
 
 def previous_of(path: Path) -> Path:
-    """Where the file that `path` took the place of is kept.
+    """Return where `write_checkpoint` saves the file that it replaces.
 
     >>> previous_of(Path("a/last.ckpt"))
     PosixPath('a/last.previous.ckpt')
@@ -105,7 +104,7 @@ def previous_of(path: Path) -> Path:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Take away a checkpoint and the one before it; a directory too, as other strategies write."""
+    """Remove a checkpoint and the previous one; or a directory, as other strategies write."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
         return
@@ -113,20 +112,11 @@ def remove_checkpoint(path: Path) -> None:
         each.unlink(missing_ok=True)
 
 
-def sync_directory(folder: Path) -> None:
-    """Make renames in `folder` durable. Where directories cannot be opened, as on Windows, there is nothing to do."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (PermissionError, IsADirectoryError):
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class _ChecksumFile:
+    """A file that computes the checksum of what is written to it, and holds the last two bytes back for `finish`.
 
-
-class _Summed:
-    """A file that adds up a checksum of what goes through, and holds the last two bytes back for `finish`."""
+    These two bytes are the length of the archive's comment, which torch writes as 0.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.crc32, self.num_bytes, self.held = file, 0, 0, b""
@@ -143,7 +133,7 @@ class _Summed:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: nothing is buffered."""
 
     def finish(self) -> None:
         """Write the comment, and before it its length where torch has written 0."""
@@ -162,11 +152,11 @@ class _Summed:
             raise
 
 
-def _link_beside(path: Path, old: Path) -> bool:
-    """Give the file at `path`, if there is one, a second name, until it is clear that the new one stands."""
+def _link_old(path: Path, old: Path) -> bool:
+    """Give the file at `path`, if there is one, a second name, until it is certain that the new one stands."""
     if not path.is_file() or path.is_symlink():
         return False
-    _unlink_quietly(old)
+    remove_quietly(old)
     try:
         os.link(path, old)
     except OSError:  # a file system without hard links: for a moment the file has its new name only
@@ -175,12 +165,7 @@ def _link_beside(path: Path, old: Path) -> bool:
     return True
 
 
-def _unlink_quietly(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
-def _words(path: Path, cause: OSError) -> str:
+def _write_error_text(path: Path, cause: OSError) -> str:
     cures = {
         errno.ENOSPC: "the disk is full: free some of it, or write elsewhere",
         errno.EDQUOT: "your quota is used up: free some of it, or write elsewhere",
@@ -190,36 +175,40 @@ def _words(path: Path, cause: OSError) -> str:
     }
     number = cause.errno or 0
     cure = cures.get(number, "write elsewhere")
-    kept = "the checkpoint that is there is the old one, whole" if path.exists() else "no file was left there"
+    rest = "the checkpoint that is there is the old one, whole" if path.exists() else "no file was left there"
     return (
-        f"`{path}` was not written ({cause.strerror}): {cure} (`dirpath` of ModelCheckpoint). As to that name, {kept}."
+        f"`{path}` was not written ({cause.strerror}): {cure} (`dirpath` of ModelCheckpoint). As to that name, {rest}."
     )
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: Path, *, map_location: Any = None, weights_only: bool = True, mmap: bool = False) -> Any:
-    """What was saved under `path`, if it is whole.
-
-    Args:
-        path: Of the file.
-        map_location: As in `torch.load`.
-        weights_only: False also builds objects that the file describes, which can run anything: for files of yours.
-        mmap: As in `torch.load`; for looking at a part of it.
+def read_checkpoint(path: Path) -> Any:
+    """Load a checkpoint of tensors and plain data, if its file is whole.
 
     Raises:
-        DamagedCheckpointError: The checksum is another, or the file cannot be read. A file without a checksum is not
-            compared with one: stock Lightning wrote it, or an earlier version.
-        RefusedCheckpointError: It holds more than tensors and plain data, and `weights_only`.
-        FileNotFoundError: There is none.
+        DamagedCheckpointError: The checksum differs, or the file cannot be read. A file without a checksum, which stock
+            Lightning or an earlier version wrote, is not checked.
+        RefusedCheckpointError: The file holds more than tensors and plain data.
+        FileNotFoundError: There is no such file.
     """
     check_whole(path)
-    return load_unchecked(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    return load_unchecked(path)
 
 
 def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool = True, mmap: bool = False) -> Any:
-    """As `read_checkpoint`, without comparing the checksum: for a look at a part, with `mmap`."""
+    """Load a checkpoint without comparing its checksum.
+
+    Args:
+        path: The file.
+        map_location: As in `torch.load`.
+        weights_only: False also builds objects that the file describes, which can run any code: for your own files.
+        mmap: As in `torch.load`; for reading a part of the file.
+
+    Raises:
+        DamagedCheckpointError, RefusedCheckpointError, FileNotFoundError: As `read_checkpoint`.
+    """
     try:
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap or None)
     except FileNotFoundError:
@@ -229,17 +218,18 @@ def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool =
         if not found:
             raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
         raise RefusedCheckpointError(
-            f"`{path}` holds objects (={', '.join(found)}) beside tensors and plain data: to build them is to run code "
-            "that the file names, so it was not loaded, and nothing of it was run. Take another file; if you wrote "
-            "this one yourself, keep such objects out of `state_dict` and hyper-parameters, or give weights_only=False."
+            f"`{path}` holds objects (={', '.join(found)}) next to tensors and plain data: to build them is to run "
+            "code that the file names, so it was not loaded, and nothing of it was run. Take another file; if you "
+            "wrote this one yourself, keep such objects out of `state_dict` and hyper-parameters, or give "
+            "weights_only=False."
         ) from None
 
 
 def check_whole(path: Path) -> bool:
-    """Compare the file's checksum; whether it has one.
+    """Compare the checksum of the file with its content, and return whether it has a checksum.
 
     Raises:
-        DamagedCheckpointError: It is another, or there is nothing of a checkpoint in the file.
+        DamagedCheckpointError: The checksum differs, or the file is no checkpoint.
     """
     num_bytes = path.stat().st_size
     if num_bytes == 0:
@@ -258,14 +248,8 @@ def check_whole(path: Path) -> bool:
     return True
 
 
-def has_checksum(path: Path) -> bool:
-    """Whether the file is one of ours; its content is not looked at."""
-    with path.open("rb") as file:
-        return _end_of(file, path.stat().st_size, _COMMENT_BYTES).startswith(_MAGIC)
-
-
 def mark_of(path: Path) -> str:
-    """What tells a checkpoint from another, of which only the end is read: its checksum, or else its size.
+    """Return name and checksum of a checkpoint, or name and size where it has no checksum. Reads its end only.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
@@ -281,7 +265,7 @@ def mark_of(path: Path) -> str:
 
 
 def _refuse_torn(path: Path, file: BinaryIO, num_bytes: int) -> None:
-    """Without our comment an archive must end as torch's do: else a part is missing, or the comment is hurt."""
+    """Raise unless an archive without our comment ends as torch's archives do: else a part of it is missing."""
     file.seek(0)
     is_zip = file.read(4) == b"PK\x03\x04"
     end = _end_of(file, num_bytes, _ZIP_END_BYTES)

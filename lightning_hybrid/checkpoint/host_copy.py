@@ -1,4 +1,4 @@
-"""A checkpoint as plain data and tensors that no step changes any more."""
+"""Copies of checkpoints, as plain data and tensors that later steps do not change."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def as_plain(
     of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     of_other: Callable[[Any], Any] = lambda other: other,
 ) -> Any:
-    """`value` in new containers, of the kinds that torch loads with `weights_only=True`.
+    """Copy `value` into new containers of types that torch loads with `weights_only=True`.
 
         mappings (OmegaConf's, Lightning's, ...)    -> dict        paths -> str     numbers of numpy -> of Python
         sequences                                   -> list        members of an enumeration -> their value
 
-    OrderedDicts, defaultdicts, Counters and tuples stay what they are. Tensors become `of_tensor(tensor)`, and what is
-    none of all these `of_other(value)`.
+    OrderedDicts, defaultdicts, Counters and tuples stay what they are. Tensors become `of_tensor(tensor)`, all other
+    values `of_other(value)`.
 
     >>> import pathlib
     >>> as_plain({"folder": pathlib.PurePosixPath("a/b"), "rate": np.float32(0.5), "sizes": (1, range(2))})
@@ -66,7 +66,7 @@ def as_plain(
 
 
 def _is_a_class(key: Any, value: Any) -> bool:
-    """Lightning notes of which class hyper-parameters were; without it they are a dict."""
+    """Whether this is Lightning's note of the class of hyper-parameters; without it they are a dict."""
     return key in _CLASSES_OF_HPARAMS and isinstance(value, type)
 
 
@@ -81,15 +81,15 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 class HostCopies:
-    """Memory of the host for a copy of a checkpoint's tensors, kept from one checkpoint to the next.
+    """Host memory for a copy of a checkpoint's tensors, reused from one checkpoint to the next.
 
-    All tensors lie in one block, one behind the other, and in a second one those of CUDA, which must be page-locked:
+    All tensors lie in one block, one after the other, and those of CUDA in a second one, which must be page-locked:
 
         bytes of a block = bytes of its tensors, each rounded up to 64;  where a block is too small, an eighth more
 
-    So neither shapes that change nor tensors that come and go take memory anew, for one thread to take and another to
-    give back; and fresh pages cost a CPU more than the copy. From CUDA the copies are enqueued, behind the step that
-    is under way: `wait` before reading them. torch rounds page-locked memory up to a power of two.
+    So neither changing shapes nor tensors that come and go allocate memory each time; fresh pages cost a CPU more than
+    the copy. From CUDA the copies are enqueued after the step in progress: call `wait` before reading them. torch
+    rounds page-locked memory up to a power of two.
 
     >>> host = HostCopies()
     >>> weights = torch.ones(2, 3)
@@ -104,11 +104,11 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that is held."""
+        """Bytes held in host buffers."""
         return sum(block.numel() for block in self._blocks.values())
 
     def take(self, checkpoint: Any) -> Any:
-        """A copy of `checkpoint` that later steps do not change; valid until the next call."""
+        """Copy `checkpoint`; later steps do not change the copy, which is valid until the next call."""
         found: dict[_Key, Tensor] = {}
 
         def noted(tensor: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ class HostCopies:
         )
 
     def wait(self) -> None:
-        """Until what was enqueued is there."""
+        """Wait until the enqueued copies are there."""
         for event in self._events:
             event.synchronize()
 
     def _copied(self, tensors: dict[_Key, Tensor]) -> dict[_Key, Tensor]:
-        """All on the CPU, or all on CUDA."""
+        """Copy tensors that are all on the CPU, or all on CUDA."""
         if not tensors:
             return {}
         ends = list(itertools.accumulate(_room_for(tensor) for tensor in tensors.values()))
@@ -143,38 +143,39 @@ class HostCopies:
         }
 
     def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
-        kept = self._blocks.pop(is_locked, None)  # given back before a larger one is taken
-        if kept is None or kept.numel() < num_bytes:
-            size = num_bytes if kept is None else num_bytes + num_bytes // 8
-            kept = None
-            kept = torch.empty(size, dtype=torch.uint8, pin_memory=is_locked)
-        self._blocks[is_locked] = kept
-        return kept
+        block = self._blocks.pop(is_locked, None)
+        if block is None or block.numel() < num_bytes:
+            size = num_bytes if block is None else num_bytes + num_bytes // 8
+            block = None  # frees the old block before the larger one is allocated
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=is_locked)
+        self._blocks[is_locked] = block
+        return block
 
 
 def _has_place(tensor: Tensor) -> bool:
-    """Whether it is bytes in memory; sparse and quantized tensors are more, those of no elements less."""
+    """Whether a tensor is bytes in memory; sparse and quantized tensors are more, those of no elements less."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
 
 
 def _key_of(tensor: Tensor) -> _Key:
     of_memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    return *of_memory, tensor.is_conj(), tensor.is_neg()  # kept as a note: the memory is another tensor's
+    # torch marks a conjugate or negative view by a flag only: its memory is that of the tensor it is a view of.
+    return *of_memory, tensor.is_conj(), tensor.is_neg()
 
 
 def _room_for(tensor: Tensor) -> int:
-    """Bytes of a copy, rounded up."""
+    """Compute the bytes of a copy, rounded up."""
     return -(-tensor.numel() * tensor.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
-    """A copy in `block`, `begin` bytes behind its start, with the strides of `torch.empty_like`.
+    """Copy a tensor into `block`, `begin` bytes after its start, with the strides of `torch.empty_like`.
 
     Its storage is that part of the block alone: `torch.save` writes the whole storage of a tensor.
     """
     target = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
     target = target.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
-    # From CUDA to page-locked memory bytes are copied: that a view is conjugate or negative would be forgotten.
+    # A copy from CUDA to page-locked memory copies bytes: the flags of a conjugate or negative view would be lost.
     return target.copy_(tensor.detach().resolve_conj().resolve_neg(), non_blocking=tensor.is_cuda)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that survive what kills the run: Lightning's seam to `checkpoint_file`."""
+"""Lightning's checkpoint plugin on `checkpoint.file`: checkpoints that survive a kill of the run."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from lightning_hybrid.checkpoint.file import (
     write_checkpoint,
 )
 from lightning_hybrid.checkpoint.host_copy import HostCopies, as_plain
-from lightning_hybrid.checkpoint.writer_thread import Background
+from lightning_hybrid.checkpoint.writer_thread import WriterThread
+from lightning_hybrid.checks import require_choice, require_positive, require_whole
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Write checkpoints whole or not at all, with a checksum, beside training if asked; load only what is whole.
+    """A checkpoint plugin that writes files whole or not at all, with a checksum, and loads only whole files.
 
-        save      plain data and tensors -> temporary file, checksum, fsync -> rename; the file before is kept beside
-        load      checksum compared, then `torch.load(weights_only=True)`: nothing that a file names is run
+        save      plain data and tensors -> temporary file, checksum, fsync -> atomic rename
+        load      compare the checksum, then `torch.load(weights_only=True)`: nothing that a file names is run
         remove    after all that was saved before it is on the disk, and not if that failed
 
     Any other reader of Lightning checkpoints reads these; checkpoints of others load here, without a comparison. Where
     a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread.
 
-    Mappings in hyper-parameters that are no dicts, such as OmegaConf's, are saved as dicts: they would have to be built
-    by code that the file names. Other objects are saved as they are, with a warning that they will not load.
+    Mappings in hyper-parameters that are no dicts, such as OmegaConf's, are saved as dicts: only code that the file
+    names could build them. Other objects are saved as they are, with a warning that they will not load.
 
     Args:
         in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
-            for. Until the thread is done, a kill leaves the checkpoint before. False: training waits for the disk.
+            for. A kill before the thread is done leaves the previous checkpoint. False: training waits for the disk.
         max_in_memory: With `in_background`, checkpoints that are copied and not yet written. A further one waits for
-            the first to be written. Memory of the host, in bytes of the checkpoint's tensors: once for each that is
-            not yet written; once between checkpoints, kept for the next; none after the end of fitting.
-        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Ours: a checkpoint of 100 GB
-            takes a disk of 200 MB/s 500 s.
-        keep_previous: Whether a checkpoint that is overwritten lives on beside the new one, as `<name>.previous.ckpt`:
-            twice the space, and another one to resume from if the disk damages the newest.
-        on_error: What an error of writing does, such as a full disk: `"raise"` ends the run; with `"warn"` it goes on,
-            on the old checkpoint, to try again at the next save. With `in_background` it is seen at the next save or at
-            the end of fitting.
+            the first to be written. Host memory, in bytes of the checkpoint's tensors: once for each that is not yet
+            written; once between checkpoints, for the next; none after the end of fitting.
+        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Our choice: a checkpoint of
+            100 GB takes a disk of 200 MB/s 500 s.
+        keep_previous: Whether a checkpoint that is overwritten stays next to the new one, as `<name>.previous.ckpt`:
+            twice the space, and another one to resume from if the disk damages the newest. The recipes set it, for
+            `resume=auto`; False is what `ddp` does.
+        on_error: The effect of a write error, such as a full disk: `"raise"` ends the run; with `"warn"` it continues
+            with the old checkpoint and tries again at the next save. With `in_background` the error shows at the next
+            save or at the end of fitting.
 
     Raises:
-        ValueError: `max_in_memory` or `timeout_s` is not above zero; an unknown `on_error`.
-        CheckpointWriteError: in `save_checkpoint` and at the end of fitting.
-        DamagedCheckpointError, RefusedCheckpointError: in `load_checkpoint`; see `checkpoint_file.read_checkpoint`.
+        ValueError: `max_in_memory` or `timeout_s` is not above zero, or `on_error` is unknown.
     """
 
     def __init__(
@@ -63,28 +63,21 @@ class DurableCheckpointIO(TorchCheckpointIO):
         in_background: bool = False,
         max_in_memory: int = 2,
         timeout_s: float = 900.0,
-        keep_previous: bool = True,
+        keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if not isinstance(max_in_memory, int) or max_in_memory < 1:
-            raise ValueError(
-                f"`max_in_memory` (={max_in_memory!r}) must be a whole number of checkpoints, at least 1: the one that "
-                "is being written is in memory. Set checkpoint_io.max_in_memory=1."
-            )
-        if not 0 < timeout_s < float("inf"):
-            raise ValueError(f"`timeout_s` (={timeout_s!r}) must be a number of seconds above zero.")
-        if on_error not in ("raise", "warn"):
-            raise ValueError(
-                f'`on_error` (={on_error!r}) must be "raise", which ends the run when a checkpoint is not written, or '
-                '"warn", which lets it go on with the old one.'
-            )
+        why = "the one that is being written is in memory. Set checkpoint_io.max_in_memory=1"
+        require_whole("max_in_memory", max_in_memory, why, unit="checkpoints")
+        require_positive("timeout_s", timeout_s, "it is how long to wait for the disk, in seconds. 900 is usual")
+        why = "raise ends the run when a checkpoint is not written, warn lets it continue with the old one"
+        require_choice("on_error", on_error, ("raise", "warn"), why)
         self.in_background = in_background
         self.timeout_s = timeout_s
         self.keep_previous = keep_previous
         self.on_error = on_error
-        self._thread = Background(max_jobs=max_in_memory, name="checkpoint writer")
+        self._thread = WriterThread(max_jobs=max_in_memory, name="checkpoint writer")
         self._copies: list[HostCopies] = []
-        self._is_looked_at = False
+        self._is_inspected = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Save under `path`; with `in_background`, return once the tensors are copied.
@@ -98,16 +91,16 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if not self.in_background:
             self._try(partial(self._write, as_plain(checkpoint), Path(path)))
             return
-        self._tell_of_errors()
+        self._raise_earlier_error()
         copies = self._free_copies()
         copy = copies.take(checkpoint)
         self._put(partial(self._write_copy, copies, copy, Path(path)))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a whole checkpoint, after what waits to be written is.
+        """Load a whole checkpoint, after all pending ones are written.
 
         Raises:
-            FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: see `checkpoint_file.read_checkpoint`.
+            FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
         """
         only = weights_only is None or weights_only
         if not _is_local_file_protocol(path):
@@ -121,7 +114,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, behind what waits to be written."""
+        """Remove a checkpoint, after all pending ones are written."""
         if not _is_local_file_protocol(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
@@ -130,23 +123,23 @@ class DurableCheckpointIO(TorchCheckpointIO):
             remove_checkpoint(Path(path))
 
     def teardown(self) -> None:
-        """Wait for the thread, and give its memory back.
+        """Wait for the thread, and free its memory.
 
         Raises:
-            CheckpointWriteError: A checkpoint was not written; a warning, if another error is on its way.
+            CheckpointWriteError: A checkpoint was not written; only a warning, while another error is being raised.
         """
         try:
             self._wait()
         finally:
             self._copies = []
-        self._tell_of_errors()
+        self._raise_earlier_error()
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         write_checkpoint(checkpoint, path, keep_previous=self.keep_previous)
-        if not self._is_looked_at:
-            self._is_looked_at = True
+        if not self._is_inspected:
+            self._is_inspected = True
             _warn_of_objects(path)
 
     def _write_copy(self, copies: HostCopies, checkpoint: dict[str, Any], path: Path) -> None:
@@ -154,11 +147,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
             copies.wait()
             self._write(checkpoint, path)
         finally:
-            if not self._copies:  # one is kept; the memory of a second was needed for two in a row
+            if not self._copies:  # one stays for the next checkpoint; a second was needed for two in a row
                 self._copies.append(copies)
 
     def _free_copies(self) -> HostCopies:
-        """Memory that no job reads. Waits for one to end where `max_in_memory` are under way."""
+        """Return memory that no job reads; wait for a job to end if `max_in_memory` are not yet written."""
         if not self._thread.wait_for_place(limit_s=self.timeout_s):
             raise self._too_slow()
         return self._copies.pop() if self._copies else HostCopies()
@@ -180,7 +173,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
-    def _tell_of_errors(self) -> None:
+    def _raise_earlier_error(self) -> None:
         if (error := self._thread.take_error()) is not None:
             self._raise(error)
 
@@ -191,23 +184,23 @@ class DurableCheckpointIO(TorchCheckpointIO):
             self._raise(error)
 
     def _raise(self, error: BaseException) -> None:
-        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or _is_under_way(error)):
+        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or _would_hide_another(error)):
             rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
             return
         raise error
 
 
-def _is_under_way(error: BaseException) -> bool:
-    """Whether another error is being handled: it must not be hidden by this one."""
+def _would_hide_another(error: BaseException) -> bool:
+    """Whether another error is being handled, which this one must not hide."""
     other = sys.exc_info()[1]
     return other is not None and other is not error
 
 
 def _warn_of_objects(path: Path) -> None:
-    """Say now what would otherwise be found when the checkpoint is needed."""
+    """Warn of objects when a checkpoint is written, and not only when it is needed."""
     if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))):
         rank_zero_warn(
-            f"The checkpoint `{path}` holds objects (={', '.join(found)}) beside tensors and plain data: it will load "
+            f"The checkpoint `{path}` holds objects (={', '.join(found)}) next to tensors and plain data: it will load "
             "with fit(..., weights_only=False) only. Keep them out of hyper-parameters (`save_hyperparameters(ignore="
             "...)`) and of `state_dict` of callbacks."
         )

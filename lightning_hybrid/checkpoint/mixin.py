@@ -1,4 +1,4 @@
-"""Where a strategy gets its checkpoint files from."""
+"""The strategy mixin that chooses the checkpoint plugin."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 
 class DurableCheckpointMixin:
-    """Strategy mixin: use `DurableCheckpointIO` unless the user gave another, as `plugins=` or as `checkpoint_io=`."""
+    """A strategy mixin: `DurableCheckpointIO` unless the user gave another, as `plugins=` or as `checkpoint_io=`."""
 
     _checkpoint_io: Any
 
     @property
     def checkpoint_io(self) -> Any:
-        """The user's, or ours; inside of a wrapper such as `AsyncCheckpointIO`, ours."""
+        """The plugin of the user, or else `DurableCheckpointIO`, also inside a wrapper (`AsyncCheckpointIO`)."""
         from lightning_hybrid.checkpoint.io import DurableCheckpointIO  # here: only a trainer needs it
 
         if self._checkpoint_io is None:

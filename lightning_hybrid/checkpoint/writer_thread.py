@@ -1,4 +1,4 @@
-"""Work that is done in order by a thread beside training, and whose errors are not lost."""
+"""A thread that does jobs in order while training continues, and does not lose their errors."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Background:
-    """Does jobs one after the other in a thread that lives as long as there are some.
+class WriterThread:
+    """A queue of jobs and a thread that does them one after the other; it ends when there are none.
 
-    The process does not end before they are done. The first error is kept until somebody takes it; jobs that were
-    handed over with `needs_success` are left out after an error, until a job has succeeded again.
+    The process does not end before all jobs are done. The first error is stored until `take_error`; jobs that were put
+    with `needs_success` are left out after an error, until a job has succeeded again.
 
     Args:
-        max_jobs: Being done or waiting; who hands over more waits.
-        name: Of the thread.
+        max_jobs: Jobs in progress or waiting; `put` waits while there are more.
+        name: Name of the thread.
 
     >>> done = []
-    >>> background = Background(max_jobs=2, name="example")
-    >>> for number in range(4):
-    ...     background.put(lambda number=number: done.append(number), limit_s=5)
-    True
-    True
-    True
-    True
-    >>> background.wait(limit_s=5), done
+    >>> writer = WriterThread(max_jobs=2, name="example")
+    >>> [writer.put(lambda number=number: done.append(number), limit_s=5) for number in range(4)]
+    [True, True, True, True]
+    >>> writer.wait(limit_s=5), done
     (True, [0, 1, 2, 3])
     """
 
@@ -39,14 +35,14 @@ class Background:
         self._has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without its jobs: strategies are pickled before anything runs."""
+        """Return the arguments alone: strategies are pickled before anything runs."""
         return {"max_jobs": self.max_jobs, "name": self.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def put(self, job: Callable[[], None], *, limit_s: float, needs_success: bool = False) -> bool:
-        """Hand a job over; False if for so long there was no place for it.
+        """Put a job into the queue; return False if there was no place for it until the time limit.
 
         Args:
             job: Called in the thread.
@@ -63,23 +59,23 @@ class Background:
         return True
 
     def wait_for_place(self, *, limit_s: float) -> bool:
-        """Until one more can be handed over; False if none can by then."""
+        """Wait until the queue has a place; return False if it has none by then."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._jobs) < self.max_jobs, limit_s)
 
     def wait(self, *, limit_s: float) -> bool:
-        """Until all is done; False if it is not by then."""
+        """Wait until all jobs are done; return False if they are not by then."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, limit_s)
 
     @property
     def num_jobs(self) -> int:
-        """Being done or waiting."""
+        """Number of jobs in progress or waiting."""
         with self._changed:
             return len(self._jobs)
 
     def take_error(self) -> BaseException | None:
-        """The first error since the last time; None if there was none."""
+        """Return the first error since the last call; None if there was none."""
         with self._changed:
             error, self._error = self._error, None
         return error
@@ -92,17 +88,18 @@ class Background:
                     return
                 job, needs_success = self._jobs[0]
             if not (needs_success and self._has_failed):
-                self._do(job, is_told=not needs_success)
+                self._do(job, counts=not needs_success)
             with self._changed:
                 self._jobs.popleft()
                 self._changed.notify_all()
 
-    def _do(self, job: Callable[[], None], *, is_told: bool) -> None:
+    def _do(self, job: Callable[[], None], *, counts: bool) -> None:
+        # A removal (needs_success) neither counts as a failed write nor lifts one.
         try:
             job()
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
-                self._has_failed = self._has_failed or is_told
+                self._has_failed = self._has_failed or counts
         else:
-            self._has_failed = self._has_failed and not is_told
+            self._has_failed = self._has_failed and not counts

@@ -1,11 +1,9 @@
 """Averaging gradients over all ranks while backward runs.
 
-The way of a bucket is ``hook`` (divide, hand over) -> ``engine`` (stages of successive buckets at the same time) ->
-``allreduce`` (flat, hierarchical or two-level sum). Beside it: ``topology`` (who shares a node; process groups),
-``plan`` (bucket size; algorithm by bytes), ``traffic`` (bytes on the links), ``trace`` (bytes and seconds), ``tuning``
-(another plan while training runs, by the decisions of ``tune``, ``race`` and ``drift``). Apart from that, for clusters
-one does not have: ``cost`` (seconds by counting), ``cluster`` (links, stages), ``simulate`` (steps).
-In use::
+A bucket goes from `hook` (divide, submit) to `engine/` (stages of successive buckets at the same time). `topology` says
+which ranks share a node, `plan` how large buckets are and which algorithm sums each, `bucket_layout` what follows from
+bytes alone. `health/` makes one error of a failure, `stats/` counts bytes and seconds, `tuning/` tries other plans.
+See README.md for the way of a bucket. In use::
 
     engine = CommEngine(topology=Topology.discover(), plan=CommPlan(), timeout=timeout, device=device)
     ddp_model.register_comm_hook(HookState(engine=engine), average_bucket)

@@ -2,10 +2,10 @@
 
     buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = world_size
 
-This is the only place that divides. On a wire of fp16 ``before`` is a power of two near sqrt(world_size): dividing by
+This is the only place that divides. On a wire of fp16 `before` is a power of two near sqrt(world_size): dividing by
 it is exact, and the sum of 2,048 gradients then has 64 times the room it would have undivided, while gradients lose 6
 bits of the subnormal range where dividing by 2,048 first would lose 11. Other dtypes have room for the sum of all:
-``before`` is 1, which saves a pass over memory.
+`before` is 1, which saves a pass over memory.
 
 How near the sum comes to the exact one is another question. NCCL adds in the wire's dtype and rounds at every addition,
 inside a node too; over Gloo 16-bit tensors are added in fp32 inside a node and rounded once. What was measured of
@@ -29,14 +29,15 @@ WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HookState:
-    """What the hook needs: an engine, and the dtype in which sums travel.
+    """The state of the hook: an engine, and the dtype in which sums travel.
 
-    ``comm_dtype``: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
+    `comm_dtype`: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
 
-    Pickles without its engine, as threads and process groups cannot travel; ``DistributedDataParallel`` does not
-    register hooks anew after unpickling, so whoever unpickles must do it, with a state that has an engine.
+    Pickles without its engine, as threads and process groups cannot travel; `DistributedDataParallel` does not
+    register hooks again after unpickling, so the caller must do it, with a state that has an engine.
 
-    Raises ``ValueError`` for another dtype.
+    Raises:
+        ValueError: for another dtype.
     """
 
     def __init__(self, *, engine: CommEngine, comm_dtype: torch.dtype | None = None) -> None:
@@ -53,20 +54,23 @@ class HookState:
 
 
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket over all ranks, in place, in the background; for ``register_comm_hook(state, average_bucket)``.
+    """Average a bucket over all ranks, in place, in the background; for `register_comm_hook(state, average_bucket)`.
 
         bucket = (sum over ranks of bucket / before) / after         before * after = world_size
 
     Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
-    holds ``bucket.buffer()``. Afterwards all ranks hold the same bits.
+    holds `bucket.buffer()`. Afterwards all ranks hold the same bits.
 
-    Complex gradients arrive as pairs of reals. Raises ``TypeError`` for sparse gradients, ``RuntimeError`` where the
-    engine has failed or is closed.
+    Complex gradients arrive as pairs of reals.
+
+    Raises:
+        TypeError: for sparse gradients.
+        RuntimeError: if the engine has failed or is closed.
     """
     engine, buffer = state.engine, bucket.buffer()
     if engine is None:
         raise RuntimeError(
-            "this hook state was unpickled and has no engine: register the hook anew, with a state built from one"
+            "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
         )
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         raise TypeError(
@@ -84,7 +88,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
-    """``world_size`` as (a power of two near its square root) times (the rest), or as 1 times all of it.
+    """Split `world_size` into (a power of two near its square root) times (the rest), or into 1 times all of it.
 
     >>> [split_divisor(world_size, is_fp16=True) for world_size in (1, 3, 1024, 2048)]
     [(1, 1.0), (2, 1.5), (32, 32.0), (64, 32.0)]
@@ -98,7 +102,7 @@ def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
 
 
 def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> Tensor:
-    """``buffer / before`` in the wire's dtype: ``buffer`` itself, changed, where that is its own; else a new tensor.
+    """Return `buffer / before` in the wire's dtype: `buffer` itself, changed, where that is its own; else a new tensor.
 
     Exact but for what the wire's dtype cannot hold: the division happens in the wider of both dtypes.
 
@@ -114,7 +118,7 @@ def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> T
 
 
 def from_wire(wire: Tensor, *, buffer: Tensor, after: float) -> Tensor:
-    """``wire / after`` in ``buffer``, rounded once: the division happens in the wider of both dtypes."""
+    """Write `wire / after` into `buffer`, rounded once: the division happens in the wider of both dtypes."""
     if wire is not buffer and wire.dtype.itemsize > buffer.dtype.itemsize:
         return buffer.copy_(wire.div_(after))
     if wire is not buffer:

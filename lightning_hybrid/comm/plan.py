@@ -1,4 +1,4 @@
-"""What is decided before training starts: how large a bucket is, which all-reduce carries it, in how many pieces."""
+"""The plan of communication: how large a bucket is, which all-reduce carries it, in how many chunks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
-from lightning_hybrid.comm.ddp_buckets import ddp_buckets
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
-"""Names of the all-reduce algorithms in ``allreduce.py``."""
-
-KIB = 1024
-MIB = 1024 * KIB
+"""Names of the all-reduce algorithms in engine/stages.py."""
 
 
 class NodeShape(Protocol):
@@ -39,17 +37,16 @@ LEAST_FUSED_BYTES = 2 * MIB
 NUM_BUCKETS_ACROSS_NODES = 16
 
 LEAST_CHUNK_BYTES = 64 * KIB
-"""No piece is made smaller than this: its messages would cost more than they hide."""
-
+"""No chunk is made smaller than this: its messages would cost more than they hide."""
 
 MAX_BYTES = 2**50
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """What is decided for one bucket. Equal contents get equal plans.
+    """The plan of one bucket. Equal contents get equal plans.
 
-    ``index``, ``numel``, ``dtype`` (without ``torch.``): the contents. ``algorithm``, ``num_chunks``: the decision.
+    `index`, `numel`, `dtype` (without `torch.`): the contents. `algorithm`, `num_chunks`: the decision.
     """
 
     index: int
@@ -60,67 +57,68 @@ class BucketPlan:
     num_chunks: int
 
     def describe(self) -> str:
-        """One line.
+        """Describe the bucket in one line.
 
         >>> BucketPlan(index=0, numel=512, num_bytes=KIB, dtype="float16", algorithm="flat", num_chunks=1).describe()
         'bucket 0: 512 x float16 = 1 KiB, flat'
         """
-        pieces = f" in {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        chunks = f" in {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         size = f"{self.numel} x {self.dtype} = {_bytes(self.num_bytes)}"
-        return f"bucket {self.index}: {size}, {self.algorithm}{pieces}"
+        return f"bucket {self.index}: {size}, {self.algorithm}{chunks}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommPlan:
     """Bucket sizes, and for a bucket of given bytes the algorithm and the number of chunks.
 
-    ``algorithm="auto"`` is this static rule, and measures nothing:
+    `algorithm="auto"` is this static rule, and measures nothing:
 
     ================================================  ================================================================
     CUDA                                              flat, in DDP's own buckets: NCCL knows the node's links and makes
                                                       one pipeline of its stages; `choose_plan` says where that loses
     one node, CPU, 16-bit or small                    as the last two: what goes straight to where it is needed
-                                                      (direct.py) takes less time than Gloo's ring
+                                                      (gloo_p2p.py) takes less time than Gloo's ring
     one node, CPU, fp32 or wider, and large           flat: Gloo adds fp32 fast, and its ring copies less
     one rank on every node                            parallel_flat: no hierarchy either, but a wire to keep busy
     nodes of different size                           hierarchical: shards need as many ranks on every node
-    else, fewer than ``hierarchical_below_bytes``     hierarchical: latency counts, and one ring of leaders has less
+    else, fewer than `hierarchical_below_bytes`     hierarchical: latency counts, and one ring of leaders has less
                                                       of it than a ring for every local rank
     else                                              two_level: bytes count, and every rank's link carries a share
     ================================================  ================================================================
 
-    ``two_level`` asked for by name where nodes differ is carried by flat (``fallback`` says so); everything else asked
+    `two_level` asked for by name where nodes differ is carried by flat (`fallback` says so); everything else asked
     for by name is done as asked.
 
-    A chunk is a piece of a bucket that goes through the stages by itself, so that the wire between nodes carries one
+    A chunk is a part of a bucket that goes through the stages by itself, so that the wire between nodes carries one
     while another is summed inside the node. On CUDA buckets are not cut: NCCL does that inside.
 
-    Arguments:
-        algorithm: ``auto``, ``flat``, ``parallel_flat``, ``hierarchical`` or ``two_level``.
+    Args:
+        algorithm: `auto`, `flat`, `parallel_flat`, `hierarchical` or `two_level`.
         bucket_bytes: small tensors are fused up to this size; a larger one travels alone. 25 MiB is
             DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
         num_buckets: tensors are fused into smaller buckets than that where it would make fewer than this, but not
             smaller than 2 MiB: backward hides all but the first of n equal buckets at its begin and the last at its
-            end, so of communication that takes as long as backward it can hide 1 - 1 / n. 1: ``bucket_bytes`` it is.
+            end, so of communication that takes as long as backward it can hide 1 - 1 / n. 1: `bucket_bytes` it is.
             None: 16 between nodes; 1 on one node, where there is no slow link to hide and each bucket costs its start
             (a step with 8 MiB of gradients, 4 ranks on 2 cores: 54 ms in 4 buckets, 31 in 2). On CUDA None is DDP's
-            own rule, see ``ddp_buckets``: there each bucket costs tens of microseconds that NCCL takes to start.
-        last_bucket_bytes: as ``bucket_bytes``, for the bucket that is ready last: backward is over then and hides
-            nothing of it. Where ``num_buckets`` is None, between nodes only, and not on CUDA.
-        chunk_bytes: buckets of ``hierarchical`` and ``two_level`` are cut into chunks of about this size times the
+            own rule, see `ddp_buckets`: there each bucket costs tens of microseconds that NCCL takes to start.
+        last_bucket_bytes: as `bucket_bytes`, for the bucket that is ready last: backward is over then and hides
+            nothing of it. Where `num_buckets` is None, between nodes only, and not on CUDA.
+        chunk_bytes: buckets of `hierarchical` and `two_level` are cut into chunks of about this size times the
             number of nodes, as a ring cuts each again into one part per node: of 512 KiB at 2 nodes an all-reduce of
             8 MiB took 696 ms at 100 Mbit/s where of 1 MiB it took 712; at 4 nodes 1104 and 1067.
-        num_parallel_groups: chunks go round over this many independent sets of process groups, of ``two_level`` with k
+        num_parallel_groups: chunks go round over this many independent sets of process groups, of `two_level` with k
             ranks on a node over 2 / k times as many, but one at least: each is k flows. Gloo asks consent for each
             message, and another flow uses the wire meanwhile; too many flows hinder each other: at
             100 Mbit/s 8 MiB took 723 ms with 8 flows, 704 with 4 (k = 4), and 1051 with 4, 1081 with 2 (k = 2).
-        check_order: compare, once per step, the order of all buckets over ranks (seal.py). The 128 elements that do it
-            shift where Gloo's ring begins to add, so without them ``flat`` is plain DistributedDataParallel bit for
-            bit, and with them all but the last bucket is.
+        check_order: compare, once per step, the order of all buckets over ranks (order_check.py). The 128 elements
+            that do it shift where Gloo's ring begins to add, so without them `flat` is plain DistributedDataParallel
+            bit for bit, and with them all but the last bucket is.
         hierarchical_below_bytes: see the rule. 1 MiB: on emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s Gloo
             the hierarchical form took 13.5 ms against 17.3 ms at 1 MB and 91.3 ms against 88.9 ms at 8 MB.
 
-    Raises ``ValueError`` for a value outside these.
+    Raises:
+        ValueError: if a value is outside these.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
@@ -144,17 +142,13 @@ class CommPlan:
                 f"`algorithm` (={self.algorithm!r}) must be one of {', '.join(names)}: it names the all-reduce. "
                 "Set `strategy.algorithm=auto` to have it chosen by bucket size and topology."
             )
-        _require_whole("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
-        _require_whole("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
-        _require_whole("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
-        _require_whole("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
-        if self.num_buckets is not None and (
-            not isinstance(self.num_buckets, int) or isinstance(self.num_buckets, bool) or self.num_buckets < 1
-        ):
-            raise ValueError(
-                f"`num_buckets` (={self.num_buckets!r}) must be a whole number, 1 or more, or None: how many buckets "
-                "to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes."
-            )
+        _require_bytes("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
+        _require_bytes("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
+        _require_bytes("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
+        _require_bytes("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
+        if self.num_buckets is not None:
+            why = "how many buckets to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes"
+            require_whole("num_buckets", self.num_buckets, why)
         if not isinstance(self.check_order, bool):
             raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
@@ -166,7 +160,7 @@ class CommPlan:
     def bucket(
         self, *, index: int, numel: int, dtype: str, num_bytes: int, topology: NodeShape, on_cuda: bool = False
     ) -> BucketPlan:
-        """The plan of a bucket, by its contents.
+        """Decide the plan of a bucket by its contents.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
@@ -181,18 +175,18 @@ class CommPlan:
         )
 
     def num_chunks_for(self, num_bytes: int, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Into how many pieces a bucket is cut: one where there are no two stages to overlap."""
+        """Return into how many chunks a bucket is cut: one where there are no two stages to overlap."""
         if algorithm == "flat" or topology.world_size == 1:
             return 1
         most = max(1, num_bytes // LEAST_CHUNK_BYTES)
         if algorithm == "parallel_flat":
             return min(most, self.num_parallel_groups)
-        if topology.num_nodes == 1 or topology.ranks_per_node == 1:
+        if topology.num_nodes == 1 or topology.ranks_per_node == 1:  # one level: no other stage to overlap with
             return 1
         return min(most, -(-num_bytes // (self.chunk_bytes * topology.num_nodes))) if num_bytes else 1
 
     def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Over how many independent sets of process groups the pieces go round.
+        """Return over how many independent sets of process groups the chunks go round.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))
@@ -206,10 +200,10 @@ class CommPlan:
         return self.num_parallel_groups
 
     def bucket_caps(self, tensor_bytes: Sequence[int], *, num_nodes: int, on_cuda: bool = False) -> list[int]:
-        """Bytes of each bucket, for tensors in the order in which their gradients get ready.
+        """Return the bytes of each bucket, for tensors in the order in which their gradients get ready.
 
-        Small tensors are fused until the next would pass ``bucket_bytes``, or less (see ``num_buckets``); a larger one
-        travels alone; from the end, tensors are fused up to ``last_bucket_bytes``, and at least the last one is in that
+        Small tensors are fused until the next would pass `bucket_bytes`, or less (see `num_buckets`); a larger one
+        travels alone; from the end, tensors are fused up to `last_bucket_bytes`, and at least the last one is in that
         bucket.
 
         >>> CommPlan(bucket_bytes=100, last_bucket_bytes=20).bucket_caps([60, 30, 30, 500, 50, 10, 10], num_nodes=2)
@@ -224,11 +218,12 @@ class CommPlan:
             return ddp_buckets(tensor_bytes, self.bucket_bytes)
         is_left_whole = self.num_buckets is None and num_nodes == 1
         num_buckets = self.num_buckets or (1 if is_left_whole else NUM_BUCKETS_ACROSS_NODES)
+        # More buckets hide more of the communication, smaller ones cost more starts: never below LEAST_FUSED_BYTES.
         fused_bytes = min(self.bucket_bytes, max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES))
-        last_bytes = fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)
-        num_last, last = 0, 0
+        last_bytes = fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)  # exposed in any case
+        num_last, last = 0, 0  # from the end: the bucket that is ready last, of which backward hides nothing
         for size in reversed(tensor_bytes):
-            if num_last and last + size > last_bytes:
+            if num_last and last + size > last_bytes:  # at least one tensor, however large
                 break
             num_last, last = num_last + 1, last + size
         caps: list[int] = []
@@ -241,18 +236,18 @@ class CommPlan:
         return [*caps, *([open_bytes] if open_bytes else []), *([last] if num_last else [])]
 
     def has_ddp_buckets(self, *, on_cuda: bool) -> bool:
-        """Whether buckets are left to DistributedDataParallel."""
+        """Return whether buckets are left to DistributedDataParallel."""
         return on_cuda and self.num_buckets is None
 
     def algorithm_for(
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
-        """The algorithm that carries a bucket of ``num_bytes`` bytes, of a 16-bit dtype or not, on the wire."""
+        """Choose the algorithm of a bucket of `num_bytes` on the wire, of a 16-bit dtype or not, by the table above."""
         if self.algorithm == "two_level" and topology.ranks_per_node is None:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
-        if on_cuda or topology.world_size == 1:
+        if on_cuda or topology.world_size == 1:  # NCCL has its own hierarchy; alone there is nothing to sum
             return "flat"
         if topology.num_nodes == 1 and not is_half and num_bytes >= self.hierarchical_below_bytes:
             return "flat"
@@ -263,22 +258,22 @@ class CommPlan:
         return "two_level"
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
-        """Every algorithm that some bucket may get, the one for small buckets first."""
+        """List every algorithm that some bucket may get, the one for small buckets first."""
         found = (self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half) for size, is_half in self._cases)
         return tuple(dict.fromkeys(found))
 
     def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
-        """The sets of process groups of every algorithm that some bucket may get: one on CUDA."""
+        """Return the number of sets of process groups of every algorithm that some bucket may get: one on CUDA."""
         names = self.algorithms(topology, on_cuda=on_cuda)
         return {name: 1 if on_cuda else self.num_columns(name, topology) for name in names}
 
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
-        """Bytes, and whether of 16 bits: one of each kind between which ``algorithm_for`` distinguishes."""
+        """Bytes, and whether of 16 bits: one of each kind between which `algorithm_for` distinguishes."""
         return (0, True), (self.hierarchical_below_bytes, True), (self.hierarchical_below_bytes, False)
 
     def fallback(self, topology: NodeShape) -> str | None:
-        """A sentence for the user where this plan cannot be followed to the letter; None where it can."""
+        """Write a sentence for the user where this plan cannot be followed to the letter; None where it can."""
         if self.algorithm != "two_level" or topology.ranks_per_node is not None:
             return None
         return (
@@ -288,7 +283,7 @@ class CommPlan:
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:
-        """One line that says what was chosen.
+        """Say in one line what was chosen.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
@@ -317,10 +312,10 @@ plan 5e97'
     @property
     def plan_hash(self) -> str:
         """16 hexadecimal digits (64 bits) that differ where plans differ."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]  # keys are sorted, so equal plans hash equally
 
     def to_json(self) -> str:
-        """The plan as JSON; keys are the constructor's arguments.
+        """Write the plan as JSON; keys are the constructor's arguments.
 
         >>> CommPlan.from_json(CommPlan(algorithm="flat").to_json()) == CommPlan(algorithm="flat")
         True
@@ -329,9 +324,10 @@ plan 5e97'
 
     @classmethod
     def from_json(cls, text: str) -> CommPlan:
-        """The plan that ``to_json`` wrote.
+        """Read the plan that `to_json` wrote.
 
-        Raises ``ValueError`` for a key that is no argument, or that stands there twice, and for no JSON: NaN too.
+        Raises:
+            ValueError: for a key that is no argument, or that is there twice, and for text that is no JSON (NaN too).
         """
         try:
             values = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
@@ -349,7 +345,7 @@ plan 5e97'
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two values for one key JSON would take the last without a word."""
+    """Refuse two values for one key, of which JSON would take the last without a word."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
@@ -361,15 +357,14 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} must not stand in a plan: it is no number, and no JSON")
 
 
-def _require_whole(name: str, value: object, *, least: int, cure: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}` (={value!r}) must be a whole number of bytes, {least} or more: {cure}.")
+def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
+    require_whole(name, value, cure, least=least, unit="bytes")
     if value > MAX_BYTES:
         raise ValueError(f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}.")
 
 
 def _bytes(count: int) -> str:
-    """256 KiB, 25 MiB, 1000 bytes.
+    """Write a number of bytes as 256 KiB, 25 MiB, or 1000 bytes.
 
     >>> _bytes(1536), _bytes(1000), _bytes(3 * MIB // 2)
     ('1.5 KiB', '1000 bytes', '1.5 MiB')

@@ -1,4 +1,4 @@
-"""Lightning counts batches; after a resume with another accumulation the same steps are other numbers of batches."""
+"""Lightning's batch counters after a resume with another accumulation, where a step is another number of batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 
 
 def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> None:
-    """Let Lightning's counters of the current epoch say what they would had the whole epoch accumulated as it does now.
+    """Set Lightning's counters of the current epoch as if the whole epoch had accumulated as it does now.
 
         batches = steps done * accumulate_grad_batches
 
@@ -17,7 +17,7 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
     move by the same number, as their differences tell Lightning in which hook the checkpoint was written. The total
     over all epochs stays what it is: batches that ran.
 
-    To be called between restoring the loops and running them, as from a loader's `load_state_dict`.
+    Call it after Lightning restores the loops and before it runs them, as from a loader's `load_state_dict`.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     steps_done = batches.ready // accumulate_grad_batches_before
@@ -27,7 +27,7 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
 
 
 def recounting(trainer: pl.Trainer | None) -> Callable[[int], None] | None:
-    """`on_other_accumulation` of a loader that `trainer` iterates."""
+    """Return the argument `on_other_accumulation` for a loader that `trainer` iterates."""
     if trainer is None:
         return None
     return lambda before: recount_batches(trainer, accumulate_grad_batches_before=before)

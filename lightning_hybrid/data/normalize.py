@@ -1,4 +1,4 @@
-"""The part of the input pipeline that runs where the network does: from grey levels to what the network reads."""
+"""Normalisation of images on the device."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from lightning_hybrid.data.order import Batch
 
-# Of ImageNet's training images, in fractions of 255; the values every published ResNet recipe uses.
+# ImageNet's training images, in fractions of 255; the values of every published ResNet recipe.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class NormaliseOnDevice:
-    """uint8 grey levels -> fp32 `(level - 255 mean) / (255 std)`, per channel, in channels_last memory.
+class NormalizeOnDevice:
+    """The map of uint8 grey levels to fp32 `(level - 255 mean) / (255 std)`, per channel, in channels_last memory.
 
-    Images cross to the device as one byte per value, and only there become four. Batches whose images are not uint8 are
-    left alone, so that it may be asked twice.
+    Images go to the device as one byte per value, and only there become four. Batches whose images are not uint8 stay
+    as they are, so that a second call changes nothing.
 
     Raises:
-        ValueError: Not one mean and one positive deviation for each of three channels, as fractions of 255.
+        ValueError: There is not one mean and one positive deviation for each channel, as fractions of 255.
 
-    >>> on_device = NormaliseOnDevice(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    >>> on_device = NormalizeOnDevice(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     >>> images, _ = on_device((torch.full((1, 3, 1, 1), 255, dtype=torch.uint8), torch.tensor([0])))
     >>> images.flatten()
     tensor([1., 1., 1.])
@@ -45,13 +45,14 @@ class NormaliseOnDevice:
         images, labels = batch
         if images.dtype is not torch.uint8:
             return batch
-        if images.is_cuda:  # made on a stream of their own, they must not be overwritten before this one has read them
+        # Images may come from another stream: the allocator must not reuse their memory before this stream has read it.
+        if images.is_cuda:
             images.record_stream(torch.cuda.current_stream(images.device))
         mean, std = self._levels_on(images.device)
         return torch.sub(images, mean).div_(std), labels
 
     def _levels_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._levels:  # kept: making them waits for the device
+        if device not in self._levels:  # made once: that waits for the device
             mean, std = (torch.tensor(values, dtype=torch.float64) * 255 for values in (self.mean, self.std))
             self._levels[device] = (_per_channel(mean, device), _per_channel(std, device))
         return self._levels[device]

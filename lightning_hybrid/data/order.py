@@ -1,4 +1,4 @@
-"""Who reads which image when: a pure function of (seed, epoch, step, rank, world size); and how far a loader is."""
+"""The order of images, a pure function of (seed, epoch, step, rank, world size), and loaders that resume in it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Indices = NDArray[np.int64]
 
 
 def batch_size_per_rank(*, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1) -> int:
-    """Images that one rank takes at a time: `global_batch_size / (world_size * accumulate_grad_batches)`.
+    """Divide the global batch: `global_batch_size / (world_size * accumulate_grad_batches)`.
 
     Raises:
-        ValueError: It does not divide.
+        ValueError: The quotient is no whole number.
 
     >>> batch_size_per_rank(global_batch_size=65536, world_size=1024, accumulate_grad_batches=2)
     32
@@ -106,30 +106,30 @@ class EpochOrder:
         return self.num_steps * self.accumulate_grad_batches
 
     def permutation(self, epoch: int) -> Indices:
-        """The order of an epoch, of all images; the same on every rank."""
+        """Draw the order of all images in an epoch; the same on every rank."""
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
-        """The images of this rank's batch number `batch` of the epoch; a view of the permutation."""
+        """Return the images of this rank's batch number `batch` of the epoch; a view of the permutation."""
         # s G + a W b = (s A + a) W b: batches of successive steps follow one another
         start = (batch * self.world_size + self.rank) * self.batch_size_per_rank
         return permutation[start : start + self.batch_size_per_rank]
 
 
 class ResumableLoader(ABC):
-    """Batches of one rank in the order of an :class:`EpochOrder`, from any place on.
+    """Batches of one rank in the order of an `EpochOrder`, from any place on.
 
-    The state counts steps of the global batch, so it is the same on every rank, which matters because Lightning saves
-    rank zero's alone, and a checkpoint between two steps continues exactly under any `world_size` and
-    `accumulate_grad_batches`. Within a step of several batches it continues under the same two only.
+    The state counts steps of the global batch. So it is the same on every rank, as Lightning saves only rank zero's;
+    and a checkpoint between two steps continues exactly under any `world_size` and `accumulate_grad_batches`. Within a
+    step of several batches it continues only under the same two.
 
-    Lightning never exhausts a loader that has a length, and tells it the epoch through `loader.sampler.set_epoch`; both
+    Lightning never exhausts a loader that has a length, and sets the epoch through `loader.sampler.set_epoch`; both
     ways to begin a new epoch (that, or iterating again after the last batch) work.
 
     Args:
-        order: Of the images.
-        on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it is not that of `order`:
-            whoever counts batches must count anew, see :func:`lightning_hybrid.data.batch_counters.recount_batches`.
+        order: The order of the images.
+        on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it differs from that of
+            `order`: counters of batches must change, see `lightning_hybrid.data.batch_counters.recount_batches`.
     """
 
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
@@ -142,26 +142,26 @@ class ResumableLoader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
-        """One batch for each share of images; a generator, closed when the consumer leaves."""
+        """Yield one batch for each share of images; the generator is closed when the consumer leaves."""
 
     @property
     def sampler(self) -> ResumableLoader:
-        """Itself: Lightning looks for `set_epoch` here."""
+        """The loader itself: Lightning looks for `set_epoch` here."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, unless that epoch is already under way (as after a resume)."""
+        """Go to the start of `epoch`, unless that epoch has already begun (as after a resume)."""
         if epoch != self.epoch:
             self.epoch, self.batches_done = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where this loader stands; the same on every rank."""
+        """Return the place of this loader; the same on every rank."""
         steps_done, batches_done = divmod(self.batches_done, self.order.accumulate_grad_batches)
         place = {"epoch": self.epoch, "steps_done": steps_done, "batches_done_of_step": batches_done}
         return place | {name: getattr(self.order, name) for name in self._SAME + self._SAME_IN_STEP}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the loader that `state` is from stood.
+        """Continue at the place in `state`.
 
         Raises:
             ValueError: The checkpoint comes from another order of images (seed, global batch, image set), or from the
@@ -203,7 +203,7 @@ class ResumableLoader(ABC):
         return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.batches_done >= len(self):  # nobody called `set_epoch`
+        if self.batches_done >= len(self):  # at the end, and `set_epoch` was not called
             self.epoch, self.batches_done = self.epoch + 1, 0
         permutation = self.order.permutation(self.epoch)
         shares = (self.order.share(permutation, batch) for batch in range(self.batches_done, len(self)))
@@ -214,12 +214,12 @@ class ResumableLoader(ABC):
 
 
 def eval_shares(*, num_images: int, world_size: int, rank: int, batch_size_per_rank: int) -> list[Indices]:
-    """Batches of one rank such that every image comes exactly once over all ranks.
+    """Divide images into batches of one rank such that every image comes exactly once over all ranks.
 
-    Rank r takes images r, r + world_size, ...; nothing is repeated to make the shares equal, so they differ by up to
-    one image. The number of batches is the same on every rank all the same, and at least one: what ranks do together
-    at a batch, such as DDP's broadcast of BatchNorm statistics before the first, finds all of them. A batch has
-    therefore up to one image more than `batch_size_per_rank`.
+    Rank r takes images r, r + world_size, ...; no image is repeated to make the shares equal, so that they differ by up
+    to one image. Yet the number of batches is the same on every rank, and at least one: collectives at a batch, such
+    as DDP's broadcast of BatchNorm statistics before the first, need all ranks. A batch has therefore up to one image
+    more than `batch_size_per_rank`.
 
     Raises:
         ValueError: There are more ranks than images.

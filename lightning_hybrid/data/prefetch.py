@@ -1,4 +1,4 @@
-"""Batches on the device, in time: the next one before the current step ends where the loader itself reads ahead."""
+"""Batches on the device in time: the next one before the current step ends, if the loader itself reads ahead."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ _OWN = ("_loader", "_device", "_on_device", "_compute_dtype", "_stream", "_copie
 
 
 class DevicePrefetcher:
-    """Iterate over ``loader`` with each batch on ``device``.
+    """An iterable over `loader` with each batch on `device`.
 
-    On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: ``DataLoader(pin_memory=True)``).
-    Where the loader reads ahead by itself and hands out new memory (a ``DataLoader`` with workers; any loader with a
-    true attribute ``reads_ahead``), batch ``i + 1`` is fetched and moved while step ``i`` runs. Any other loader is
-    asked for a batch when it is due and not before, for it may fill the same tensors again, and its data set may be
-    changed between two steps; what was copied from one batch has been copied before the next is asked for. On a CPU
-    nothing is fetched ahead. What the consumer gets needs no further transfer: Lightning's own is then a no-op.
+    On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: `DataLoader(pin_memory=True)`). If
+    the loader reads ahead by itself and gives new memory (a `DataLoader` with workers; any loader with a true attribute
+    `reads_ahead`), batch `i + 1` is fetched and moved while step `i` runs. Any other loader is asked for a batch only
+    when it is due, after the copy of the batch before has ended: it may fill the same tensors again, and its data set
+    may change between two steps. On a CPU nothing is fetched ahead. The consumer's batches need no further transfer:
+    Lightning's own does nothing then.
 
-    Where the loader has a method ``on_device(batch)``, such as normalisation of images that travel as uint8, it is
-    applied after moving, and its floating-point images get the compute dtype. All other batches keep their dtypes.
+    A method `on_device(batch)` of the loader, such as normalisation of images that travel as uint8, is applied after
+    the move, and its floating-point images get the compute dtype. All other batches have their own dtypes.
 
-    The seconds for which the loader kept the consumer waiting add up; :meth:`take_wait_s` reads them.
-
-    Everything but iteration is the loader's: attributes are read from and written to it, so samplers, ``dataset`` and
-    worker settings stay where Lightning and users look for them.
+    Everything but iteration is the loader's: attributes are read from and written to it, so that samplers, `dataset`
+    and worker settings stay where Lightning and users look for them.
 
     Args:
-        loader: any iterable of batches.
-        device: where batches go.
-        compute_dtype: of the images that ``on_device`` returns; None: as they are.
+        loader: Any iterable of batches.
+        device: Where batches go.
+        compute_dtype: dtype of the images that `on_device` returns; None: as they are.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
@@ -52,10 +50,10 @@ class DevicePrefetcher:
         self._wait_s = 0.0
 
     def take_wait_s(self) -> float:
-        """Seconds spent waiting for the loader since this was last asked: near 0 where it keeps up.
+        """Return the seconds of waiting for the loader since the last call: near 0 if the loader is fast enough.
 
-        Of the host's time alone: no device is asked. At the start of an epoch they include the loader's first two
-        batches, which nothing hides.
+        This is the host's time alone: no device is synchronised. At the start of an epoch it includes the loader's
+        first two batches, which nothing hides.
         """
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s
@@ -72,7 +70,7 @@ class DevicePrefetcher:
                 raise fetched
             current, state = fetched
             self._wait(current)
-            # Fetched before the current batch is handed out: the consumer's step hides the copy.
+            # Fetched before the consumer gets the current batch: its step hides the copy.
             upcoming = self._fetch(batches) if self._looks_ahead else None
             self._state = state
             yield current
@@ -81,10 +79,11 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
-        """The next batch and the loader's state after it. An error is kept until its batch is due: none is lost."""
+        """Fetch the next batch and the loader's state after it. An error is returned, to be raised when it is due."""
         try:
             if self._copied is not None and not self._looks_ahead:
-                self._copied.synchronize()  # a step ago, and of a copy alone: the loader may fill that memory again
+                # Waits for the last copy alone, which was a step ago: the loader may fill that memory again.
+                self._copied.synchronize()
             start_s = time.perf_counter()
             try:
                 batch = next(batches)
@@ -108,7 +107,7 @@ class DevicePrefetcher:
         return apply_to_collection(batch, Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
     def _snapshot(self) -> dict[str, Any] | None:
-        """The loader's state just after a batch was fetched; None for loaders without one."""
+        """Return the loader's state just after a batch was fetched; None for loaders without one."""
         return None
 
     def _wait(self, batch: Any) -> None:
@@ -137,9 +136,9 @@ def _reads_ahead(loader: object) -> bool:
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
-    """A :class:`DevicePrefetcher` over a loader with ``state_dict`` and ``load_state_dict``.
+    """A `DevicePrefetcher` over a loader with `state_dict` and `load_state_dict`.
 
-    The state it reports is that of the batch handed out last, not of the one already fetched, so that a resumed run
+    Its state is that of the last batch that the consumer got, not of the one already fetched, so that a resumed run
     repeats none and skips none.
     """
 
@@ -148,17 +147,17 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the batch handed out last."""
+        """Return the state after the last batch that the consumer got."""
         return self._loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that ``state`` was taken at."""
+        """Continue after the batch of `state`."""
         self._state = None
         self._loader.load_state_dict(state)  # type: ignore[attr-defined]
 
 
 def prefetch(loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> DevicePrefetcher:
-    """The prefetcher that fits ``loader``, which stays as it is if it already is one.
+    """Return the prefetcher that fits `loader`, or `loader` itself if it already is one.
 
     >>> list(prefetch([torch.ones(1)], torch.device("cpu")))
     [tensor([1.])]

@@ -1,8 +1,8 @@
-"""Networks that the recipes train, what they cost in arithmetic, and BatchNorm under gradient accumulation."""
+"""The networks of the recipes, their arithmetic cost, and BatchNorm under gradient accumulation."""
 
 from lightning_hybrid.models.alexnet import AlexNet, AlexNetBN
 from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum, ghost_batch_size
-from lightning_hybrid.models.flops import flops_utilisation, forward_flops_per_image, training_flops_per_image
+from lightning_hybrid.models.flops import forward_flops_per_image, training_flops_per_image
 from lightning_hybrid.models.peak_flops import PeakFlops, peak_flops_per_s
 from lightning_hybrid.models.resnet import ResNet
 
@@ -13,7 +13,6 @@ __all__ = [
     "ResNet",
     "correct_momentum_",
     "corrected_momentum",
-    "flops_utilisation",
     "forward_flops_per_image",
     "ghost_batch_size",
     "peak_flops_per_s",

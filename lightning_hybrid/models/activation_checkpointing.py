@@ -13,19 +13,19 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Module) -> Tensor:
-    """`stage(x)`, whose activations are not kept for backward but computed again there.
+    """Compute `stage(x)` without storing its activations for backward, which computes them again.
 
-    Values and gradients are those of `stage(x)` bit for bit, where its kernels repeat themselves. Two things that
-    torch's `checkpoint` leaves to its caller are done here:
+    Values and gradients are those of `stage(x)` bit for bit, if its kernels are deterministic. Two tasks that torch's
+    `checkpoint` leaves to its caller are done here:
 
     * Running statistics of the normalisation layers in `norms` move once, in forward. The second pass works on copies
-      that are thrown away; otherwise each batch would count twice, and `num_batches_tracked` too.
-    * Modes that change what torch's functions compute (`TorchFunctionMode`: the emulated fp16 arithmetic of
+      that are discarded; otherwise each batch would count twice, and `num_batches_tracked` too.
+    * Modes that change the results of torch's functions (`TorchFunctionMode`: the emulated fp16 arithmetic of
       `precision="16-true"` on a CPU is one) are entered again, so that backward sees the numbers of forward.
 
     Random numbers are not drawn the same way twice: `stage` must not draw any (no dropout).
 
-    Shapes, dtypes: those of `stage`. Without autograd (`torch.no_grad`) nothing is kept anyway and `stage` runs once.
+    Shapes and dtypes are those of `stage`. Without autograd (`torch.no_grad`) `stage` runs once, as always.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
 
@@ -44,7 +44,7 @@ def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Modu
 
 
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
-    """`features(x)`, where asked one checkpoint per stage: a convolution and what follows up to the next one."""
+    """Compute `features(x)`, if asked with one checkpoint per stage: a convolution and all up to the next one."""
     if not checkpoint_activations:
         return features(x)
     starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
@@ -71,10 +71,8 @@ def _second_pass(norms: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _copies_of_running_statistics(norms: nn.Module) -> Iterator[None]:
-    """Within, the normalisation layers of `norms` update copies of their buffers.
-
-    Not `track_running_stats=False`: checkpoint insists that both passes save as many tensors, and these are saved.
-    """
+    """Let the normalisation layers of `norms` update copies of their buffers within a `with` block."""
+    # Not `track_running_stats=False`: checkpoint requires that both passes save as many tensors, these included.
     originals = [
         (module, name, buffer)
         for module in norms.modules()

@@ -47,7 +47,7 @@ class AlexNetBN(nn.Module):
     * Five convolutions, three overlapping poolings, three fully connected layers, dropout: Krizhevsky et al. 2012.
     * BatchNorm after pool5, whose output distribution otherwise widens with training, and no weight decay on biases and
       BatchNorm (the optimizer's matter, not the network's): Jia et al. 2018, arXiv:1807.11205.
-    * The rest of Jia et al.'s network is not published layer by layer. The nearest that is, B. Ginsburg's AlexNet-BN in
+    * The rest of Jia et al.'s network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN in
       NVCaffe 0.16 (`models/alexnet_bn`), has two layouts: `train_val` normalises each convolution before its ReLU (as
       Ioffe and Szegedy 2015, arXiv:1502.03167) and is `bn_position="before_relu"`; `train_val2`, which the LARS
       experiments there use, is `bn_position="after_pool"` with `conv_bias=True`: convolutions 1 to 4, then ReLU,
@@ -69,21 +69,21 @@ class AlexNetBN(nn.Module):
         stem_padding: Padding of conv1, in pixels (2 for ImageNet at 224, 0 at 227); None: half the kernel.
         conv2_kernel: Kernel of conv2, odd, in pixels (5 for ImageNet), padded to keep the size.
         pool_padding: Padding of the poolings, 0 (ImageNet) or 1 pixel.
-        bn_position: Of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`, which is after the ReLU where
-            there is no pooling, and leaves conv5 to `pool5_bn`.
+        bn_position: Place of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`, which is after the ReLU
+            where there is no pooling, and leaves conv5 to `pool5_bn`.
         pool5_bn: BatchNorm after pool5; False is the paper's ablation.
         conv_bias: Biases in the convolutions; with `"before_relu"` the BatchNorm that follows takes them away again.
         fc_std: Initial standard deviation of the weights of fc6 and fc7; None: sqrt(2 / fan_in).
         dropout: Probability of a zero after fc6 and fc7.
         bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
         bn_momentum: Weight of the new batch in the running statistics; 0.1 is torch's and Ginsburg's.
-        checkpoint_activations: Compute what is inside each convolution's stage again in backward instead of keeping it.
+        checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
 
     Shapes: images `"batch in_channels image_size image_size"` -> logits `"batch num_classes"`, in the images' dtype.
 
     Raises:
-        ValueError: An unknown `bn_position`, a `width` that leaves a layer without channels, an even kernel, a
-            `pool_padding` above 1, or an `image_size` that the strides reduce to nothing.
+        ValueError: `bn_position` is unknown, `width` leaves a layer without channels, a kernel is even, `pool_padding`
+            is above 1, or the strides reduce `image_size` to nothing.
 
     >>> import torch
     >>> network = AlexNetBN(num_classes=10, in_channels=1, image_size=8, width=0.125)
@@ -177,7 +177,7 @@ class AlexNetBN(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of a batch of normalised images."""
+        """Compute the logits of a batch of normalised images."""
         x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations).flatten(1)
         x = self.dropout(self.relu(self.fc6(x)))
         x = self.dropout(self.relu(self.fc7(x)))
@@ -199,7 +199,7 @@ class AlexNet(nn.Module):
         num_classes: Classes, the last dimension of the logits.
         in_channels: Channels of the images.
         dropout: Probability of a zero before the two hidden layers.
-        checkpoint_activations: Compute what is inside each convolution's stage again in backward instead of keeping it.
+        checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
 
     Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits
     `"batch num_classes"`, in the images' dtype.
@@ -250,7 +250,7 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of a batch of normalised images."""
+        """Compute the logits of a batch of normalised images."""
         x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations)
         return self.classifier(self.avgpool(x).flatten(1))
 

@@ -1,4 +1,4 @@
-"""BatchNorm when a step is made of several micro-batches: its running statistics, and what it normalises over."""
+"""BatchNorm when a step has several micro-batches: its running statistics, and the batch it normalises over."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import math
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_hybrid.checks import require_whole
+
 
 def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
-    """The momentum with which k updates forget as much as one update with `momentum` does.
+    """Compute the momentum with which k updates forget as much as one update with `momentum` does.
 
         m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
 
     m -> `momentum`, torch's: the weight of the new batch; k -> `accumulate_grad_batches`.
 
     Raises:
-        ValueError: An `accumulate_grad_batches` below 1, a `momentum` outside [0, 1].
+        ValueError: `accumulate_grad_batches` is below 1, or `momentum` is outside [0, 1].
 
     >>> one = corrected_momentum(0.1, accumulate_grad_batches=4)
     >>> round(one, 6), round((1 - one) ** 4, 12)
     (0.025996, 0.9)
     """
-    if accumulate_grad_batches < 1:
-        raise ValueError(
-            f"`accumulate_grad_batches` (={accumulate_grad_batches}) must be at least 1: a step has no fewer "
-            "micro-batches. Set trainer.accumulate_grad_batches."
-        )
+    why = "a step has no fewer micro-batches. Set trainer.accumulate_grad_batches"
+    require_whole("accumulate_grad_batches", accumulate_grad_batches, why)
     if not 0 <= momentum <= 1:
         raise ValueError(
             f"`momentum` (={momentum}) must be in [0, 1]: it weighs the new batch against the old average. "
@@ -52,12 +51,12 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     (1 - m')^-(k - 1), at most 1 / (1 - m); and the variance is the mean of variances within micro-batches, without the
     variance between their means. Forward in training is untouched: each micro-batch is normalised by itself.
 
-    Corrected are BatchNorm, SyncBatchNorm and InstanceNorm with running statistics. A momentum of None (plain average
-    over all batches) forgets nothing and stays. The momentum is no part of a checkpoint: call it once for each network
-    built, as a second call would correct again.
+    This changes BatchNorm, SyncBatchNorm and InstanceNorm with running statistics. A momentum of None (plain average
+    over all batches) forgets nothing and stays. The momentum is no part of a checkpoint: call this once for each
+    network built, as a second call would correct again.
 
     Returns:
-        How many layers were corrected; 0 with `accumulate_grad_batches=1`.
+        The number of layers corrected; 0 with `accumulate_grad_batches=1`.
 
     Raises:
         ValueError: As `corrected_momentum`.
@@ -66,7 +65,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     >>> correct_momentum_(norm, accumulate_grad_batches=2), round(norm.momentum, 12)
     (1, 0.1)
     """
-    corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)  # refuses what no step can have
+    corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)  # checks the argument without layers too
     corrected = 0
     for layer in module.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is not None:
@@ -78,7 +77,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
 def ghost_batch_size(
     *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1, ranks_per_norm: int = 1
 ) -> int:
-    """Images that one normalisation takes its mean and variance over ("BN span", "ghost batch").
+    """Compute the images that one normalisation takes its mean and variance over ("BN span", "ghost batch").
 
         ghost = global_batch_size / (world_size * accumulate_grad_batches) * ranks_per_norm
 
@@ -92,7 +91,7 @@ def ghost_batch_size(
         ranks_per_norm: Ranks that share statistics: 1 for BatchNorm; the size of its process group for SyncBatchNorm.
 
     Raises:
-        ValueError: A number below 1, a batch that does not divide, or ranks that do not.
+        ValueError: A number is below 1, the batch does not divide, or the ranks do not.
 
     >>> ghost_batch_size(global_batch_size=65536, world_size=1024)
     64
@@ -102,8 +101,7 @@ def ghost_batch_size(
     sizes = {"global_batch_size": global_batch_size, "world_size": world_size}
     sizes |= {"accumulate_grad_batches": accumulate_grad_batches, "ranks_per_norm": ranks_per_norm}
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"`{name}` (={value}) must be at least 1: it is a count. Set {name}.")
+        require_whole(name, value, f"it is a count. Set {name}")
     parts = world_size * accumulate_grad_batches
     if global_batch_size % parts:
         below = global_batch_size // parts * parts

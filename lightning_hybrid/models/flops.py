@@ -1,4 +1,4 @@
-"""Floating-point operations per image, counted, and the share of a device's peak that a run makes of them."""
+"""Floating-point operations per image, counted."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _BATCH = 2  # BatchNorm refuses to train on one value per channel, which one ima
 
 
 def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Floating-point operations of one image's forward.
+    """Count the floating-point operations of one image's forward.
 
         flops = 2 * multiply-adds of all convolutions and matrix products
 
-    Counted by `torch.utils.flop_counter` on the meta device: nothing is computed, and parameters, running statistics
-    and random state of `model` stay as they are. Normalisation, activations, pooling and additions are not counted, as
-    is usual. Papers and torchvision often say FLOPs for multiply-adds, which is half of this.
+    `torch.utils.flop_counter` counts on the meta device: nothing is computed, and parameters, running statistics and
+    random state of `model` stay as they are. Normalisation, activations, pooling and additions are not counted, as is
+    usual. Papers and torchvision often say FLOPs for multiply-adds, which is half of this.
 
     Args:
-        model: Takes a batch of images, on any device, in any dtype, in training or evaluation.
-        image_shape: Of one image, without the batch: channels, height, width.
+        model: A network for batches of images, on any device, in any dtype, in training or evaluation.
+        image_shape: Channels, height and width of one image.
 
     Raises:
-        ValueError: An `image_shape` that holds anything but positive whole numbers.
+        ValueError: `image_shape` holds anything but positive whole numbers.
 
     >>> forward_flops_per_image(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 10)) == 2 * 8 * 3 * 3**2 * 10**2
     True
@@ -37,44 +37,20 @@ def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int
 
 
 def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Floating-point operations of one image's forward and backward; arguments and errors as `forward_flops_per_image`.
+    """Count the floating-point operations of one image's forward and backward; see `forward_flops_per_image`.
 
         flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
 
-    A little less than three times, as the images themselves need no gradient. What activation checkpointing computes a
-    second time is not counted in networks that have `checkpoint_activations`: training has no use for it, so that
-    utilisation compares with and without it (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311).
-    Nor are the optimizer's few operations per parameter.
+    It is a little less than three times, as the images need no gradient. The second forward of activation checkpointing
+    is not counted in networks that have `checkpoint_activations`, so that utilisation compares with and without it
+    (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311). The optimizer's few operations per
+    parameter are not counted either.
 
     >>> layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
     >>> training_flops_per_image(layers, (3, 1, 1)) == 2 * (2 * 3 * 8 + 3 * 8 * 8)
     True
     """
     return _flops(model, image_shape, backward=True)
-
-
-def flops_utilisation(*, images_per_s: float, flops_per_image: float, peak_flops_per_s: float) -> float:
-    """The share of peak arithmetic that reaches the model ("MFU"), between 0 and 1.
-
-        utilisation = images_per_s * flops_per_image / peak_flops_per_s
-
-    Args:
-        images_per_s: Of as many devices as `peak_flops_per_s` is of.
-        flops_per_image: `training_flops_per_image` in training.
-        peak_flops_per_s: Of the dtype of the matrix products; see `models.peak_flops`.
-
-    Raises:
-        ValueError: A peak that is not positive.
-
-    >>> flops_utilisation(images_per_s=2000, flops_per_image=24.5e9, peak_flops_per_s=980e12)
-    0.05
-    """
-    if not peak_flops_per_s > 0:
-        raise ValueError(
-            f"`peak_flops_per_s` (={peak_flops_per_s}) must be positive: there is no share of nothing. "
-            "Leave the utilisation out where the device's peak is not known."
-        )
-    return images_per_s * flops_per_image / peak_flops_per_s
 
 
 def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> int:
@@ -86,6 +62,7 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
     tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
     tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}
     images = torch.empty(_BATCH, *image_shape, device="meta")
+    # functional_call puts the shadows in place of the model's own tensors, which stay where and what they are.
     with torch.enable_grad(), _without_recomputation(model), FlopCounterMode(display=False) as counter:
         logits = functional_call(model, tensors, (images,))
         if backward:
@@ -94,9 +71,9 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
 
 
 def _shadow(tensor: Tensor) -> Tensor:
-    """A tensor of this shape without memory; fp32, so that a model of several dtypes needs no autocast."""
+    """Make a tensor of this shape without memory; fp32, so that a model of several dtypes needs no autocast."""
     if not tensor.is_floating_point():
-        is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"  # a BatchNorm without momentum reads its own
+        is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"  # BatchNorm without momentum reads its value
         return tensor.clone() if is_counter else torch.empty_like(tensor, device="meta")
     shadow = torch.empty_like(tensor, device="meta", dtype=torch.float32)
     return shadow.requires_grad_(tensor.requires_grad)

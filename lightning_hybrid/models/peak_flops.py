@@ -10,15 +10,15 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """Dense matrix products of one device, in floating-point operations per second; None where not known.
+    """The rates of dense matrix products of one device, in FLOP/s; None where not known.
 
     Attributes:
         device_name: Pattern of the whole of `torch.cuda.get_device_name()`.
-        float32: Without tensor cores.
-        tfloat32: fp32 matrices at TF32's precision, as `torch.set_float32_matmul_precision("high")` allows.
-        float16: fp16 operands, fp32 sums.
-        bfloat16: bf16 operands, fp32 sums.
-        source: Where the numbers are published.
+        float32: Rate without tensor cores.
+        tfloat32: Rate of fp32 matrices at TF32's precision, as `torch.set_float32_matmul_precision("high")` allows.
+        float16: Rate of fp16 operands with fp32 sums.
+        bfloat16: Rate of bf16 operands with fp32 sums.
+        source: The publication of the numbers.
     """
 
     device_name: str
@@ -29,101 +29,42 @@ class PeakFlops:
     source: str
 
 
-# Makers like to print the doubled rate of matrices that are half zeros ("with sparsity"); where they do, this is half.
-# Not lightning.fabric's `get_available_flops`: its H200 is the doubled rate, its name for it is not the driver's, it
-# takes a part of a device (MIG) for the whole, and it has no P40.
-PEAKS = (
-    PeakFlops(
-        device_name=r"Tesla P40",
-        float32=12e12,
-        tfloat32=None,
-        # Pascal's P40 computes fp16 products in fp32; its own fp16 arithmetic runs at 1/64 of that
-        float16=12e12,
-        bfloat16=None,
-        source="NVIDIA, Tesla P40 datasheet (fp32; the rate for fp16 operands is ours)",
-    ),
-    PeakFlops(
-        device_name=r"Tesla P100-SXM2-.*",
-        float32=10.6e12,
-        tfloat32=None,
-        float16=21.2e12,
-        bfloat16=None,
-        source="NVIDIA, Tesla P100 datasheet",
-    ),
-    PeakFlops(
-        device_name=r"Tesla V100-SXM2-.*",
-        float32=15.7e12,
-        tfloat32=None,
-        float16=125e12,
-        bfloat16=None,
-        source="NVIDIA, V100 datasheet (volta-v100-datasheet-update-us-1165301-r5)",
-    ),
-    PeakFlops(
-        device_name=r"Tesla V100-PCIE-.*",
-        float32=14e12,
-        tfloat32=None,
-        float16=112e12,
-        bfloat16=None,
-        source="NVIDIA, V100 datasheet (volta-v100-datasheet-update-us-1165301-r5)",
-    ),
-    PeakFlops(
-        device_name=r"Tesla T4",
-        float32=8.1e12,
-        tfloat32=None,
-        float16=65e12,
-        bfloat16=None,
-        source="NVIDIA, T4 datasheet (t4-tensor-core-datasheet-951643)",
-    ),
-    PeakFlops(
-        device_name=r"(NVIDIA )?A100[- ](SXM4|PCIE|PCI|80GB PCIe)(-\d+GB)?",
-        float32=19.5e12,
-        tfloat32=156e12,
-        float16=312e12,
-        bfloat16=312e12,
-        source="NVIDIA, A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950-r4)",
-    ),
-    PeakFlops(
-        device_name=r"NVIDIA H100 80GB HBM3",  # SXM
-        float32=66.9e12,
-        tfloat32=494.7e12,
-        float16=989.4e12,
-        bfloat16=989.4e12,
-        source="NVIDIA, H100 Tensor Core GPU Architecture",
-    ),
-    PeakFlops(
-        device_name=r"NVIDIA H100 PCIe",
-        float32=51.2e12,
-        tfloat32=378e12,
-        float16=756e12,
-        bfloat16=756e12,
-        source="NVIDIA, H100 Tensor Core GPU Architecture",
-    ),
-    PeakFlops(
-        device_name=r"NVIDIA H200",  # SXM: H100's chip with more memory
-        float32=67e12,
-        tfloat32=494.5e12,
-        float16=989.5e12,
-        bfloat16=989.5e12,
-        source="NVIDIA, H200 datasheet (TF32 989 and fp16 1,979 teraFLOPS with sparsity)",
-    ),
-    PeakFlops(
-        device_name=r"NVIDIA B200",
-        float32=None,
-        tfloat32=None,
-        float16=2.25e15,
-        bfloat16=2.25e15,
-        source="NVIDIA, Blackwell Architecture Technical Brief (HGX B200)",
-    ),
+# Where a datasheet has only the doubled rate of matrices that are half zeros ("with sparsity"), this is half of it.
+# We do not use lightning.fabric's `get_available_flops`: its H200 is the doubled rate under another name than the
+# driver's, it takes a part of a device (MIG) for the whole, and it has no P40.
+# fmt: off
+PEAKS = tuple(
+    PeakFlops(device_name=name, float32=fp32, tfloat32=tf32, float16=fp16, bfloat16=bf16, source=f"NVIDIA, {source}")
+    for name, fp32, tf32, fp16, bf16, source in (
+        # Pascal's P40 computes fp16 products in fp32; its own fp16 arithmetic runs at 1/64 of that.
+        (r"Tesla P40", 12e12, None, 12e12, None,
+         "Tesla P40 datasheet (fp32; the rate for fp16 operands is our conclusion)"),
+        (r"Tesla P100-SXM2-.*", 10.6e12, None, 21.2e12, None, "Tesla P100 datasheet"),
+        (r"Tesla V100-SXM2-.*", 15.7e12, None, 125e12, None,
+         "V100 datasheet (volta-v100-datasheet-update-us-1165301-r5)"),
+        (r"Tesla V100-PCIE-.*", 14e12, None, 112e12, None,
+         "V100 datasheet (volta-v100-datasheet-update-us-1165301-r5)"),
+        (r"Tesla T4", 8.1e12, None, 65e12, None, "T4 datasheet (t4-tensor-core-datasheet-951643)"),
+        (r"(NVIDIA )?A100[- ](SXM4|PCIE|PCI|80GB PCIe)(-\d+GB)?", 19.5e12, 156e12, 312e12, 312e12,
+         "A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950-r4)"),
+        (r"NVIDIA H100 80GB HBM3", 66.9e12, 494.7e12, 989.4e12, 989.4e12,  # SXM
+         "H100 Tensor Core GPU Architecture"),
+        (r"NVIDIA H100 PCIe", 51.2e12, 378e12, 756e12, 756e12, "H100 Tensor Core GPU Architecture"),
+        (r"NVIDIA H200", 67e12, 494.5e12, 989.5e12, 989.5e12,  # SXM: H100's chip with more memory
+         "H200 datasheet (TF32 989 and fp16 1,979 teraFLOPS with sparsity)"),
+        (r"NVIDIA B200", None, None, 2.25e15, 2.25e15, "Blackwell Architecture Technical Brief (HGX B200)"),
+    )
 )
+# fmt: on
 
 
 def peak_flops_per_s(device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False) -> float | None:
-    """Peak of dense matrix products of `dtype` on one whole device, in FLOP/s; None where it is not known.
+    """Look up the peak of dense matrix products of `dtype` on one whole device, in FLOP/s; None if not known.
 
     Args:
-        device_name: What `torch.cuda.get_device_name()` says. A part of a device (MIG) and a CPU are not known.
-        dtype: Of the matrix products' operands: under autocast, autocast's.
-        allow_tf32: fp32 products may run as TF32.
+        device_name: The result of `torch.cuda.get_device_name()`. A part of a device (MIG) and a CPU are not known.
+        dtype: dtype of the operands: under autocast, autocast's.
+        allow_tf32: Whether fp32 products may run as TF32.
 
     >>> peak_flops_per_s("NVIDIA A100-SXM4-80GB", torch.float16)
     312000000000000.0

@@ -20,7 +20,7 @@ STAGE_CHANNELS = (64, 128, 256, 512)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: the residual block of ResNet-18 and ResNet-34.
+    """The residual block of ResNet-18 and ResNet-34: two 3x3 convolutions and a shortcut.
 
         y = relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x))
 
@@ -45,19 +45,19 @@ class BasicBlock(nn.Module):
         return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
-        """`"batch in_channels height width"` -> `"batch channels height/stride width/stride"`."""
+        """Map `"batch in_channels height width"` to `"batch channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.bn2(self.conv2(branch))
         return self.relu(branch + (x if self.downsample is None else self.downsample(x)))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: the residual block of ResNet-50 and deeper.
+    """The residual block of ResNet-50 and deeper: 1x1, 3x3 and 1x1 convolutions and a shortcut.
 
         y = relu(bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))) + shortcut(x))
 
     The stride is on the 3x3 convolution in `"v1.5"`, on the first 1x1 in `"v1"` (He et al. 2015, arXiv:1512.03385),
-    which so never looks at three pixels of four. The shortcut is as in `BasicBlock`.
+    which then never reads three pixels of four. The shortcut is as in `BasicBlock`.
     """
 
     expansion = 4
@@ -81,7 +81,7 @@ class Bottleneck(nn.Module):
         return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
-        """`"batch in_channels height width"` -> `"batch 4*channels height/stride width/stride"`."""
+        """Map `"batch in_channels height width"` to `"batch 4*channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.relu(self.bn2(self.conv2(branch)))
         branch = self.bn3(self.conv3(branch))
@@ -141,7 +141,7 @@ class ResNet(nn.Module):
         bn_eps: Added to the variance. 1e-5 is MLPerf's and torch's.
         bn_momentum: Weight of the new batch in the running statistics. 0.1 is MLPerf's and torch's (0.9 in the
             convention of TensorFlow, which weighs the old).
-        checkpoint_activations: Keep only each block's input for backward and compute its inside again: the same
+        checkpoint_activations: Store only each block's input for backward and compute its inside again: the same
             gradients from 36 % of the activations (30 of 82 MiB per image in fp32 at 224, ResNet-50), for a third more
             arithmetic. Blocks then run one by one: forward hooks on `layer1` to `layer4` do not fire.
 
@@ -149,7 +149,7 @@ class ResNet(nn.Module):
     Channels-last images in a network of `.to(memory_format=torch.channels_last)` stay channels-last throughout.
 
     Raises:
-        ValueError: An unknown `depth`, `variant`, `stem` or `zero_gamma`, or a `width` that leaves no channels.
+        ValueError: `depth`, `variant`, `stem` or `zero_gamma` is unknown, or `width` leaves no channels.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -218,7 +218,7 @@ class ResNet(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of a batch of normalised images."""
+        """Compute the logits of a batch of normalised images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             if self.checkpoint_activations:
@@ -230,7 +230,7 @@ class ResNet(nn.Module):
 
 
 def _conv(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """No bias: the normalisation that follows would take it away again."""
+    """Make a convolution without bias: the normalisation that follows would subtract it."""
     return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 

@@ -1,4 +1,4 @@
-"""The trust ratios of LARS and LAMB, computed anew for whoever wants to look at them: steps keep none."""
+"""The trust ratios of LARS and LAMB, computed on request: a step does not store them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.optim.gradients import dense_gradients
 from lightning_hybrid.optim.lamb import LAMB, lamb_updates
 from lightning_hybrid.optim.lars import LARS, lars_ratios
-from lightning_hybrid.optim.layerwise import dense_gradients
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 
 
 @torch.no_grad()
 def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> list[dict[Tensor, Tensor]]:
-    """The trust ratio of every tensor that has one, for each parameter group: ``{parameter: q}``, q 0-dim.
+    """Compute the trust ratio q of every tensor that has one, for each parameter group: `{parameter: q}`, q 0-dim.
 
-    q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
-    before a step of LARS those of that step. After a step the gradients (LAMB: the moments) are those just used, and
-    the weights those that the step has left, so that q differs from the step's own by at most about the relative size
-    of the step. LAMB has no moments before its first step.
+    q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now.
+    Before a step of LARS these are the step's own. After a step the gradients (LAMB: the moments) are those it used
+    and the weights those it wrote, so that q differs from the step's own by about the relative size of the step.
 
-    Excluded groups and tensors without gradient or state have none; other optimizers have none at all. Reads all
-    weights and gradients once, a tensor at a time; nothing is written, nothing waits for the device.
+    Excluded groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none.
+    All weights and gradients are read once, a tensor at a time; nothing is written, nothing waits for the device.
 
     Args:
-        optimizer: Any.
-        grad_scale: What the gradients are still multiplied by (0-dim); None: nothing. LAMB does not look at them.
+        optimizer: Any optimizer.
+        grad_scale: Factor that the gradients still contain (0-dim); None: 1. LAMB does not read gradients.
 
     >>> weight, bias = torch.nn.Parameter(torch.tensor([3.0, 4.0])), torch.nn.Parameter(torch.ones(1))
     >>> groups = [{"params": [weight]}, {"params": [bias], "trust_ratio": False}]
@@ -67,7 +66,7 @@ def _lamb_ratio(
     state = optimizer.state.get(param, {})
     if "step" not in state:
         return None
-    # As `LAMB` has it: a number where the count is on the CPU, float64 elsewhere.
+    # As in `LAMB`: a number where the count is on the CPU, else float64.
     step = state["step"].item() if state["step"].device.type == "cpu" else state["step"].to(torch.float64)
     updates = lamb_updates([param], [state["exp_avg"]], [state["exp_avg_sq"]], [step], group=group)
     return trust_ratio(tensor_norms([param]), tensor_norms(updates))[0]

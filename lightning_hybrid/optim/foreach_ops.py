@@ -1,4 +1,4 @@
-"""Arithmetic on lists of tensors, as LARS and LAMB do it where no kernel of theirs runs."""
+"""Arithmetic on lists of tensors, for steps of LARS and LAMB that are not fused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from lightning_hybrid.optim.trust_ratio import in_memory_order
 
-# Elements per thread that are worked on at once on the CPU (2 MiB of float32): the temporaries of a step are then the
-# allocator's own again, where those of a tensor of 150 MB would come from the operating system, page by page.
+# Elements per thread that are worked on at once on the CPU (2 MiB of float32). The allocator reuses temporaries of this
+# size, where those of a tensor of 150 MB would come from the operating system, page by page.
 _BLOCK = 1 << 19
 
 
 def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The tensors in `dtype`: the very same list if they have it, else copies.
+    """Return the tensors in `dtype`: the very same list if they have it, else copies.
 
     >>> as_dtype([torch.ones(1, dtype=torch.float16)], torch.float32)
     [tensor([1.])]
@@ -36,7 +36,7 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Ten
 
 
 def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Views of lists of equal shapes, to be worked on in turn: one large CPU tensor in blocks, all else as it is.
+    """Yield views of lists of equal shapes, to work on in turn: one large CPU tensor in blocks, all else as it is.
 
     >>> weights, grads = [torch.zeros(1_000_000)], [torch.ones(1_000_000)]
     >>> for some_weights, some_grads in in_blocks(weights, grads):
@@ -45,6 +45,7 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     True
     """
     first = lists[0][0]
+    # Not while torch.compile traces: it would unroll the blocks into its graph.
     size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
     whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
     if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
@@ -64,7 +65,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
-    """`tensors` times one factor, or times one each; in place unless they are the very list to `keep`.
+    """Multiply `tensors` by one factor, or by one each; in place unless they are the very list to `keep`.
 
     >>> grads = [torch.tensor([2.0])]
     >>> scaled(grads, 3.0, keep=grads), grads

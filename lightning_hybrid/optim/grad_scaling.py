@@ -1,4 +1,4 @@
-"""What a loss scaler and an optimizer tell each other: the protocol of `torch.amp.GradScaler` for fused optimizers."""
+"""What a loss scaler gives an optimizer for one step: the protocol of `torch.amp.GradScaler` for fused optimizers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling:
-    """For one step: what gradients are multiplied by, and whether the step is skipped. Both 0-dim, on a device.
+    """The factor on gradients for one step, and whether the step is skipped. All tensors are 0-dim, on a device.
 
-    `inverse_scale` is None where gradients are not scaled, `found_inf` where a step is never skipped; else
-    `found_inf` is 0 or more than 0, float32, and then nothing is written. `verdict`, 0 so far, is where passes over
-    gradients may write 1.0 if one is inf or nan.
+    Attributes:
+        inverse_scale: Factor on gradients; None: they are not scaled.
+        found_inf: float32; above 0, the step writes nothing. None: the step is never skipped.
+        found_inf_out: 0 so far; passes over gradients may write 1.0 here if one is inf or nan.
     """
 
     inverse_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    verdict: Tensor | None = None
+    found_inf_out: Tensor | None = None
 
     def to(self, device: torch.device) -> GradScaling:
-        """The same on another device, but for the verdict: each has its own."""
+        """Copy to another device, without `found_inf_out`: each device has its own."""
         inverse_scale = None if self.inverse_scale is None else self.inverse_scale.to(device, non_blocking=True)
         found_inf = None if self.found_inf is None else self.found_inf.to(device, non_blocking=True)
         return GradScaling(inverse_scale=inverse_scale, found_inf=found_inf)
 
     def unscale(self, tensors: list[Tensor], *, keep: list[Tensor]) -> list[Tensor]:
-        """`tensors` unscaled; in place unless they are the very list to `keep`."""
+        """Unscale `tensors`; in place unless they are the very list to `keep`."""
         if self.inverse_scale is None:
             return tensors
         if tensors is keep:
@@ -38,13 +39,13 @@ class GradScaling:
         return tensors
 
     def scratch(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Where to compute the next values of `tensors`: clones if the step may be skipped, else themselves."""
+        """Return where to compute the next values of `tensors`: clones if the step may be skipped, else themselves."""
         return tensors if self.found_inf is None else [tensor.clone() for tensor in tensors]
 
     def commit_(self, tensors: list[Tensor], news: list[Tensor]) -> None:
-        """Let `tensors` be `news`, rounded to their dtype, unless the step is skipped: then they keep every bit.
+        """Write `news`, rounded, to `tensors`, unless the step is skipped: then every bit stays.
 
-        A selection, not a product with 0 or 1: 0 * inf is nan.
+        This is a selection and not a product with 0 or 1: 0 * inf is nan.
 
         >>> weights, spoilt = [torch.tensor([1.0, -0.0])], [torch.tensor([float("inf"), float("nan")])]
         >>> GradScaling(found_inf=torch.tensor(1.0)).commit_(weights, spoilt); weights
@@ -63,7 +64,7 @@ UNSCALED = GradScaling()
 
 
 def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """1.0 if an element of `tensors`, on one device, is inf or nan, else 0.0; 0-dim float32, on that device.
+    """Return 1.0 if an element of `tensors` is inf or nan, else 0.0: 0-dim float32, on the device of all of them.
 
     >>> any_not_finite([torch.ones(2)]), any_not_finite([torch.ones(2), torch.tensor([float("nan")])])
     (tensor(0.), tensor(1.))

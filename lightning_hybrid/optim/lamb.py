@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of
-from lightning_hybrid.optim.option_checks import check_choice, check_common, check_number
+from lightning_hybrid.optim.gradients import lr_of
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 
@@ -46,16 +47,16 @@ class LAMB(LayerwiseOptimizer):
     at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half
     a million elements, whose |u| is then summed in another order (in float64).
 
-    `fused=True` is two passes over memory for the whole model, moments with |w| and |u|, then the step; three where
-    gradients are looked at before, for inf and nan or for `max_grad_norm`. On the CPU they are C++ (`native`), on CUDA
-    Triton (`lamb_kernels`), which has never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
+    `fused=True` is two passes over memory for the whole model, moments with |w| and |u|, then the update; three where
+    gradients are read before, for inf and nan or for `max_grad_norm`. On the CPU they are C++, on CUDA Triton kernels,
+    which have never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
 
     `capturable=True` counts steps on the parameters' device and reads nothing on the host, so that a CUDA graph may
     capture the step; capture itself has not been run. A rate that changes between replays has to be a tensor.
     `differentiable` is torch's, and refused.
 
-    Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
-    parameter, a sparse gradient.
+    Raises:
+        ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([weight], lr=0.1)
@@ -104,7 +105,7 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_common(group)
+        super()._check_group(group)
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(
@@ -112,17 +113,12 @@ class LAMB(LayerwiseOptimizer):
                 "(0.9, 0.999) is usual."
             )
         for index, beta in enumerate(betas):
-            check_number(f"betas[{index}]", beta, low=0, high=1, why="at 1 the moment would never see a gradient.")
-        check_number("eps", group["eps"], low=0, why="it is added to the root of the second moment; 1e-6 is usual.")
-        check_choice("bias_correction", group["bias_correction"], (True, False), why="see the LAMB docstring.")
-        if group["max_grad_norm"] is not None:
-            check_number(
-                "max_grad_norm",
-                group["max_grad_norm"],
-                low=0,
-                above=True,
-                why="it bounds the norm of all gradients together; None is no bound.",
-            )
+            require_number(f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1)
+        require_number("eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual")
+        require_choice("bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring")
+        if (bound := group["max_grad_norm"]) is not None:
+            why = "it bounds the norm of all gradients together; None is no bound"
+            require_number("max_grad_norm", bound, why, above=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; raises as the base does, and for a `max_grad_norm` that is not the optimizer's."""
@@ -142,13 +138,14 @@ class LAMB(LayerwiseOptimizer):
         self._clip_factor = None
         if bound is None:
             return
-        kinds: dict[Any, list[Tensor]] = {}
+        by_dtype: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    kinds.setdefault((param.device, param.grad.dtype), []).append(param.grad)
-        if kinds:
-            norms = [tensor_norms(grads) for grads in kinds.values()]
+                    by_dtype.setdefault((param.device, param.grad.dtype), []).append(param.grad)
+        if by_dtype:
+            norms = [tensor_norms(grads) for grads in by_dtype.values()]
+            # The bound is on unscaled gradients: it must not move with the loss scale.
             norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
             (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
             self._clip_factor = (bound / norm).clamp(max=1.0)
@@ -160,6 +157,7 @@ class LAMB(LayerwiseOptimizer):
         moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
         steps = [self._next_step(param, group["capturable"]) for param in params]
         copies = self._copies_of(params)
+        # Three passes over the blocks: moments, |u|, update. |u| of a whole tensor is known before any block moves.
         blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))
         for _, some_grads, means, squares, *_ in blocks:
             moments_(some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling)
@@ -184,7 +182,7 @@ class LAMB(LayerwiseOptimizer):
                 torch._foreach_copy_(some_copies[0], some_params)
 
     def _next_step(self, param: Tensor, capturable: bool) -> float | Tensor:
-        """Count this step, unless it is skipped; the count as `_corrections` takes it."""
+        """Count this step, unless it is skipped, and return the count as `_corrections` takes it."""
         state, found_inf = self.state[param], self._scaling.found_inf
         if "step" not in state:
             # On the CPU wherever the parameter is, so that reading it waits for nothing.
@@ -232,7 +230,7 @@ def lamb_updates(
     *,
     group: dict[str, Any],
 ) -> list[Tensor]:
-    """The u of `LAMB` for tensors of one device and dtype; `steps` counts the present step, 1 at the first."""
+    """Compute the u of `LAMB` for tensors of one device and dtype; `steps` counts the present step, 1 at the first."""
     updates = list(torch._foreach_div(exp_avgs, _denominators(exp_avg_sqs, steps, group)))
     if group["bias_correction"]:
         torch._foreach_div_(updates, _corrections(steps, group))
@@ -285,7 +283,7 @@ def adamw_(
 
 
 def _count(step: Tensor, device: torch.device) -> float | Tensor:
-    """A number, or a tensor while `torch.compile` traces: it may keep the place of the count, but not its value.
+    """Return the count as a number, or as a tensor while `torch.compile` traces: a number would be frozen.
 
     float64: 1 - 0.999 ** step would lose half its digits in float32.
     """
@@ -297,7 +295,7 @@ def _corrections(steps: list[Any], group: dict[str, Any]) -> list[Any]:
 
 
 def _denominators(exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]) -> list[Tensor]:
-    """sqrt(V) + eps of `LAMB`."""
+    """Compute sqrt(V) + eps of `LAMB`."""
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:
         torch._foreach_div_(denominators, [(1 - group["betas"][1] ** step) ** 0.5 for step in steps])

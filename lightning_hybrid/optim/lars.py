@@ -5,11 +5,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, lr_of, state_dtype
-from lightning_hybrid.optim.option_checks import check_choice, check_common, check_number
+from lightning_hybrid.optim.gradients import lr_of, state_dtype
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
@@ -31,7 +32,7 @@ class LARS(LayerwiseOptimizer):
     eta -> `trust_coefficient`, m -> `momentum`, beta (decay) -> `weight_decay`, v -> state `"momentum_buffer"`.
 
     The denominators differ always. The first two forms differ only while `lr` changes: "lr_inside" remembers the
-    rates at which past gradients came, "lr_outside" re-scales all of them to the rate of today. Whose rule is whose:
+    rates of past gradients, "lr_outside" scales all of them by the present rate. Used by:
 
         "lr_inside", "sum"        the paper; MLPerf's TensorFlow reference
         "lr_inside", "joint"      optax
@@ -67,23 +68,22 @@ class LARS(LayerwiseOptimizer):
     tensor at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for "joint" on a tensor
     of more than half a million elements, whose norm is then summed in another order (in float64).
 
-    `fused=True` is two passes over memory for the whole model: the norms of gradients, then the step. On the CPU they
-    are C++ (`native`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
-    Triton kernels (`kernels`). `None` is that on CUDA, and lists elsewhere, as it is with `foreach` or `capturable`
-    set. Without a compiler, or without triton, it is the lists, with a warning. The same rule with other rounding:
-    weights agree with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14.
-    It is an option of the optimizer, not of a group. True tells `torch.amp.GradScaler` that the step unscales and skips
-    by itself; Lightning then refuses to clip gradients under "16-mixed". Under `torch.compile(optimizer.step)` it is
-    the lists that are compiled.
+    `fused=True` is two passes over memory for the whole model: the norms of gradients, then the update. On the CPU
+    they are C++ (`fused.cpu`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA
+    three Triton kernels (`fused.cuda`). `None` means fused on CUDA, unless `foreach` or `capturable` is set, and lists
+    elsewhere. Without a compiler, or without triton, lists are used, with a warning. The rule is the same, with other
+    rounding: weights agree with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14. `fused` is
+    an option of the optimizer, not of a group. With True, `torch.amp.GradScaler` leaves unscaling and skipping to the
+    step; Lightning then refuses to clip gradients under "16-mixed". `torch.compile(optimizer.step)` compiles the lists.
 
     `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it; capture itself has not
     been run. A rate that changes between replays has to be a tensor. `differentiable` is torch's, and refused.
 
-    Half-precision gradients on float32 parameters, loss scale, skipping and half-precision copies of the parameters
-    are taken by plain attributes, on every path: see `LayerwiseOptimizer`.
+    Every path takes half-precision gradients on float32 parameters, loss scale, skipping and half-precision copies of
+    the parameters by plain attributes: see `LayerwiseOptimizer`.
 
-    Raises `ValueError` for an option or a group option that breaks its rule, an unknown group key, a complex
-    parameter, a sparse gradient.
+    Raises:
+        ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LARS([weight], lr=10.0, momentum=0.9, trust_coefficient=0.01)
@@ -134,21 +134,18 @@ class LARS(LayerwiseOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_common(group)
-        check_number(
-            "momentum", group["momentum"], low=0, high=1, why="at 1 past gradients would never fade; 0 is off."
-        )
-        check_number(
+        super()._check_group(group)
+        require_number("momentum", group["momentum"], "at 1 past gradients would never fade; 0 is off", high=1)
+        require_number(
             "trust_coefficient",
             group["trust_coefficient"],
-            low=0,
+            "it is |step| / |w| at lr = 1; 0.001 is usual, and a group is excluded with trust_ratio=False",
             above=True,
-            why="it is |step| / |w| at lr = 1; 0.001 is usual, and a group is excluded with trust_ratio=False.",
         )
-        check_number("eps", group["eps"], low=0, why="it is added to a norm; 0 is the paper's rule.")
-        check_choice("nesterov", group["nesterov"], (True, False), why="True looks one momentum step ahead.")
-        check_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), why="see the LARS docstring.")
-        check_choice("denominator", group["denominator"], get_args(Denominator), why="see the LARS docstring.")
+        require_number("eps", group["eps"], "it is added to a norm; 0 is the paper's rule")
+        require_choice("nesterov", group["nesterov"], (True, False), "True looks one momentum step ahead")
+        require_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), "see the LARS docstring")
+        require_choice("denominator", group["denominator"], get_args(Denominator), "see the LARS docstring")
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError(
                 "`nesterov` (=True) needs `momentum` (=0) above 0: there is no momentum to look ahead along. "
@@ -182,7 +179,7 @@ def lars_ratios(
     lr: float | Tensor,
     scaling: GradScaling = UNSCALED,
 ) -> Tensor:
-    """The trust ratios of tensors of one device and dtype, clipped if asked, as one 1-D tensor on that device."""
+    """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device."""
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     if group["denominator"] == "sum":
         (norms,) = scaling.unscale([tensor_norms(grads)], keep=[])
@@ -204,7 +201,7 @@ def lars_(
     ratios: Tensor | None,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """One LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
+    """Do one LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
 
     `buffers` is None where momentum is 0, `ratios` where the trust ratio is off. The order of operations is that of
     `torch.optim.SGD`.
@@ -212,6 +209,7 @@ def lars_(
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
     directions = _directions(weights, grads, group=group, scaling=scaling)
+    # If the step may be skipped, all is computed in scratch memory; only `commit_` writes, and that by `found_inf`.
     if weights is params:
         weights = scaling.scratch(params)
     if ratios is not None:
@@ -244,7 +242,7 @@ def lars_(
 def _directions(
     params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], scaling: GradScaling = UNSCALED
 ) -> list[Tensor]:
-    """Gradients, unscaled, negated to climb, decayed, at least float32; the very `grads` if that changes nothing."""
+    """Unscale, negate (to climb) and decay gradients, at least in float32; the very `grads` if nothing changes."""
     dtype = state_dtype(params[0].dtype)
     directions = scaling.unscale(as_dtype(grads, dtype), keep=grads)
     if group["maximize"]:

@@ -1,50 +1,41 @@
-"""What LARS and LAMB share: checked parameter groups, float32 state, lists of tensors to work on."""
+"""Base class of LARS and LAMB: checked parameter groups, float32 state, mixed precision, the choice of a path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
+from lightning_hybrid.optim.fused.step import FusedStep
 from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
+from lightning_hybrid.optim.gradients import dense_gradients, param_name, state_dtype
 
-if TYPE_CHECKING:
-    from lightning_hybrid.optim.fused.step import FusedStep
-
-# Keys a group may hold that are no option of ours: torch's own, and those that schedulers and loggers leave there.
+# Group keys that are not our options: torch's own, and those that schedulers and loggers add.
 _FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of optimizer state and arithmetic for a parameter of `dtype`: at least float32.
-
-    >>> state_dtype(torch.bfloat16), state_dtype(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return torch.promote_types(dtype, torch.float32)
-
-
 class LayerwiseOptimizer(Optimizer):
-    """An optimizer that scales each tensor's step by a trust ratio; LARS and LAMB say how.
+    """An optimizer that scales each tensor's step by a trust ratio; the subclasses LARS and LAMB define the rule.
 
-    It owns what does not depend on the rule: options are checked for the defaults and for each group; an unknown
-    group key is an error; state is float32 for half-precision parameters and stays so through `load_state_dict`;
-    `step` hands the rule lists of tensors, one tensor a list or, with `foreach`, all of a device and dtype at once.
+    This class owns what does not depend on the rule. It checks the options of the defaults and of each group; an
+    unknown group key is an error. State is float32 for half-precision parameters, also after `load_state_dict`. `step`
+    gives the rule lists of tensors: one tensor per list or, with `foreach`, all tensors of a device and dtype.
 
-    Mixed precision, by plain attributes, for `torch.amp.GradScaler` and for whoever keeps float32 masters:
+    Mixed precision goes through plain attributes, for `torch.amp.GradScaler` and for owners of float32 masters:
 
-        grad_scale              0-dim tensor: gradients are divided by it, within the step; they may be half precision
-        found_inf               0-dim tensor, 0 or more: if more, nothing is written, to the bit
-        last_found_inf          left by a step that had one of the two: its `found_inf`, or what it found by itself
-        copies                  {parameter: half-precision copy}: each is written as parameter.to(dtype) by the step
+        grad_scale              0-dim tensor: the step divides gradients by it; they may be half precision
+        found_inf               0-dim tensor: if above 0, the step writes nothing, to the bit
+        last_found_inf          result of a step with one of the two: its `found_inf`, or what it found itself
+        copies                  {parameter: half-precision copy}: the step writes each as parameter.to(dtype)
 
-    All are read on the device. A step with `grad_scale` and without `found_inf` (absent or None) looks itself whether
-    a gradient is inf or nan, before it writes. Gradients are not changed: divided once more they would be wrong.
+    All are read on the device. A step with `grad_scale` and without `found_inf` (absent or None) first looks for inf
+    and nan in the gradients itself. It does not change gradients: a second step would divide them again.
     """
 
     copies: Mapping[Tensor, Tensor] = {}  # never written; torch.compile stops at a MappingProxyType
@@ -56,20 +47,59 @@ class LayerwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise if an option of `group`, defaults already filled in, breaks its rule."""
-        raise NotImplementedError
+        """Raise if an option of `group`, defaults already filled in, breaks its rule; here those of both optimizers."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            if lr.dim() != 0 or not lr.is_floating_point():
+                raise ValueError(
+                    f"`lr` (={lr!r:.80}) must be a number or a 0-dim floating-point tensor: a group has one learning "
+                    "rate. Use `torch.tensor(0.1)`, and one group per learning rate."
+                )
+            lr = lr.item()
+        require_number("lr", lr, "a negative rate would climb; to climb, use `maximize=True`")
+        require_number("weight_decay", group["weight_decay"], "a negative decay would grow the weights; 0 is off")
+        require_number(
+            "excluded_lr_mult",
+            group["excluded_lr_mult"],
+            "it scales the learning rate of groups with trust_ratio=False; 1 leaves it, 0 freezes them",
+        )
+        if (clip := group["trust_clip"]) is not None:
+            require_number("trust_clip", clip, "it bounds the trust ratio; None is no bound", above=True)
+        require_choice(
+            "differentiable",
+            group.get("differentiable", False),  # torch leaves False there by itself
+            (False,),
+            "the step writes in place and records no gradient. To differentiate through it, use torch.optim.SGD or "
+            "AdamW, whose rule is that of groups with trust_ratio=False",
+        )
+        for name, why in (
+            ("capturable", "True reads nothing on the host in a step, so that a CUDA graph may capture it"),
+            ("trust_ratio", "False excludes the group from layer scaling"),
+            ("maximize", "True climbs the objective"),
+        ):
+            require_choice(name, group[name], (True, False), why)
+        for name, why in (
+            ("foreach", "None is one tensor at a time on the CPU, else lists"),
+            ("fused", "True is few passes over memory for the whole model, None that on CUDA"),
+        ):
+            require_choice(name, group[name], (None, True, False), why)
+        if group["fused"] and group["foreach"]:
+            raise ValueError(
+                "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."
+            )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Move `params`, which share device and dtype, one step; leave `grads` as they are."""
         raise NotImplementedError
 
     def _before_updates(self) -> None:
-        """Called once a step, after the closure, before the first `_update`."""
+        """Prepare the updates of one step; runs after the closure, before the first `_update`."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its options are checked, and the caller's dict is left as it was.
+        """Add a group as torch does, after a check of its options; the caller's dict stays as it was.
 
-        Raises `ValueError` for an option that breaks its rule, an unknown key, or a complex or integer parameter.
+        Raises:
+            ValueError: An option breaks its rule, a key is unknown, or a parameter is complex or integer.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"`param_group` (={param_group!r:.80}) must be a dict: a group is its params and options.")
@@ -84,7 +114,7 @@ class LayerwiseOptimizer(Optimizer):
         common = self.defaults["fused"]
         if (own := param_group.get("fused", common)) != common:
             raise ValueError(
-                f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one verdict on inf and nan, before "
+                f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one check for inf and nan, before "
                 f"anything is written, is for all groups together. Give it to {type(self).__name__}, not to a group."
             )
         super().add_param_group(dict(param_group))
@@ -92,9 +122,9 @@ class LayerwiseOptimizer(Optimizer):
             if param.dtype not in _DTYPES:
                 group = self.param_groups.pop()
                 raise ValueError(
-                    f"`{_name_of(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or float64: "
-                    "the trust ratio is a quotient of real norms. Give this parameter to another optimizer, or store "
-                    "a complex one as its `torch.view_as_real`."
+                    f"`{param_name(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or "
+                    "float64: the trust ratio is a quotient of real norms. Give this parameter to another optimizer, "
+                    "or store a complex one as its `torch.view_as_real`."
                 )
             if common and param.device.type not in FUSED_DEVICES:
                 self.param_groups.pop()
@@ -111,12 +141,12 @@ class LayerwiseOptimizer(Optimizer):
                 group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep the state of half-precision parameters in float32.
+        """Load as torch does, but with the state of half-precision parameters in float32.
 
         `torch.optim.Optimizer` casts each state tensor to the dtype of its parameter, which would round it.
         """
         loaded: list[dict[str, Any]] = []
-        # Hooks of the user may replace the dict: ours run right before and right after torch's own work.
+        # Hooks of the user may replace the dict, so that our hooks run right before and right after torch's own work.
         before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
         after = self.register_load_state_dict_post_hook(lambda _: self._restore_float32(loaded[-1]), prepend=True)
         try:
@@ -144,8 +174,10 @@ class LayerwiseOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Move every parameter that has a gradient one step; gradients are read, never written.
 
-        `closure`, if given, is called first, with autograd on, and its loss is returned. Nothing waits for the device.
-        Raises `ValueError` for a sparse gradient.
+        `closure`, if given, runs first, with autograd on, and its loss is returned. Nothing waits for the device.
+
+        Raises:
+            ValueError: A gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -153,6 +185,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._given_scaling()
         try:
+            # torch.compile traces the lists: it cannot see through addresses.
             if torch.compiler.is_compiling() or not self._fused_step(is_checked):
                 self._listed_step(is_checked)
         finally:
@@ -160,15 +193,16 @@ class LayerwiseOptimizer(Optimizer):
         return loss
 
     def _given_scaling(self) -> tuple[GradScaling, bool]:
-        """What is on the attributes, and whether this step has to look for inf and nan by itself."""
+        """Read the attributes; also return whether this step has to look for inf and nan itself."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
         if grad_scale is None:
             return GradScaling(found_inf=found_inf), False
         scale = grad_scale.detach().float()
         if found_inf is None and scale.device.type == "cuda" and not torch.compiler.is_compiling():
-            inverse_scale, verdict = (self._one_and_zero(scale.device) / scale).unbind()  # both in one launch
-            return GradScaling(inverse_scale=inverse_scale, verdict=verdict), True
+            # One launch gives both 1 / scale and a fresh 0 / scale = 0 that the kernels may set.
+            inverse_scale, found_inf_out = (self._one_and_zero(scale.device) / scale).unbind()
+            return GradScaling(inverse_scale=inverse_scale, found_inf_out=found_inf_out), True
         return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
 
     def _one_and_zero(self, device: torch.device) -> Tensor:
@@ -200,16 +234,17 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
+        # The name that GradScaler and Lightning read; True: the step itself unscales and skips.
         return self._is_fused()
 
     def _is_fused(self) -> bool:
-        """Whether steps are asked to be fused, and can be. Where nobody asked, nobody else need know of it."""
+        """Whether `fused=True` was set and kernels exist; the default does not change what `GradScaler` sees."""
         types = {param.device.type for group in self.param_groups for param in group["params"]}
         is_asked_for = bool(self.param_groups) and bool(self.param_groups[0]["fused"])
         return is_asked_for and all(has_kernels(device_type) for device_type in types)
 
     def _asks_for_fused(self) -> bool:
-        """`fused`; None is kernels on CUDA, unless lists or a loop are asked for, or a step that a graph captures."""
+        """Whether to try the fused step: `fused`, where None means on CUDA, unless `foreach` or `capturable` is set."""
         if not self.param_groups or (fused := self.param_groups[0]["fused"]) is not None:
             return bool(self.param_groups) and fused
         return all(
@@ -218,13 +253,14 @@ class LayerwiseOptimizer(Optimizer):
         )
 
     def _new_fused(self) -> FusedStep:
-        """The rule's own fused step."""
+        """Make the fused step of the rule."""
         raise NotImplementedError
 
     def _fused_step(self, is_checked: bool) -> bool:
-        """Do the step in few passes, if that is asked for and there are kernels; else do nothing and say so."""
+        """Do the step in few passes and return True, if that was asked for and kernels exist; else do nothing."""
         if not self._asks_for_fused():
             return False
+        # Made here and not in __init__: it holds addresses, so that a copied or unpickled optimizer needs its own.
         if "_fused" not in self.__dict__:
             self._fused = self._new_fused()
         scaling = self._fused.step(self, self._scaling, is_checked=is_checked)
@@ -233,11 +269,11 @@ class LayerwiseOptimizer(Optimizer):
         return scaling is not None
 
     def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
-        """The copies of `params`: all have one or none has."""
+        """Return the copies of `params`: all have one or none has."""
         return [self.copies[param] for param in params if param in self.copies]
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-        """State tensors by key, each a list beside `params`; zeros where a parameter has none yet."""
+        """Return one list of state tensors per key, parallel to `params`; zeros where a parameter has none yet."""
         for param in params:
             state = self.state[param]
             for key in keys:
@@ -246,53 +282,21 @@ class LayerwiseOptimizer(Optimizer):
         return [[self.state[param][key] for param in params] for key in keys]
 
 
-def _name_of(group: dict[str, Any], index: int) -> str:
-    return group["param_names"][index] if "param_names" in group else f"params[{index}]"
-
-
 def _batches(group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Parameters and gradients to work on together: one at a time, or all of a kind where that is faster.
+    """Yield parameters and gradients to work on together.
 
-    On the CPU one at a time is: its temporaries stay in cache. On an accelerator launches count, so it is all at once.
+    On the CPU one tensor at a time is faster: its temporaries stay in cache. On an accelerator launches count, so that
+    all tensors of equal device and dtypes come at once.
     """
-    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (param, grad) in dense_gradients(group):
         together = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]
-        kind = (param.device, param.dtype, grad.dtype, _dtype(copies.get(param))) if together else index
-        params, grads = kinds.setdefault(kind, ([], []))
+        key = (param.device, param.dtype, grad.dtype, _dtype(copies.get(param))) if together else index
+        params, grads = batches.setdefault(key, ([], []))
         params.append(param)
         grads.append(grad)
-    yield from kinds.values()
-
-
-def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Of each parameter that has a gradient: its place in the group, itself, the gradient. Raises for a sparse one."""
-    for index, param in enumerate(group["params"]):
-        grad = param.grad
-        if grad is None:
-            continue
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"`{_name_of(group, index)}.grad.layout` (={grad.layout}) must be torch.strided: a sparse gradient "
-                "touches some rows, but the trust ratio is of the whole layer. Build the layer with `sparse=False`, "
-                "or give it to `torch.optim.SparseAdam`."
-            )
-        yield index, (param, grad)
+    yield from batches.values()
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
-
-
-def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
-    """The group's learning rate, that of excluded groups multiplied; a tensor only where a number would cost a wait.
-
-    A tensor on the CPU is read, which waits for nothing, except while `torch.compile` traces and with `capturable`:
-    a number would be frozen into the graph.
-    """
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        lr = lr.detach()
-        may_be_read = lr.device.type == "cpu" and not torch.compiler.is_compiling() and not group["capturable"]
-        lr = lr.item() if may_be_read else lr.to(device)
-    return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]

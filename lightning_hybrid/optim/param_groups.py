@@ -1,4 +1,4 @@
-"""Which parameters a layer-wise optimizer scales and decays, and which it leaves alone: chosen by what they are."""
+"""The choice of parameters that a layer-wise optimizer scales and decays, by module type and name."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.optim.option_checks import check_number
+from lightning_hybrid.checks import require_number
 
 Rule = Literal["normalisation", "bias", "vector"]
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
@@ -22,7 +22,7 @@ NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """One parameter and what was decided: `reason` says why it is excluded, and is empty if it is not."""
+    """One parameter and its group: `reason` says why it is excluded, and is empty if it is not."""
 
     name: str
     param: nn.Parameter
@@ -30,7 +30,7 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Two parameter groups for any optimizer, adapted and excluded, that can say how they came about.
+    """Two parameter groups for any optimizer, adapted and excluded, with the reasons of the choice.
 
     `choices` holds one `ParamChoice` per parameter, in the model's order.
     """
@@ -40,7 +40,7 @@ class ParamGroups(list[dict[str, Any]]):
         self.choices = choices
 
     def report(self) -> str:
-        """A table of what is adapted and what is excluded for which reason, in tensors and elements.
+        """Format a table of what is adapted and what is excluded for which reason, in tensors and elements.
 
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
         >>> print(param_groups(model, weight_decay=5e-4).report())
@@ -50,15 +50,15 @@ class ParamGroups(list[dict[str, Any]]):
         excluded: BatchNorm2d             2        16  1.weight, 1.bias
         """
         rows = [("parameters", "tensors", "elements", "example")]
-        kinds: dict[str, list[ParamChoice]] = {}
+        by_label: dict[str, list[ParamChoice]] = {}
         for choice in sorted(self.choices, key=lambda choice: choice.reason != ""):
-            kinds.setdefault(f"excluded: {choice.reason}" if choice.reason else "adapted", []).append(choice)
-        for kind, choices in kinds.items():
+            by_label.setdefault(f"excluded: {choice.reason}" if choice.reason else "adapted", []).append(choice)
+        for label, choices in by_label.items():
             names = [choice.name for choice in choices]
             example = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-            rows.append((kind, f"{len(choices):,}", f"{sum(choice.param.numel() for choice in choices):,}", example))
+            rows.append((label, f"{len(choices):,}", f"{sum(choice.param.numel() for choice in choices):,}", example))
         width = max(26, *(len(row[0]) for row in rows))
-        return "\n".join(f"{kind:<{width}}  {count:>7}  {size:>8}  {example}" for kind, count, size, example in rows)
+        return "\n".join(f"{label:<{width}}  {count:>7}  {size:>8}  {example}" for label, count, size, example in rows)
 
 
 def param_groups(
@@ -88,14 +88,15 @@ def param_groups(
 
     For the paper's own rule, which adapts biases too, give `rules=("normalisation",)`, or `rules=()` for everything.
 
-    A parameter shared between modules comes once, under its first name, and is excluded if it is in any of its
-    places. Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups keep the order
-    of `model.named_parameters()`; both are there even if one is empty, so that schedulers see a constant number. The
+    A parameter shared between modules comes once, under its first name, and is excluded if any of its places is.
+    Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups have the order of
+    `model.named_parameters()`; both are there even if one is empty, so that schedulers see a constant number. The
     groups are plain dicts: torch's optimizers take them, and ignore `trust_ratio`. With `named`, each holds
     `param_names` too; torch then refuses unnamed groups added later, as Lightning's `BaseFinetuning` does.
 
-    Raises `ValueError` for a model without trainable parameters, a lazy module not yet run, an unknown rule, and a
-    pattern or module type that matches nothing.
+    Raises:
+        ValueError: The model has no trainable parameters or a lazy module that has not run, a rule is unknown, or a
+            pattern or module type matches nothing.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.LayerNorm(2))
     >>> adapted, excluded = param_groups(model, weight_decay=0.1, exclude=[nn.Embedding], named=True)
@@ -104,7 +105,7 @@ def param_groups(
     >>> excluded["param_names"], excluded["weight_decay"], excluded["trust_ratio"]
     (['0.weight', '1.bias', '2.weight', '2.bias'], 0.0, False)
     """
-    check_number("weight_decay", weight_decay, low=0, why="a negative decay would grow the weights; 0 is off.")
+    require_number("weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off")
     exclusions = _checked_exclusions(exclude)
     for rule in rules:
         if rule not in get_args(Rule):
@@ -152,7 +153,7 @@ def param_groups(
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
-    """Every place of every parameter: its full name, itself, and the modules around it from the root to its holder."""
+    """Yield every place of every parameter: full name, parameter, and the modules from the root to its holder."""
 
     def walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Iterator[Any]:
         around = (*above, module)
@@ -160,7 +161,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Modu
             if param is not None:
                 yield prefix + name, param, around
         for name, child in module._modules.items():
-            if child is not None and child not in around:
+            if child is not None and child not in around:  # a module that contains itself would be walked without end
                 yield from walk(child, f"{prefix}{name}.", around)
 
     return walk(model, "", ())
@@ -168,7 +169,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Modu
 
 def _rule_reason(name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...], rules: Collection[Rule]) -> str:
     if "normalisation" in rules:
-        # Not only the holder: a parametrized weight is held by a module inside the normalisation.
+        # All ancestors, not only the holder: a parametrized weight is held by a module inside the normalisation.
         for module in ancestors:
             if isinstance(module, NORMALISATION):
                 return type(module).__name__

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hybrid.optim.option_checks import check_choice, check_number
+from lightning_hybrid.checks import require_choice, require_number, require_whole
 
 DecayFrom = Literal["warmup_end", "start"]
 
@@ -22,7 +22,7 @@ def warmup_polynomial_lr(
     warmup_start_lr: float,
     decay_from: DecayFrom = "warmup_end",
 ) -> Any:
-    """The learning rate of update number `step`, counted from 0; the rule is that of `WarmupPolynomialDecay`.
+    """Compute the learning rate of update number `step`, counted from 0, by the rule of `WarmupPolynomialDecay`.
 
     >>> rule = dict(total_steps=6, warmup_steps=2, power=2.0, end_lr=0.0, warmup_start_lr=0.0)
     >>> [warmup_polynomial_lr(step, 16.0, **rule) for step in range(8)]
@@ -36,7 +36,7 @@ def warmup_polynomial_lr(
 
 
 class WarmupPolynomialDecay(LRScheduler):
-    """Warm up linearly, then decay polynomially to `end_lr` and stay there; one `step()` per optimizer step.
+    """Linear warm-up, then polynomial decay to `end_lr`, which stays; one `step()` per optimizer step.
 
     For update s = 0, 1, 2, ... with W = warmup_steps, T = total_steps - W:
 
@@ -51,12 +51,13 @@ class WarmupPolynomialDecay(LRScheduler):
 
     With `decay_from="start"` the decay counts from update 0, whatever the warm-up (W = 0 in the second line): at s = W
     the rate falls from near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's
-    `rampup_interval`, and its learning rates are to be read so.
+    `rampup_interval`.
 
-    `end_lr` and `warmup_start_lr` hold for all groups: a group with a smaller base than `end_lr` is an error, not a
-    rise. `lr` may be a 0-dim tensor, which is then filled in place; torch reads the value to the host to do so.
+    `end_lr` and `warmup_start_lr` hold for all groups. `lr` may be a 0-dim tensor, which is then filled in place; torch
+    reads the value to the host to do so.
 
-    Raises `ValueError` for an argument that breaks its rule.
+    Raises:
+        ValueError: An argument breaks its rule; a group has a smaller base than `end_lr`.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=16.0)
@@ -84,21 +85,18 @@ class WarmupPolynomialDecay(LRScheduler):
         last_epoch: int = -1,
         decay_from: DecayFrom = "warmup_end",
     ) -> None:
-        for name, value, low in (("total_steps", total_steps, 1), ("warmup_steps", warmup_steps, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(
-                    f"`{name}` (={value!r}) must be a whole number, at least {low}: it counts optimizer steps, not "
-                    "epochs. Multiply epochs by steps per epoch and round."
-                )
+        why = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
+        require_whole("total_steps", total_steps, why)
+        require_whole("warmup_steps", warmup_steps, why, least=0)
         if warmup_steps >= total_steps:
             raise ValueError(
                 f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}): the peak would "
                 "come after the end. Count both in optimizer steps, and let `total_steps` include the warm-up."
             )
-        check_number("power", power, low=0, above=True, why="2 is MLPerf's, 1 is linear; 0 would never decay.")
-        check_number("end_lr", end_lr, low=0, why="it is a learning rate; 1e-4 is MLPerf's.")
-        check_number("warmup_start_lr", warmup_start_lr, low=0, why="it is a learning rate; 0 is usual.")
-        check_choice("decay_from", decay_from, get_args(DecayFrom), why="start is Caffe's rule.")
+        require_number("power", power, "2 is MLPerf's, 1 is linear; 0 would never decay", above=True)
+        require_number("end_lr", end_lr, "it is a learning rate; 1e-4 is MLPerf's")
+        require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate; 0 is usual")
+        require_choice("decay_from", decay_from, get_args(DecayFrom), "start is Caffe's rule")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer: its groups are changed."
@@ -119,7 +117,7 @@ class WarmupPolynomialDecay(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates of update `last_epoch`, one a group; a closed form, so that nothing drifts."""
+        """Compute the learning rate of each group at update `last_epoch`, in closed form: rounding does not add up."""
         return [
             warmup_polynomial_lr(
                 self.last_epoch,
@@ -134,4 +132,4 @@ class WarmupPolynomialDecay(LRScheduler):
             for base_lr in self.base_lrs
         ]
 
-    _get_closed_form_lr = get_lr
+    _get_closed_form_lr = get_lr  # torch calls this name for `step(epoch)`

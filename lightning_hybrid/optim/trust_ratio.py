@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A row is summed in float32, the rows in float64. 256 float32 additions spread over vector lanes keep the relative
+# A row is summed in float32, the rows in float64. 256 float32 additions spread over a vector register keep the relative
 # error near 1e-7 even where every addend is equal, and a row is long enough that memory, not arithmetic, is the limit.
 _ROW = 256
 # Elements per call. Half-precision input is widened to a temporary of this size (4 MiB), which stays in cache.
@@ -22,15 +22,15 @@ def trust_ratio(
     weight_decay: float | Tensor = 0.0,
     eps: float | Tensor = 0.0,
 ) -> Tensor:
-    """How far a layer may move, relative to its own size (You et al. 2017, arXiv:1708.03888).
+    """Compute how far a layer may move, relative to its own size (You et al. 2017, arXiv:1708.03888).
 
         ratio = trust_coefficient * |w| / (|u| + weight_decay * |w| + eps)
 
     eta -> `trust_coefficient`; |w| -> `weight_norm`, |u| -> `update_norm`, tensors of one shape, one element a layer.
     Where the norm of the decayed direction is known, pass it as `update_norm` and leave `weight_decay` at 0.
 
-    A layer whose weights or update are all zero gets ratio 1, so that a zero-initialised layer can leave zero; the
-    paper leaves this case open, and MLPerf's reference, optax and timm decide it alike.
+    A layer whose weights or update are all zero gets ratio 1, so that a zero-initialised layer can leave zero. The
+    paper leaves this case open; MLPerf's reference, optax and timm do the same.
 
     >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001)
     tensor([0.0050])
@@ -45,15 +45,15 @@ def trust_ratio(
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norms of several tensors on one device, as one 1-D tensor that stays on that device.
+    """Compute the Euclidean norms of several tensors on one device, as one 1-D tensor that stays on that device.
 
         norms[i] = sqrt(sum(tensors[i] ** 2))
 
-    Any shapes; float16, bfloat16, float32 or float64. Never summed in half precision, where a norm past 65504 is inf
+    Any shapes; float16, bfloat16, float32 or float64. Sums are never half precision, where a norm past 65504 is inf
     and its layer would stop for good. On the CPU the result is float64 and right to 1e-6 at any size: torch's own
     CPU norm adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million normal numbers and
     by 1 % on equal ones. On other devices torch's multi-tensor norm sums blocks in a tree; the result is float32, or
-    float64 for float64 tensors. Squares are float32: elements beyond about 1e19 give inf, below about 1e-23 nothing.
+    float64 for float64 tensors. Squares are float32: elements beyond about 1e19 give inf, below about 1e-23 zero.
 
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
     tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)
@@ -65,7 +65,7 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_cpu(tensor: Tensor) -> Tensor:
-    """The norm of one CPU tensor, float64, 0-dim.
+    """Compute the norm of one CPU tensor: float64, 0-dim.
 
     >>> ones = torch.full((1 << 20,), 0.1)
     >>> abs(_norm_cpu(ones).item() / (0.1 * 1024) - 1) < 1e-6
@@ -83,9 +83,9 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements as one row in the order of memory: a view if `tensor` fills a stretch of memory, else a copy.
+    """Return all elements as one row in the order of memory: a view if `tensor` has no gaps in memory, else a copy.
 
-    A channels_last weight is such a stretch, but `flatten` would copy it.
+    A channels_last weight has none, but `flatten` would copy it.
 
     >>> in_memory_order(torch.arange(6).view(2, 3).T)
     tensor([0, 1, 2, 3, 4, 5])
@@ -95,7 +95,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def combined_norms(parts: list[Tensor]) -> Tensor:
-    """The norms of tensors of which `parts` holds, piece by piece, the norms.
+    """Combine the norms of the parts of tensors into the norms of the tensors.
 
     >>> combined_norms([torch.tensor([3.0, 1.0]), torch.tensor([4.0, 0.0])])
     tensor([5., 1.])

@@ -1,1 +1,1 @@
-"""Predicts steps on clusters that one does not have, and chooses a plan for them. No training step imports it."""
+"""Prediction of steps on clusters that one does not have, and the choice of a plan. No training step imports it."""

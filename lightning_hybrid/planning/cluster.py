@@ -1,8 +1,8 @@
-"""A cluster as far as communication sees it, and the stages that each algorithm takes on it.
+"""A cluster as communication sees it, and the stages of each algorithm on it.
 
 A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
-take of a node's inside or of its links to other nodes, alone at full rate. Nodes are alike and so are ranks of equal
-local rank, so one node stands for all. `timeline.py` lets stages run beside each other.
+take of a node's inside or of its links to other nodes, alone at full rate. All nodes are equal, and so are ranks of
+equal local rank: one node stands for all. `event_simulation.py` runs stages at the same time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.comm.plan import CommPlan, NodeShape
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
@@ -19,18 +20,15 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 
 Place = Literal["inside", "across"]
 
-# As in comm/allreduce.py, which needs torch: up to here leaders exchange all they have, and sum parts in two rounds.
-EXCHANGE_BYTES, SCATTER_BYTES = 64 * 2**10, 128 * 2**10
-
 OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
-"""What others do: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; and two
-textbook forms and the 2D torus, with the links' own latencies and no software."""
+"""Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
+textbook forms and the 2D torus, with the links' latencies and no software."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage of one piece. ``share``: of the place's rate that it can fill by itself.
+    """One stage of one chunk. `share` is the part of the place's rate that it can fill by itself.
 
     >>> StageCost(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
     7.0
@@ -44,7 +42,7 @@ class StageCost:
 
     @property
     def alone_s(self) -> float:
-        """With nothing beside it."""
+        """Seconds with no other stage at the same place."""
         return self.delay_s + self.work_s / self.share
 
 
@@ -52,16 +50,18 @@ class StageCost:
 class Cluster:
     """Equal nodes with equal ranks.
 
-    Arguments:
-        num_nodes, ranks_per_node: how many.
-        inside: from a rank to others of its node. Over Gloo the bytes are those that a core copies or adds per second.
-        across: of one network card.
-        nics_per_node: cards that ranks of a node use side by side (rails).
-        transport: what carries messages: `Nccl` or `Gloo`.
-        is_interleaved: ranks go round the nodes, so that every edge of a flat ring leaves one.
-        factors: by algorithm, measured over modelled time, where it was measured (calibrate.py); 1 for others.
+    Args:
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each node.
+        inside: The link from a rank to others of its node; over Gloo its rate is what a core copies or adds.
+        across: The link of one network card.
+        nics_per_node: Network cards that the ranks of a node use at the same time (rails).
+        transport: The software that carries messages: `Nccl` or `Gloo`.
+        is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
+        factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
 
-    Raises ``ValueError`` for counts below one.
+    Raises:
+        ValueError: A count is below one.
 
     >>> link = Link(latency_s=1e-6, bytes_per_s=1e9)
     >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
@@ -94,15 +94,15 @@ class Cluster:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """What a node can send to others."""
+        """Bytes per second that a node can send to others."""
         return self.nics_per_node * self.across.bytes_per_s
 
     def least_s(self, num_bytes: float) -> float:
-        """What no all-reduce can beat; see ``cost.least_s``."""
+        """Compute the time that no all-reduce can beat; see `cost.least_s`."""
         return least_s(num_bytes, num_nodes=self.num_nodes, across=self.across, nics_per_node=self.nics_per_node)
 
     def of(self, num_nodes: int) -> Cluster:
-        """The same with another number of nodes."""
+        """Return the same cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
     def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
@@ -124,9 +124,10 @@ class Cluster:
         return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda)
 
     def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
-        """What a piece of ``num_bytes`` goes through; empty for one rank.
+        """Return the stages of a chunk of `num_bytes`; none for one rank.
 
-        Raises ``ValueError`` for an algorithm that is unknown, or that this transport does not have.
+        Raises:
+            ValueError: The algorithm is unknown, or this transport does not have it.
         """
         if algorithm not in (*OURS, *PEERS):
             raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
@@ -146,10 +147,11 @@ class Cluster:
         return _over_nccl(self, self.transport, algorithm, num_bytes)
 
     def alone_s(self, algorithm: str, num_bytes: float) -> float:
-        """Of one all-reduce in one piece with nothing beside it."""
+        """Compute the time of one all-reduce in one chunk, with nothing else at the same time."""
         return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes))
 
     def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
+        # A rail: a rank's share of its node's network cards.
         rail = replace(self.across, bytes_per_s=self.node_bytes_per_s / self.ranks_per_node)
         if algorithm == "torus":
             cost = levels(num_bytes, [(self.ranks_per_node, self.inside), (self.num_nodes, rail)])
@@ -165,7 +167,7 @@ class Cluster:
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         place: Place = "inside" if self.num_nodes == 1 else "across"
-        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s + cost.add_s)
+        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
 
 
 def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
@@ -184,6 +186,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
         return (_stage("all_reduce", place, cost),)
     if algorithm == "gloo_ring":
         raise ValueError("`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport.")
+    # two_level: each rank sums its part between nodes, on its own rail; hierarchical: a leader sums all, on one card.
     is_sharded = algorithm == "two_level"
     if is_sharded:
         before = after = nccl.scatter_reduce(num_bytes, k, cluster.inside)
@@ -199,7 +202,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
 
 
 def _stage(name: str, place: Place, cost: Cost) -> StageCost:
-    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s + cost.add_s)
+    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
 
 
 def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
@@ -210,6 +213,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
         return (_flat_ring(cluster, gloo, size, is_ours=algorithm != "gloo_ring"),)
     if algorithm == "parallel_flat":
         return (_across(cluster, gloo, "parallel_all_reduce", size, num_groups=1),)
+    # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
     if algorithm == "two_level":
         before = _inside(
             cluster, gloo, "scatter_reduce", ends=2 * (k - 1), all_ends=2 * k * (k - 1), share=1 / k, size=size
@@ -227,7 +231,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    """One round of messages in every node: the busiest rank has ``ends`` ends of them, with ``share`` of the bytes."""
+    """Count the seconds of a round in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
@@ -238,19 +242,20 @@ def _inside(
 
 
 def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
-    """All-reduce between nodes of ``size`` bytes in each of ``num_groups`` groups, as comm/allreduce.py chooses."""
+    """All-reduce between nodes of `size` bytes in each of `num_groups` groups, as `between_nodes_form` says."""
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
     wait_s = 0.0
-    if nodes == 2 or (nodes - 1) * size <= EXCHANGE_BYTES:
+    form = between_nodes_form(nodes, size)
+    if form == "exchange":
         rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
-    elif size <= SCATTER_BYTES:
+    elif form == "scatter_gather":
         rounds, sent, ends, end_s, share = 2, 2 * (nodes - 1) / nodes * size, 4 * (nodes - 1), gloo.message_s, 1.0
     else:
         rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
-        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # beside the other rings
+        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # next to the other rings
         wait_s = gloo.wait_of_ring_s(size, nodes, flow)
     if rounds:
         delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
@@ -259,7 +264,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    """A ring that waits for consents leaves its link to others meanwhile: it fills a smaller share of it."""
+    """Count the seconds of a ring; while it waits for consents, its link is free for others."""
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     return StageCost(
@@ -268,8 +273,9 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    """Gloo's ring over all ranks; through our engine it costs a stage more."""
+    """Count the seconds of Gloo's ring over all ranks; through our engine it costs a stage more."""
     ranks, nodes = cluster.world_size, cluster.num_nodes
+    # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0
@@ -279,7 +285,7 @@ def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> S
     if nodes == 1:
         return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
-    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work beside it
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work during the wait
     wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
     share = min(1.0, edges * gloo.ring_share)
     return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

@@ -1,17 +1,16 @@
-"""Seconds of what is done over Gloo: its ring, and our messages that go straight to where they are needed.
+"""Seconds of messages over Gloo: its ring, and our direct messages.
 
-Gloo asks consent: a message leaves only when its receiver has said that it waits for it. What that costs differs:
+Gloo asks for consent: a message leaves only when its receiver has said that it waits for it. The cost depends:
 
-    straight (comm/direct.py)   receivers wait from the start, all messages are under way at once:
+    direct (gloo_p2p.py)        receivers wait from the start, all messages are on their way at once:
                                 consent and data, 2 latencies per round
     Gloo's ring                 every rank passes on 2 (P - 1) chunks in two or more segments; two segments may be
-                                under way, and the consent for the next is given when one has arrived. So a segment
-                                takes t, its time on the wire, where that hides the way of the consent, and
-                                latency + t / 2 else:
+                                on their way, and an arrival gives the consent for the next. So a segment takes t,
+                                its time on the wire, where that hides the consent, else latency + t / 2:
 
         segments * max(t, latency + t / 2)          = 4 (P - 1) latencies for few bytes
 
-In one emulated cluster all ranks of all nodes share few cores (``num_shared_cores``): processor time is then at least
+In one emulated cluster all ranks of all nodes share few cores (`num_shared_cores`): processor time is then at least
 the work of all ranks over these cores.
 """
 
@@ -30,15 +29,15 @@ MOST_SEGMENT_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Gloo:
-    """What Gloo and our Python threads cost a rank, on hosts without accelerators.
+    """The costs of Gloo and of our Python threads per rank, on hosts without accelerators.
 
-    Arguments:
-        stage_s: processor time of one rank for one stage of an algorithm: waking its thread, finding the tensor.
-        message_s: processor time at either end of one of our messages.
-        segment_s: processor time at either end of one segment of Gloo's ring.
-        ring_share: of a link that one ring's flow fills; several rings beside each other fill it up.
-        wire_share: of a link's rate that is payload: the rest are headers and acknowledgements.
-        burst_bytes: that switches store before they pass them on: a message waits for its last burst twice.
+    Args:
+        stage_s: Processor time of one rank for one stage of an algorithm: waking its thread, finding the tensor.
+        message_s: Processor time at either end of one of our messages.
+        segment_s: Processor time at either end of one segment of Gloo's ring.
+        ring_share: The part of a link that one ring fills; several rings at the same time fill it up.
+        wire_share: The part of a link's rate that is payload; the rest are headers and acknowledgements.
+        burst_bytes: Bytes that switches store before they pass them on: a message waits for its last burst twice.
         num_shared_cores: None, or the cores that all ranks of all nodes share, where one machine emulates them.
     """
 
@@ -59,7 +58,7 @@ class Gloo:
             require_positive("num_shared_cores", self.num_shared_cores, "emulated ranks run on something")
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
-        """Time of work: ``seconds`` for each unit, of which the busiest rank has some and all ranks together more.
+        """Compute the time of work: `seconds` per unit, by units of the busiest rank and of all ranks together.
 
         >>> Gloo(stage_s=0, message_s=0, segment_s=0, num_shared_cores=2).work_s(1.0, of_busiest=3, of_all=10)
         5.0
@@ -68,11 +67,11 @@ class Gloo:
         return seconds * max(of_busiest, shared)
 
     def latency_s(self, link: Link, num_bytes: float) -> float:
-        """Of one message, beyond its bytes on the wire."""
+        """Compute the time of one message beyond its bytes on the wire."""
         return link.latency_s + min(num_bytes, self.burst_bytes) / link.bytes_per_s
 
     def wait_of_ring_s(self, num_bytes: float, num_ranks: int, link: Link) -> float:
-        """What a ring takes beyond its bytes at the link's rate: the consents that the wire does not hide.
+        """Compute the time of a ring beyond its bytes at the link's rate: the consents that the wire does not hide.
 
         >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
         >>> gloo.wait_of_ring_s(0, 8, Link(latency_s=2e-3, bytes_per_s=1e8)) == 4 * 7 * 2e-3
@@ -87,7 +86,7 @@ class Gloo:
 
 
 def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
-    """Segments that each rank passes on in one all-reduce.
+    """Count the segments that each rank passes on in one all-reduce.
 
     >>> segments_of_ring(8 * 2**20, 4), segments_of_ring(64 * 2**20, 4)
     (12, 96)

@@ -3,15 +3,15 @@
     time = launch + base latency + hops * latency per hop + bytes / bandwidth + filling
 
 The constants are those of NCCL's source (`src/graph/tuning.cc` and `topo.h`, of 2026; microseconds there): latencies of
-a start and of a hop by algorithm, protocol and kind of link, and what each protocol makes of a link's rate. The three
-protocols trade latency for bandwidth: LL sends a flag with every 4 bytes, LL128 with every 120, Simple waits for whole
-chunks. The model was made to rank algorithms, so the choice is left to it; how far its times are from measured ones is
-in recipes/simulate.
+a start and of a hop by algorithm, protocol and type of link, and the part of a link's rate that each protocol reaches.
+The three protocols trade latency for bandwidth: LL sends a flag with every 4 bytes, LL128 with every 120, Simple waits
+for whole chunks. The model was made to rank algorithms, so that it chooses here too; `tests/evidence/planner` compares
+its times with measured ones.
 
-`filling` is ours. On NVSwitch with NVLink SHARP, between nodes, sums of 1 to 128 MiB were measured at 0.9 to 1.9 times
-NCCL's formula (NVIDIA/nccl-tests issue 309: 2, 4 and 8 nodes of 8 H100 on 8 x 400 Gbit/s). What is missing grows with
-the depth of the tree and with the bytes until all chunks are as large as they get: a pipeline that has to fill. Of
-Ampere's trees, in the same sizes, nothing is missing (2 x 8 A100 of Oracle's cloud, 0.9 to 1.1). Over the network
+`filling` is our addition. On NVSwitch with NVLink SHARP, between nodes, sums of 1 to 128 MiB were measured at 0.9 to
+1.9 times NCCL's formula (NVIDIA/nccl-tests issue 309: 2, 4 and 8 nodes of 8 H100 on 8 x 400 Gbit/s). The difference
+grows with the depth of the tree and with the bytes until all chunks are as large as they get: a pipeline that has to
+fill. Ampere's trees, in the same sizes, show no difference (2 x 8 A100 of Oracle's cloud, 0.9 to 1.1). Over the network
 software of other clouds (EFA, TCP) these sums take 1.3 to 5 times as long as here.
 
     ring        2 (P - 1) hops, of which 2 (N - 1) between nodes        2 (P - 1) / P S through the slowest link
@@ -52,7 +52,7 @@ FILLING_S, FILLING_HALF_BYTES = 110 * US, 24 * 2**20
 PLATEAU, PLATEAU_BEFORE_AMPERE = 1.4, 1.9  # of the latency of Simple rings between nodes, beyond the smallest sizes
 PLATEAU_BYTES_PER_RANK = 64
 
-# What trees make of their bandwidth, by protocol, at 64 B, 128 B, 256 B, ...
+# The part of their bandwidth that trees reach, by protocol, at 64 B, 128 B, 256 B, ...
 TREE_CORRECTION = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
     (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
@@ -64,16 +64,16 @@ TREE_CORRECTION = (
 class Nccl:
     """NCCL on given hardware.
 
-    Arguments:
-        inside: ``nvlink`` or ``pci``: what connects the GPUs of a node.
+    Args:
+        inside: `nvlink` or `pci`: the connection of the GPUs of a node.
         is_before_ampere: V100, P100, P40 and older.
-        algorithms: that may be chosen; ``nvls`` and ``nvls_tree`` need Hopper or newer, ``tree`` NCCL 2.4 or newer.
-        protocols: that may be chosen; LL128 needs NVLink and Volta or newer.
+        algorithms: Algorithms to choose from; `nvls` and `nvls_tree` need Hopper or newer, `tree` NCCL 2.4 or newer.
+        protocols: Protocols to choose from; LL128 needs NVLink and Volta or newer.
         ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before, LL was used up to this size and
             Simple above: 16384.
-        nvls_share: of the links' rate that NVLS reaches; 0.85 on Hopper, 0.74 on Blackwell.
-        net_overhead_s: of a hop beside a network, by the host: 1e-6 on Intel, 2e-6 on AMD.
-        launch_s: seconds per collective outside NCCL's model: kernel launch and the start of all ranks.
+        nvls_share: The part of the links' rate that NVLS reaches; 0.85 on Hopper, 0.74 on Blackwell.
+        net_overhead_s: Host time of a hop next to a network: 1e-6 on Intel, 2e-6 on AMD.
+        launch_s: Seconds per collective outside NCCL's model: kernel launch and the start of all ranks.
     """
 
     inside: Literal["nvlink", "pci"]
@@ -109,10 +109,10 @@ class Nccl:
         across: Link,
         algorithm: NcclAlgorithm | None = None,
     ) -> Cost:
-        """Of all ranks, by the fastest algorithm and protocol, or the fastest protocol of one algorithm.
+        """Compute the cost of an all-reduce by the fastest algorithm and protocol, or of one algorithm.
 
-        ``inside.bytes_per_s``: of a GPU in each direction. ``across.bytes_per_s``: of a node, all its NICs together. A
-        hop takes NCCL's own latency, or the link's where that is more (sockets, slow fabrics).
+        `inside.bytes_per_s` is the rate of a GPU in each direction, `across.bytes_per_s` that of a node, all its NICs
+        together. A hop takes NCCL's own latency, or the link's where that is more (sockets, slow fabrics).
         """
         require_whole("num_nodes", num_nodes, "nodes are counted")
         require_whole("ranks_per_node", ranks_per_node, "ranks are counted")
@@ -133,11 +133,11 @@ class Nccl:
         return (num_nodes - 1).bit_length() * FILLING_S * num_bytes / (num_bytes + FILLING_HALF_BYTES)
 
     def scatter_reduce(self, num_bytes: float, num_ranks: int, inside: Link) -> Cost:
-        """Inside a node, round a ring; so is its gather."""
+        """Compute the cost of a scatter-reduce inside a node, round a ring; the gather costs the same."""
         return self._inside_ring(num_bytes, num_ranks, inside, (num_ranks - 1) / num_ranks)
 
     def reduce(self, num_bytes: float, num_ranks: int, inside: Link) -> Cost:
-        """Inside a node to one rank, along a chain in chunks that follow each other; so is its broadcast."""
+        """Compute the cost of a reduce inside a node, along a chain in chunks; the broadcast costs the same."""
         return self._inside_ring(num_bytes, num_ranks, inside, 1.0)
 
     def _inside_ring(self, num_bytes: float, num_ranks: int, inside: Link, share: float) -> Cost:
@@ -154,7 +154,7 @@ class Nccl:
         return min(found, key=lambda cost: cost.total_s)
 
     def _protocols(self, num_bytes: float, algorithm: NcclAlgorithm) -> list[int]:
-        """Places in the tables of those that may carry this many bytes."""
+        """Return the indices of the protocols that may carry this many bytes, for the tables above."""
         if algorithm.startswith("nvls"):
             return [2]
         names = list(get_args(Protocol))
@@ -172,6 +172,8 @@ class Nccl:
         inside: Link,
         across: Link,
     ) -> Cost:
+        # `place` is the index of the protocol (LL, LL128, Simple). The formulas are those of NCCL's tuning.cc: a hop
+        # costs the latency of its link; bytes cross the slowest link; trees carry S between two nodes, else 2 S.
         num_ranks, rounds = num_nodes * ranks_per_node, (num_nodes - 1).bit_length()
         inter = 0.0 if num_nodes == 1 else 1.0
         overhead_s = inter * self.net_overhead_s * (3 if place == 2 else 1)
@@ -204,13 +206,14 @@ class Nccl:
 
 
 def _is_possible(algorithm: NcclAlgorithm, num_nodes: int, ranks_per_node: int) -> bool:
+    # NVLS is the switch inside one node; NVLS tree joins such switches by a tree between nodes.
     if algorithm == "nvls":
         return num_nodes == 1 and ranks_per_node > 1
     return algorithm != "nvls_tree" or num_nodes > 1
 
 
 def _tree_correction(num_bytes: float, place: int) -> float:
-    """At the power of two below the size; none below 64 B or beyond the table.
+    """Look up the correction at the power of two below the size; 1 below 64 B or beyond the table.
 
     >>> _tree_correction(63, 0), _tree_correction(64 << 13, 0), _tree_correction(1 << 40, 2)
     (1.0, 0.4, 1.0)

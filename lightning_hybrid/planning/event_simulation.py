@@ -1,9 +1,10 @@
-"""Discrete events: pieces of buckets on their way through the stages of an all-reduce, beside each other.
+"""Discrete-event simulation: chunks of buckets on their way through the stages of an all-reduce.
 
-What is simulated is what lanes.py does: each stage of each column is a lane that does one piece at a time, in the order
-in which pieces came; pieces go round the columns. Stages that work at the same time share a place (the inside of a
-node, or its links to others) fairly, except that none takes more than it can fill by itself (max-min fair rates, as in
-flow-level simulators). All nodes do the same at the same time, so one node stands for all.
+It models the stage threads of `comm.engine`: each stage of each column (a set of process groups) has a thread that does
+one chunk at a time, in the order of arrival; chunks take turns over the columns. Stages that work at the same time
+share a place (the inside of a node, or its links to others) fairly, except that none takes more than it can fill by
+itself (max-min fair rates, as in flow-level simulators). All nodes do the same at the same time, so that one node
+stands for all.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from lightning_hybrid.planning.cluster import StageCost
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedChunk:
-    """Part of a bucket: ``num_bytes`` that go through ``stages`` from ``ready_s`` on.
+    """A part of a bucket: `num_bytes` that go through `stages` from `ready_s` on.
 
-    ``lane``: pieces of equal lane and column queue for the same threads, one for each stage. ``is_serial``: they queue
-    for one thread (or CUDA stream) that does all stages of one piece before the next.
+    Chunks of equal algorithm and column queue for the same threads, one for each stage; with `is_serial` for one thread
+    (or CUDA stream) that does all stages of one chunk before the next.
     """
 
     bucket: int
     num_bytes: float
     ready_s: float
-    lane: str
+    algorithm: str
     column: int
     stages: tuple[StageCost, ...]
     is_serial: bool = False
@@ -35,10 +36,10 @@ class SimulatedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """That a stage had a piece from ``begin_s`` to ``end_s``."""
+    """The time from `begin_s` to `end_s`, in which a stage had a chunk."""
 
     bucket: int
-    lane: str
+    algorithm: str
     stage: str
     column: int
     begin_s: float
@@ -48,9 +49,9 @@ class Span:
 
 @dataclass(eq=False)
 class _Task:
-    """A stage at work on a piece; ``left_s``: seconds of work at full rate."""
+    """A stage at work on a chunk; `left_s`: seconds of work that are left, at full rate."""
 
-    piece: SimulatedChunk
+    chunk: SimulatedChunk
     index: int
     begin_s: float
     works_from_s: float
@@ -59,32 +60,34 @@ class _Task:
 
     @property
     def stage(self) -> StageCost:
-        return self.piece.stages[self.index]
+        return self.chunk.stages[self.index]
 
 
 @dataclass(eq=False)
-class _Lane:
+class _StageThread:
     queue: deque[tuple[SimulatedChunk, int]] = field(default_factory=deque)
     task: _Task | None = None
 
 
-def simulate_events(pieces: Sequence[SimulatedChunk]) -> list[Span]:
-    """Every stage of every piece, in the order of their ends. Pieces are taken in the order given.
+def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
+    """Simulate every stage of every chunk; the spans come in the order of their ends. Chunks start in the order given.
 
     >>> stages = tuple(StageCost(name=name, place=place, delay_s=0.0, work_s=1.0) for name, place in
     ...                (("reduce", "inside"), ("ring", "across")))
-    >>> two = [SimulatedChunk(bucket=b, num_bytes=1, ready_s=0.0, lane="x", column=0, stages=stages) for b in (0, 1)]
-    >>> [(span.bucket, span.stage, span.end_s) for span in simulate_events(two)]
+    >>> common = dict(num_bytes=1, ready_s=0.0, algorithm="x", column=0, stages=stages)
+    >>> two = [SimulatedChunk(bucket=bucket, **common) for bucket in (0, 1)]
+    >>> [(span.bucket, span.stage, span.end_s) for span in simulate_events(two)]  # 1 reduces during the ring of 0
     [(0, 'reduce', 1.0), (1, 'reduce', 2.0), (0, 'ring', 2.0), (1, 'ring', 3.0)]
     """
-    waiting = deque(sorted((piece for piece in pieces if piece.stages), key=lambda piece: piece.ready_s))
-    lanes: dict[tuple[str, int, int], _Lane] = {}
+    waiting = deque(sorted((chunk for chunk in chunks if chunk.stages), key=lambda chunk: chunk.ready_s))
+    threads: dict[tuple[str, int, int], _StageThread] = {}
     spans: list[Span] = []
     now_s = 0.0
-    while waiting or any(lane.task for lane in lanes.values()):
+    # Between two events every rate is constant: share the rates, jump to the next begin or end, take off the work done.
+    while waiting or any(thread.task for thread in threads.values()):
         while waiting and waiting[0].ready_s <= now_s:
-            _put(lanes, waiting.popleft(), 0, now_s)
-        tasks = [lane.task for lane in lanes.values() if lane.task]
+            _put(threads, waiting.popleft(), 0, now_s)
+        tasks = [thread.task for thread in threads.values() if thread.task]
         _share_out([task for task in tasks if task.works_from_s <= now_s])
         next_s = min((_ends_s(task, now_s) for task in tasks), default=math.inf)
         if waiting:
@@ -95,59 +98,61 @@ def simulate_events(pieces: Sequence[SimulatedChunk]) -> list[Span]:
         now_s = next_s
         for task in tasks:
             if task.works_from_s <= now_s and task.left_s <= 1e-12 * max(1.0, now_s):
-                spans.append(_finish(lanes, task, now_s))
+                spans.append(_finish(threads, task, now_s))
     return spans
 
 
-def _lane(lanes: dict[tuple[str, int, int], _Lane], piece: SimulatedChunk, index: int) -> _Lane:
-    key = ("", piece.column, 0) if piece.is_serial else (piece.lane, piece.column, index)
-    return lanes.setdefault(key, _Lane())
+def _thread_of(threads: dict[tuple[str, int, int], _StageThread], chunk: SimulatedChunk, index: int) -> _StageThread:
+    key = ("", chunk.column, 0) if chunk.is_serial else (chunk.algorithm, chunk.column, index)
+    return threads.setdefault(key, _StageThread())
 
 
-def _put(lanes: dict[tuple[str, int, int], _Lane], piece: SimulatedChunk, index: int, now_s: float) -> None:
-    lane = _lane(lanes, piece, index)
-    if piece.is_serial and index > 0:
-        lane.queue.appendleft((piece, index))
+def _put(threads: dict[tuple[str, int, int], _StageThread], chunk: SimulatedChunk, index: int, now_s: float) -> None:
+    thread = _thread_of(threads, chunk, index)
+    if chunk.is_serial and index > 0:  # a stream goes on with the chunk that it has before it takes another
+        thread.queue.appendleft((chunk, index))
     else:
-        lane.queue.append((piece, index))
-    if lane.task is None:
-        _begin(lane, now_s)
+        thread.queue.append((chunk, index))
+    if thread.task is None:
+        _begin(thread, now_s)
 
 
-def _begin(lane: _Lane, now_s: float) -> None:
-    piece, index = lane.queue.popleft()
-    stage = piece.stages[index]
-    lane.task = _Task(piece=piece, index=index, begin_s=now_s, works_from_s=now_s + stage.delay_s, left_s=stage.work_s)
+def _begin(thread: _StageThread, now_s: float) -> None:
+    chunk, index = thread.queue.popleft()
+    stage = chunk.stages[index]
+    thread.task = _Task(
+        chunk=chunk, index=index, begin_s=now_s, works_from_s=now_s + stage.delay_s, left_s=stage.work_s
+    )
 
 
-def _finish(lanes: dict[tuple[str, int, int], _Lane], task: _Task, now_s: float) -> Span:
-    piece, index = task.piece, task.index
-    lane = _lane(lanes, piece, index)
-    lane.task = None
-    if index + 1 < len(piece.stages):
-        _put(lanes, piece, index + 1, now_s)
-    if lane.task is None and lane.queue:
-        _begin(lane, now_s)
+def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_s: float) -> Span:
+    chunk, index = task.chunk, task.index
+    thread = _thread_of(threads, chunk, index)
+    thread.task = None
+    if index + 1 < len(chunk.stages):
+        _put(threads, chunk, index + 1, now_s)
+    if thread.task is None and thread.queue:
+        _begin(thread, now_s)
     return Span(
-        bucket=piece.bucket,
-        lane=piece.lane,
+        bucket=chunk.bucket,
+        algorithm=chunk.algorithm,
         stage=task.stage.name,
-        column=piece.column,
+        column=chunk.column,
         begin_s=task.begin_s,
         end_s=now_s,
-        num_bytes=piece.num_bytes,
+        num_bytes=chunk.num_bytes,
     )
 
 
 def _ends_s(task: _Task, now_s: float) -> float:
-    """When a task's delay or its work ends, whichever is next, at the rates of now."""
+    """Return when the delay or the work of a task ends, whichever is next, at the present rates."""
     if task.works_from_s > now_s:
         return task.works_from_s
     return now_s + (task.left_s / task.rate if task.left_s > 0 else 0.0)
 
 
 def _share_out(tasks: Iterable[_Task]) -> None:
-    """Give each task that works its rate: fair shares of its place, what one cannot fill to the others."""
+    """Give each working task its rate: fair shares of its place; what one cannot fill goes to the others."""
     by_place: dict[str, list[_Task]] = {}
     for task in tasks:
         by_place.setdefault(task.stage.place, []).append(task)

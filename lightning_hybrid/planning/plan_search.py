@@ -1,7 +1,7 @@
-"""Which plan is best on a described cluster, and what every other would cost: by simulating a step under each.
+"""The best plan on a described cluster, found by simulating a step under each plan.
 
-The rules of ``algorithm="auto"`` know bytes and ranks, not links. Where latency is high they are wrong: at 1 Gbit/s and
-2 ms one way a sum of 4 MiB takes 97 ms hierarchical and 153 two-level, which is what they would take.
+The rules of `algorithm="auto"` know bytes and ranks, not links. Where latency is high they are wrong: at 1 Gbit/s and
+2 ms one way they choose two-level for a sum of 4 MiB, which takes 153 ms, where hierarchical takes 97.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "t
 FLAT_ON_CUDA = ("auto", "flat", "parallel_flat")
 
 BUCKETS_BYTES = (MIB // 4, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 1024 * MIB)
-"""Tried as sizes of buckets; the last is all gradients in one."""
+"""The bucket sizes to try; the last is all gradients in one."""
 
 BELOW_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-"""Tried as the size from which ``auto`` changes from ``hierarchical`` to ``two_level``."""
+"""The sizes to try at which `auto` changes from `hierarchical` to `two_level`."""
 
 CHUNKS_BYTES = (128 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 1024 * MIB)
 GROUPS = (1, 2, 4)
 
 NUM_REFINED = 4
-"""Of the best buckets and algorithms, for how many chunks and groups are tried too."""
+"""For so many of the best pairs of bucket size and algorithm, chunks and groups are tried too."""
 
 CLEARLY_LESS = 0.01
-"""A plan must save this share of a step over the library's own to be preferred: the model is not better than that."""
+"""A plan must save this share of a step over the library's own to be preferred: the model is not more precise."""
 
 CLEARLY_LESS_BY_HIERARCHY = 0.05
-"""On CUDA a hierarchy must save this share over the best flat plan: it is three kernels of NCCL where that is one, and
-the processors that they take from backward are not in the model."""
+"""On CUDA a hierarchy must save this share over the best flat plan: it launches three kernels of NCCL where flat
+launches one, and the model leaves out that they take processors from backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan and its step, with all ranks at mean pace."""
+    """A plan and its simulated step, with all ranks at mean pace."""
 
     plan: CommPlan
     num_buckets: int
@@ -50,7 +50,7 @@ class Candidate:
 
     def __str__(self) -> str:
         plan = self.plan
-        if self.on_cuda:  # where nothing is cut, and by itself all is flat
+        if self.on_cuda:  # there buckets are not cut, and `auto` is flat
             return f"{'flat' if plan.algorithm == 'auto' else plan.algorithm}, {_buckets(plan, on_cuda=True)}"
         change = f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)" if plan.algorithm == "auto" else ""
         pieces = f"chunks of {plan.chunk_bytes / KIB:g} KiB, {plan.num_parallel_groups} groups"
@@ -60,9 +60,9 @@ class Candidate:
 def rank_plans(
     work: StepWorkload, cluster: Cluster, plans: Iterable[CommPlan], *, itemsize: int, on_cuda: bool
 ) -> list[Candidate]:
-    """Simulates a step under each plan; the fastest first, of equals (to three digits) the one with fewer buckets.
+    """Simulate a step under each plan; the fastest first, of equals (to three digits) the one with fewer buckets.
 
-    Of plans that do the same with these gradients on this cluster, the first is kept.
+    Of plans that do the same with these gradients on this cluster, only the first is in the result.
     """
     found: dict[object, Candidate] = {}
     for plan in plans:
@@ -84,14 +84,15 @@ def rank_plans(
 def candidates(
     work: StepWorkload, cluster: Cluster, *, itemsize: int, on_cuda: bool = True, base: CommPlan | None = None
 ) -> tuple[Candidate, ...]:
-    """Every plan that was tried, the best first: algorithms with buckets, then chunks and groups of the best of these.
+    """Try algorithms with bucket sizes, then chunks and groups of the best of these; return all, the best first.
 
-    ``base`` (default: the library's plan) is among them. It comes first unless another saves a hundredth of the step;
-    on CUDA a hierarchy comes first only if it saves a twentieth over all that is flat.
+    `base` (default: the library's plan) is among them. It comes first unless another saves a hundredth of the step; on
+    CUDA a hierarchy comes first only if it saves a twentieth over every flat plan.
     """
     base = CommPlan() if base is None else base
     ask = {"itemsize": itemsize, "on_cuda": on_cuda}
     coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)  # type: ignore[arg-type]
+    # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA buckets are not cut.
     refined = [
         replace(candidate.plan, chunk_bytes=chunk, num_parallel_groups=groups)
         for candidate in coarse[:NUM_REFINED]
@@ -102,9 +103,10 @@ def candidates(
         flat = next(candidate for candidate in found if candidate.plan.algorithm in FLAT_ON_CUDA)
         if found[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
             found = [flat, *(candidate for candidate in found if candidate is not flat)]
-    ours = next(candidate for candidate in found if candidate.plan == base)  # tried first, so nothing stands for it
-    if found[0].step_s > (1 - CLEARLY_LESS) * ours.step_s:
-        found = [ours, *(candidate for candidate in found if candidate is not ours)]
+    # `base` was tried first, so that it is in the result itself and not an equal plan in its place.
+    own = next(candidate for candidate in found if candidate.plan == base)
+    if found[0].step_s > (1 - CLEARLY_LESS) * own.step_s:
+        found = [own, *(candidate for candidate in found if candidate is not own)]
     return tuple(found)
 
 
@@ -117,17 +119,17 @@ def choose_plan(
     on_cuda: bool = True,
     base: CommPlan | None = None,
 ) -> CommPlan:
-    """The plan whose step is the shortest on this cluster.
+    """Choose the plan whose step is the shortest on this cluster.
 
     Deterministic, so that ranks that know the same cluster choose the same plan.
 
-    Arguments:
-        numels: elements of the gradients in the order in which they get ready: the last layer's first.
-        cluster: with the nodes that will take part; ``cluster.of(num_nodes)`` is the same with others.
-        backward_s: of a rank, spread over the gradients by their elements. 0: nothing hides communication.
-        itemsize: bytes of an element on the wire.
-        on_cuda: as in ``simulate``.
-        base: what is kept where it makes no difference, and preferred where the model sees no hundredth between.
+    Args:
+        numels: Elements of the gradients in the order in which they get ready: the last layer's first.
+        cluster: The nodes that will take part; `cluster.of(num_nodes)` is the same cluster with another number.
+        backward_s: Backward of a rank, spread over the gradients by their elements. 0: nothing hides communication.
+        itemsize: Bytes of an element on the wire.
+        on_cuda: As in `simulate`.
+        base: The plan to start from; preferred where the model sees a difference of less than a hundredth.
 
     >>> from lightning_hybrid.planning.cost import Link
     >>> from lightning_hybrid.planning.cost_gloo import Gloo
@@ -155,7 +157,7 @@ def _coarse(base: CommPlan) -> list[CommPlan]:
 
 
 def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:
-    """The plan with buckets of this size: no number of them is aimed at, and the last is not larger."""
+    """Return the plan with buckets of this size, whatever their number; the last is not larger."""
     last_bytes = min(bucket_bytes, plan.last_bucket_bytes)
     return replace(plan, bucket_bytes=bucket_bytes, num_buckets=1, last_bucket_bytes=last_bytes)
 

@@ -1,11 +1,11 @@
-"""Training steps on a described cluster, simulated: how long they take, and how much of that communication is to blame.
+"""Simulated training steps on a described cluster: their time, and the part of it that is exposed communication.
 
-    forward | backward: gradients get ready one by one  -> buckets -> pieces -> stages on shared links | update
-            pieces.Work                                    buckets_of    chunks_of_step     timeline.run
+    forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
+            workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-One step is computed from the slowest rank's pace, as every bucket waits for it. Ranks differ by `Jitter`, which is
-sampled; so steps have a distribution, of which quantiles are told. What is left out: that communication kernels take
-processors from an accelerator's arithmetic, traffic of others, and failures.
+A step runs at the slowest rank's pace, as every bucket waits for it. Ranks differ by `Jitter`, which is sampled; so
+steps have a distribution. The model leaves out that communication kernels take processors from an accelerator's
+arithmetic, traffic of others, and failures.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-import lightning_hybrid.planning.event_simulation as timeline
 from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.event_simulation import SimulatedChunk, Span, simulate_events
 from lightning_hybrid.planning.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """How ranks differ from step to step, in what they compute.
+    """The variation of computing time over ranks and steps.
 
-    Arguments:
-        relative_std: standard deviation of a rank's time over its mean (normal, never below the mean's half).
-        slow_share: probability that a rank is slow in a step, and ``slow_factor``: how many times as long it takes.
-        seed: of the samples.
+    Args:
+        relative_std: Standard deviation of a rank's time over its mean (normal, never below half the mean).
+        slow_share: Probability that a rank is slow in a step.
+        slow_factor: How many times as long a slow rank takes.
+        seed: Seed of the samples.
     """
 
     relative_std: float = 0.0
@@ -43,7 +44,7 @@ class Jitter:
         require_whole("seed", self.seed, "NumPy's generators take no other. Set jitter.seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
-        """The slowest rank's time over the mean, in each step.
+        """Sample the slowest rank's time over the mean, in each step.
 
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]
@@ -62,18 +63,18 @@ NO_JITTER = Jitter()
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One simulated step. ``exposed_s``: from the end of backward until the last bucket is averaged."""
+    """One simulated step. `exposed_s` is the time from the end of backward until the last bucket is averaged."""
 
     step_s: float
     exposed_s: float
     busy_s: float
-    spans: tuple[timeline.Span, ...]
+    spans: tuple[Span, ...]
     ready_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Many steps. ``efficiency``: a rank's step alone over the mean step of all."""
+class SimulatedSteps:
+    """Many simulated steps."""
 
     steps_s: np.ndarray
     exposed_s: np.ndarray
@@ -83,24 +84,22 @@ class Outcome:
 
     @property
     def step_s(self) -> float:
-        """Of the mean step."""
+        """Mean time of a step."""
         return float(self.steps_s.mean())
 
     @property
     def efficiency(self) -> float:
-        """1: communication and waiting for others cost nothing."""
+        """A rank's step alone over the mean step of all; 1: communication and waiting for others cost nothing."""
         return self.alone_s / self.step_s
 
     def quantile_s(self, share: float) -> float:
-        """The step time that this share of steps does not exceed."""
+        """Return the step time that this share of steps does not exceed."""
         return float(np.quantile(self.steps_s, share))
 
 
-def step_times(
-    work: StepWorkload, buckets: Sequence[BucketPlan], pieces: Sequence[timeline.SimulatedChunk]
-) -> StepTimes:
-    """One step of ranks that all keep this pace. ``pieces`` are ready when ``work`` says."""
-    spans = timeline.simulate_events(pieces)
+def step_times(work: StepWorkload, buckets: Sequence[BucketPlan], chunks: Sequence[SimulatedChunk]) -> StepTimes:
+    """Simulate one step of ranks that all have this pace. `chunks` are ready when `work` says."""
+    spans = simulate_events(chunks)
     backward_end_s = work.forward_s + work.backward_s
     done_s = max((span.end_s for span in spans), default=backward_end_s)
     exposed_s = max(0.0, done_s - backward_end_s)
@@ -125,20 +124,20 @@ def simulate(
     num_columns: int | None = None,
     jitter: Jitter = NO_JITTER,
     num_steps: int = 1,
-) -> Outcome:
-    """Steps of all ranks.
+) -> SimulatedSteps:
+    """Simulate steps of all ranks.
 
-    Arguments:
-        work: of a rank of mean pace.
-        cluster: where.
-        plan: which buckets and algorithms.
-        itemsize: bytes of an element on the wire.
-        on_cuda: buckets are not cut, and go one after another, as on one CUDA stream.
-        algorithm: None: the plan's. Else one of ``cluster.PEERS`` or ``cluster.OURS`` for every bucket, in one piece.
-        cuts: see ``buckets_of``.
-        num_columns: collectives that run side by side; None: as the plan says, one on CUDA.
-        jitter: how ranks differ.
-        num_steps: how many to sample.
+    Args:
+        work: The computation of a rank of mean pace.
+        cluster: Where the step runs.
+        plan: The buckets and algorithms.
+        itemsize: Bytes of an element on the wire.
+        on_cuda: Buckets are not cut, and go one after another, as on one CUDA stream.
+        algorithm: None: the plan's. Else one of `cluster.PEERS` or `cluster.OURS` for every bucket, in one chunk.
+        cuts: See `buckets_of`.
+        num_columns: Collectives that run at the same time; None: as the plan says, one on CUDA.
+        jitter: The variation over ranks.
+        num_steps: Number of steps to sample.
     """
     numels = [numel for numel, _ in work.gradients]
     buckets = buckets_of(numels, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, cuts=cuts)
@@ -151,15 +150,16 @@ def simulate(
         return plan.num_columns(bucket.algorithm, cluster)
 
     factors = jitter.slowest(cluster.world_size, num_steps)
+    # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
             paced = work.scaled(float(factor))
             ready_s = ready_times_s(paced, buckets)
-            pieces = chunks_of_step(buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda)
-            known[factor] = step_times(paced, buckets, pieces)
+            chunks = chunks_of_step(buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda)
+            known[factor] = step_times(paced, buckets, chunks)
     steps = [known[factor] for factor in factors]
-    return Outcome(
+    return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),
         exposed_s=np.array([step.exposed_s for step in steps]),
         first=steps[0],
@@ -168,11 +168,12 @@ def simulate(
     )
 
 
-def to_trace(outcome: Outcome) -> CommTrace:
-    """The first step as the trace that a real run writes (comm/trace.py): same rows, same counters, same JSON.
+def to_trace(outcome: SimulatedSteps) -> CommTrace:
+    """Convert the first step to the trace that a real run writes: same rows, same counters, same JSON.
 
-    ``to_trace(outcome).write(path, rank=0)`` is for Perfetto.
+    `to_trace(outcome).write(path, rank=0)` writes a file for Perfetto.
     """
+    # A `CommTrace` reads a clock: here a list of one number, which is set to the time of each event in turn.
     now = [0.0]
     trace = CommTrace(clock=lambda: now[0], keep_events=True)
     buckets, spans = {bucket.index: bucket for bucket in outcome.buckets}, outcome.first.spans
@@ -193,8 +194,8 @@ def to_trace(outcome: Outcome) -> CommTrace:
         events += [(ready_s, 0, begin), (ends_s[index], 2, end)]
     for span in spans:
 
-        def stage(span: timeline.Span = span) -> None:
-            bucket = replace(buckets[span.bucket], algorithm=span.lane)  # type: ignore[arg-type]
+        def stage(span: Span = span) -> None:
+            bucket = replace(buckets[span.bucket], algorithm=span.algorithm)  # type: ignore[arg-type]
             trace.stage(bucket, span.stage, span.column, span.begin_s, int(span.num_bytes))
 
         events.append((span.end_s, 1, stage))
@@ -205,7 +206,7 @@ def to_trace(outcome: Outcome) -> CommTrace:
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds covered by any of these intervals."""
+    """Sum the seconds that are covered by any of these intervals."""
     total_s, until_s = 0.0, 0.0
     for begin_s, end_s in sorted(spans):
         total_s += max(0.0, end_s - max(begin_s, until_s))

@@ -1,4 +1,4 @@
-"""What a step computes, and how its gradients become buckets and pieces that travel."""
+"""The computation of a step, and the buckets and chunks that its gradients become."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import lightning_hybrid.planning.event_simulation as timeline
+from lightning_hybrid.comm.bucket_layout import chunk_numels
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.planning.cluster import Cluster
-
-ALIGNMENT = 16  # elements, as in comm/chunks.py
+from lightning_hybrid.planning.event_simulation import SimulatedChunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWorkload:
-    """What one rank computes in a step, in seconds.
+    """The computation of one rank in a step, in seconds.
 
-    Arguments:
-        forward_s: before the first gradient.
-        gradients: for each tensor, in the order in which they get ready: elements, and seconds of backward up to it
-            from the one before.
-        update_s: after the last bucket is averaged.
-        input_s: to make the next batch, beside everything else: a step is never shorter.
+    Args:
+        forward_s: Time before backward.
+        gradients: For each tensor, in the order in which they get ready: elements, and seconds of backward since the
+            tensor before.
+        update_s: Time after the last bucket is averaged.
+        input_s: Time to make the next batch, during everything else: a step is never shorter.
     """
 
     forward_s: float
@@ -40,16 +39,16 @@ class StepWorkload:
 
     @property
     def backward_s(self) -> float:
-        """From the loss to the last gradient."""
+        """Seconds from the loss to the last gradient."""
         return sum(time_s for _, time_s in self.gradients)
 
     @property
     def alone_s(self) -> float:
-        """A step of one rank without communication."""
+        """Seconds of a step of one rank without communication."""
         return max(self.forward_s + self.backward_s + self.update_s, self.input_s)
 
     def scaled(self, factor: float) -> StepWorkload:
-        """The same on a rank that takes ``factor`` times as long to compute."""
+        """Return the same workload on a rank that takes `factor` times as long to compute."""
         gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
         return replace(self, forward_s=factor * self.forward_s, gradients=gradients, update_s=factor * self.update_s)
 
@@ -57,10 +56,10 @@ class StepWorkload:
 def buckets_of(
     numels: Sequence[int], cluster: Cluster, plan: CommPlan, *, itemsize: int, on_cuda: bool, cuts: Sequence[int] | None
 ) -> tuple[BucketPlan, ...]:
-    """The buckets of gradients that get ready in this order.
+    """Fuse gradients that get ready in this order into buckets.
 
-    ``cuts``: None fuses as ``plan`` says; else tensors are fused up to these places, counted in the order of readiness
-    (Jia et al. fuse in two segments); every place is one tensor per bucket.
+    `cuts`: None fuses as `plan` says; else buckets end before these indices, counted in the order of readiness (Jia et
+    al. fuse in two segments); all indices make one bucket per tensor.
     """
     if cuts is None:
         sizes = plan.bucket_caps([n * itemsize for n in numels], num_nodes=cluster.num_nodes, on_cuda=on_cuda)
@@ -77,32 +76,25 @@ def buckets_of(
 
 
 def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[float, ...]:
-    """When the last gradient of each bucket is there, from the begin of the step."""
+    """Compute when the last gradient of each bucket is ready, in seconds from the begin of the step."""
     ends = list(itertools.accumulate(bucket.numel for bucket in buckets))
     found: list[float] = []
     now_s, numel = work.forward_s, 0
     for size, time_s in work.gradients:
         now_s, numel = now_s + time_s, numel + size
+        # A bucket is ready with the tensor that holds its last element; one tensor may complete several.
         while len(found) < len(ends) and numel >= ends[len(found)]:
             found.append(now_s)
     return tuple(found)
 
 
-def piece_bytes(num_bytes: int, num_pieces: int, itemsize: int) -> list[int]:
-    """Bytes of the pieces into which comm/chunks.py cuts a bucket; the outer ones are small where there are four.
+def chunk_sizes_bytes(num_bytes: int, num_chunks: int, itemsize: int) -> list[int]:
+    """Cut a bucket into chunks and return their sizes.
 
-    >>> piece_bytes(3200, 4, 2)
+    >>> chunk_sizes_bytes(3200, 4, 2)
     [320, 1280, 1280, 320]
     """
-    numel = num_bytes // itemsize
-    quarters = 4 * num_pieces - 6 if num_pieces >= 4 else num_pieces
-    step = -(-numel // (quarters * ALIGNMENT)) * ALIGNMENT
-    if num_pieces < 4:
-        sizes = [min(step, numel - start) for start in range(0, numel, step)]
-        return [size * itemsize for size in sizes]
-    middle = max(-(-max(0, numel - 2 * step) // ((num_pieces - 2) * ALIGNMENT)) * ALIGNMENT, ALIGNMENT)
-    sizes = [min(step, numel), *(min(middle, numel - start) for start in range(step, numel, middle))]
-    return [size * itemsize for size in sizes if size > 0]
+    return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_chunks)]
 
 
 def chunks_of_step(
@@ -113,23 +105,23 @@ def chunks_of_step(
     *,
     algorithm: str | None = None,
     is_serial: bool = False,
-) -> list[timeline.SimulatedChunk]:
-    """The pieces of all buckets; ``algorithm``: instead of that of their plans, in one piece each."""
-    found: list[timeline.SimulatedChunk] = []
+) -> list[SimulatedChunk]:
+    """Return the chunks of all buckets; with `algorithm` in place of their plans', each bucket in one chunk."""
+    found: list[SimulatedChunk] = []
     counts: dict[str, int] = {}
     for bucket, at_s in zip(buckets, ready_s, strict=True):
         name = algorithm or bucket.algorithm
-        num_pieces = 1 if algorithm else bucket.num_chunks
-        for size in piece_bytes(bucket.num_bytes, num_pieces, bucket.num_bytes // bucket.numel):
+        num_chunks = 1 if algorithm else bucket.num_chunks
+        for size in chunk_sizes_bytes(bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel):
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
             stages = cluster.stages(name, size)
             found.append(
-                timeline.SimulatedChunk(
+                SimulatedChunk(
                     bucket=bucket.index,
                     num_bytes=size,
                     ready_s=at_s,
-                    lane=name,
+                    algorithm=name,
                     column=column,
                     stages=stages,
                     is_serial=is_serial,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checks import require_whole
+
 
 class LossScale(ABC):
     """A power-of-two factor for the loss, with its own rule for following overflows."""
@@ -133,13 +135,10 @@ class DynamicLossScale(LossScale):
                 f"`backoff_factor` (={backoff_factor}) must be below 1: after an overflow the scale has to fall, or "
                 "every later step overflows too. The usual value is 0.5."
             )
-        if not isinstance(growth_interval, int) or growth_interval < 1:
-            raise ValueError(f"`growth_interval` (={growth_interval!r}) must be a whole number of steps, at least 1.")
-        if not isinstance(hysteresis, int) or hysteresis < 1:
-            raise ValueError(
-                f"`hysteresis` (={hysteresis!r}) must be a whole number of overflows, at least 1: it says which one is "
-                "the first to lower the scale. 1 is every one, 2 is usual elsewhere."
-            )
+        why = "it counts clean steps before the scale grows. 2000 is usual"
+        require_whole("growth_interval", growth_interval, why, unit="steps")
+        why = "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
+        require_whole("hysteresis", hysteresis, why, unit="overflows")
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "

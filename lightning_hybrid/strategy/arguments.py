@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
-from lightning_hybrid.comm.ddp_buckets import ddp_limits
+from lightning_hybrid.comm.bucket_layout import ddp_limits
 
 STRATEGY_NAME = "hybrid_allreduce"
 _DTYPES = {

@@ -51,43 +51,50 @@ class SetupWatchdog:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside = 0
         places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
-        dist.all_gather_object(places, (host_identity()[0], tcp_info.addresses()))
+        dist.all_gather_object(places, (host_identity()[0], tcp_info.own_addresses()))
         # A process may fit more than once: each setup has a store of its own.
         count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
-        self._watch = Watchdog(
+        self._watchdog = Watchdog(
             store=private_store(f"lightning_hybrid/setup/{count}"),
             rank=self._rank,
             world_size=self._world_size,
-            standing=self._standing,
-            stalled_s=lambda: 0.0,
-            on_failure=lambda error: None,  # the backend's wait cannot be called off
+            watched=self,
             hosts=[host for host, _ in places],
             addresses=[addresses for _, addresses in places],
         )
+        self._watchdog.start()
 
-    def _standing(self) -> RankStatus:
+    def status(self) -> RankStatus:
+        """Return where this rank stands, for the diagnosis of a failure."""
         is_inside = self._num_inside > 0
         return RankStatus(num_submitted=0, order="", place=INSIDE if is_inside else OUTSIDE, is_inside=is_inside)
+
+    def stalled_s(self) -> float:
+        """Return 0: no bucket is in flight."""
+        return 0.0
+
+    def trip(self, error: str, cause: BaseException | None = None) -> None:
+        """Do nothing: the backend's wait cannot be called off."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Mark what no rank leaves before all have come: a rank that fails inside has waited for others."""
         self._num_inside += 1
-        yield
+        yield  # no `finally`: after an error inside, the rank still counts as one that waited
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
         """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
         noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
-        return f"{self._watch.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
+        return f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
 
     def abort(self, reason: str) -> None:
         """Let the other ranks know why this one ends."""
-        self._watch.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
+        self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
         """End; may be called again."""
-        self._watch.leave()
+        self._watchdog.leave()
 
 
 class SigtermOnAnyRank:

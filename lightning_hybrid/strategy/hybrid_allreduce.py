@@ -25,6 +25,7 @@ from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, To
 from lightning_hybrid.precision import MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
     ask_planner,
@@ -44,7 +45,6 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.failures import FailureReportMixin
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
-from lightning_hybrid.strategy.run_status import RunStatus, has_grad_scaler
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy.plan_tuning import FitTuning

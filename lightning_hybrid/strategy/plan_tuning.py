@@ -87,7 +87,7 @@ class FitTuning:
         # Tuning that was asked for may take its time; by itself it takes no more than a tenth of the run.
         most_steps = MOST_STEPS if self._tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
         self._tuning = TuningSession(
-            engine, cache_folder=self._folder, most_steps=most_steps, tell=rank_zero_info, on_plan=self._on_plan
+            engine, cache_folder=self._folder, most_steps=most_steps, report=rank_zero_info, on_plan=self._on_plan
         )
 
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from lightning_hybrid.data.images import decode
-from lightning_hybrid.data.images.crops import TrainView
-from lightning_hybrid.data.images.dali import DaliStaff
+from lightning_hybrid.data.images.crops import TrainCrop
+from lightning_hybrid.data.images.dali import DaliFiller
 from lightning_hybrid.data.images.datamodule import share_of_cores
 from lightning_hybrid.data.images.folder import ImageFolder
 from lightning_hybrid.data.images.imagenet import open_images
 from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageTrainLoader
 from lightning_hybrid.data.images.source import DecodedImages, RowSource
 from lightning_hybrid.data.images.synthetic import StoredRows
-from lightning_hybrid.data.normalize import NormaliseOnDevice
+from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.benchmarks.input_baselines import dali_batches, dataloader_batches
@@ -146,17 +146,17 @@ class InputBench:
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(1)
 
-    def _loader(self, rows: RowSource, staff: BatchFiller) -> ImageTrainLoader:
+    def _loader(self, rows: RowSource, filler: BatchFiller) -> ImageTrainLoader:
         order = EpochOrder(num_images=rows.num_images, global_batch_size=self.batch_size, seed=0)
-        return ImageTrainLoader(rows, order, staff=staff, on_device=NormaliseOnDevice())
+        return ImageTrainLoader(rows, order, filler=filler, on_device=NormalizeOnDevice())
 
     def _decoding_loader(self, folder: Path, decoder: str) -> ImageTrainLoader:
-        view = TrainView(image_size=self.image_size, seed=0)
+        crop = TrainCrop(image_size=self.image_size, seed=0)
         is_dali = decoder == decode.BATCH_DECODER
         own = decode.default_decoder() if is_dali else decoder
-        rows = DecodedImages(open_images(folder), view, decoder=own, max_corrupt_images=16)
-        staff: BatchFiller = (DaliStaff if is_dali else DecodeThreads)(num_threads=self._num_threads)
-        return self._loader(rows, staff)
+        rows = DecodedImages(open_images(folder), crop, decoder=own, max_corrupt_images=16)
+        filler: BatchFiller = (DaliFiller if is_dali else DecodeThreads)(num_threads=self._num_threads)
+        return self._loader(rows, filler)
 
     def _ours(self, folder: Path, decoder: str) -> Iterator[Any]:
         return _endless(self._decoding_loader(folder, decoder))

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from lightning_hybrid.atomic_file import atomic_path, sync
 from lightning_hybrid.data.images.crops import resized, short_side_resized
 from lightning_hybrid.data.images.datamodule import share_of_cores
 from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
@@ -181,7 +182,8 @@ class _Split:
         )
         sizes = [len(data) for data in map(self._prepared, samples) if isinstance(data, bytes)]
         num_per_shard = max(1, round(self.packing.shard_bytes / max(1.0, float(np.mean(sizes or [1])))))
-        _write_whole(path, json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1).encode() + b"\n")
+        with atomic_path(path) as unfinished:
+            unfinished.write_text(json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1) + "\n")
         return num_per_shard
 
     def _name(self, image: int) -> bytes:
@@ -208,9 +210,8 @@ class _Split:
 
     def _write(self, shard: int, images: NDArray[np.int64], bar: tqdm) -> ShardIndex:
         path = self.out / shard_name(shard)
-        unfinished = path.with_suffix(".unfinished")
         stored, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
-        with open(unfinished, "wb") as file:
+        with atomic_path(path) as unfinished, unfinished.open("wb") as file:
             num_threads = self.packing.num_threads or share_of_cores(1)
             for image, data in zip(images, mapped_ahead(self._prepared, images, num_threads), strict=True):
                 bar.update()
@@ -223,9 +224,7 @@ class _Split:
                 sizes.append(len(data))
                 crc32s.append(zlib.crc32(data))
                 shard_crc32 = zlib.crc32(data, shard_crc32)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            sync(file)
         # The shard is in place before its index: an index always describes a whole shard.
         part = ShardIndex(
             shards=np.full(len(stored), shard, dtype=np.int32),
@@ -247,7 +246,8 @@ class _Split:
         self._refuse_too_many([])
         if self.corrupt:
             lines = "".join(f"{name}\t{why}\n" for name, why in self.corrupt)
-            _write_whole(self.out / CORRUPT_NAME, lines.encode(errors="replace"))
+            with atomic_path(self.out / CORRUPT_NAME) as unfinished:
+                unfinished.write_bytes(lines.encode(errors="replace"))
 
     def _refuse_too_many(self, more: Sequence[tuple[str, str]]) -> None:
         corrupt = [*self.corrupt, *more]
@@ -278,12 +278,6 @@ def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: i
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(data)
-    os.replace(unfinished, path)
 
 
 def check_packed(out: Path, splits: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,16 +21,11 @@ from torch import Tensor
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.comm.engine.stages import flat_sum_, hierarchical_sum_, parallel_flat_sum_, two_level_sum_
+from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
 from recipes.gpu.fits import Small, loader, trainer_for
 from recipes.gpu.runner import Details, Given, NotHere
 
-SUMS = {
-    "flat": flat_sum_,
-    "parallel_flat": parallel_flat_sum_,
-    "hierarchical": hierarchical_sum_,
-    "two_level": two_level_sum_,
-}
+SUMS = tuple(STAGES)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUMELS = (1, 37, 10_007, 1 << 20)
 KILLED_AT, KILLED_RANK = 6, 1
@@ -40,25 +35,19 @@ NAMED_WITHIN_S = 60.0
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
-class _OneRank:
-    """Stand-in for `CommGroups` with one rank: every stage has the world's group, of this rank alone."""
-
-    topology = Topology(rank=0, nodes=((0,),))
-
-    def of(self, stage: str) -> Any:
-        return dist.group.WORLD
-
-
 def one_rank(given: Given) -> Details:
     """Run all four algorithms through the backend's communicators of one rank: the sum is the tensor, bit for bit."""
     backend = "nccl" if given.on_cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
-    for algorithm, sum_ in SUMS.items():
+    topology, on_cuda = Topology(rank=0, nodes=((0,),)), given.on_cuda
+    for algorithm, stages in STAGES.items():
         for dtype in DTYPES:
             for numel in NUMELS:
                 flat = _integers(0, numel, dtype, torch.device(given.device))
                 expected = flat.clone()
-                sum_(flat, cast(Any, _OneRank()))
+                job = Job(flat=flat, topology=topology, by_backend=on_cuda)
+                for stage in stages:  # an engine of one rank runs none: here each has the world's group
+                    run_stage(stage, job, dist.group.WORLD)
                 assert torch.equal(flat, expected), f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
     dist.destroy_process_group()
     return {"message": f"{', '.join(SUMS)} over {backend}"}
@@ -109,7 +98,7 @@ def _all_algorithms(given: Given, *, backend: str, num_ranks: int, devices_per_h
 
 def _sums_and_fits(setup: Details, given: Given, rank: int, num_ranks: int) -> Details:
     """Check on each rank, for each algorithm, exact sums, and a fit in which each rank has other images."""
-    answer = {}
+    answer: Details = {}
     for algorithm in SUMS:
         start_s, module, error = time.monotonic(), Small("lars"), ""
         try:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
-from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, Outcome, simulate
+from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.config_check import CountOrZero
 from recipes.planning.layers import Layer, layers_of, measured_work, work_of
@@ -63,7 +63,7 @@ class Scenario:
             input_s=input_s,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedSteps:
         """Simulate the scenario."""
         return simulate(
             self.work(),

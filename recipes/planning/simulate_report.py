@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from lightning_hybrid.planning.plan_search import Candidate
-from lightning_hybrid.planning.simulate import Outcome, to_trace
+from lightning_hybrid.planning.run_price import run_totals
+from lightning_hybrid.planning.simulate import SimulatedSteps, to_trace
 from recipes.cli.results import environment, write_json
 from recipes.planning.layers import flops_per_image
 from recipes.planning.scenario import Scenario
@@ -37,7 +38,7 @@ class SimulationReport:
     """Simulated run."""
 
     scenario: Scenario
-    outcome: Outcome
+    outcome: SimulatedSteps
     curve: tuple[ScalingPoint, ...]
     candidates: tuple[Candidate, ...]
     num_shown: int
@@ -68,9 +69,14 @@ class SimulationReport:
         """Return the run in numbers; energy and price where the cluster has rates for them."""
         scenario, outcome = self.scenario, self.outcome
         steps = self.images_per_epoch / scenario.global_batch_size
-        hours = self.epochs * steps * outcome.step_s / 3600
-        node_hours = hours * scenario.cluster.num_nodes
-        found = {
+        totals = run_totals(
+            step_s=outcome.step_s,
+            num_steps=self.epochs * steps,
+            num_nodes=scenario.cluster.num_nodes,
+            watts_per_node=self.watts_per_node,
+            price_per_node_hour=self.price_per_node_hour,
+        )
+        return {
             "num_ranks": scenario.cluster.world_size,
             "global_batch_size": scenario.global_batch_size,
             "step_alone_s": outcome.alone_s,
@@ -80,14 +86,10 @@ class SimulationReport:
             "efficiency": outcome.efficiency,
             "images_per_s": scenario.global_batch_size / outcome.step_s,
             "epoch_s": steps * outcome.step_s,
-            "run_hours": hours,
+            "run_hours": totals.pop("run_hours"),
             "training_flops_per_image": float(flops_per_image(scenario.layers)),
+            **totals,
         }
-        if self.watts_per_node is not None:
-            found["run_kwh"] = node_hours * self.watts_per_node / 1000
-        if self.price_per_node_hour is not None:
-            found["run_price"] = node_hours * self.price_per_node_hour
-        return found
 
     def markdown(self) -> str:
         """Format run, buckets, scaling and plans."""
@@ -142,11 +144,11 @@ class SimulationReport:
         compute = [("forward", 0.0, work.forward_s, "0.7"), ("backward", work.forward_s, work.backward_s, "0.5")]
         for name, begin_s, time_s, colour in compute:
             timeline.barh("compute", 1e3 * time_s, left=1e3 * begin_s, color=colour, label=name)
-        names = list(dict.fromkeys(f"{span.lane} {span.stage}" for span in first.spans))
+        names = list(dict.fromkeys(f"{span.algorithm} {span.stage}" for span in first.spans))
         for span in first.spans:
-            place = names.index(f"{span.lane} {span.stage}")
+            place = names.index(f"{span.algorithm} {span.stage}")
             timeline.barh(
-                f"{span.lane} {span.stage}",
+                f"{span.algorithm} {span.stage}",
                 1e3 * (span.end_s - span.begin_s),
                 left=1e3 * span.begin_s,
                 color=f"C{place}",

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, numbers
+from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, calibration_values
 from lightning_hybrid.planning.calibration.link_fit import LineFit
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
@@ -148,7 +148,7 @@ class TuneReport:
             "environment": environment(),
             "world": asdict(self.world),
             "took_s": self.samples.took_s,
-            "calibration": numbers(self.found),
+            "calibration": calibration_values(self.found),
             "cluster": asdict(self.found.cluster),
             "plan": asdict(self.plans[0].plan),
             "plans": [asdict(candidate) for candidate in self.plans],

@@ -15,6 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from lightning_hybrid.atomic_file import atomic_path, part_path, sync
+
 
 class _Writer(ExperimentWriter):
     """Lightning's writer, with a file that is always whole: a kill or a full disk loses no row of it.
@@ -70,7 +72,7 @@ class CSVRows(CSVLogger):
         """Writer; the first access cuts the file to the rows that the checkpoint knows."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
-            part = _part_of(path)
+            part = part_path(path)
             # A kill between the deletion by Lightning and the rename below leaves only the part.
             known = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(known) < self._num_rows_kept:
@@ -80,7 +82,7 @@ class CSVRows(CSVLogger):
                 )
             columns = sorted({name for row in known for name in row})
             if known:
-                write_rows(path, known, columns, is_moved=False)
+                write_rows(part, known, columns)  # moved below: Lightning's writer first deletes the file itself
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 self._experiment = _Writer(log_dir=self.log_dir)
@@ -123,21 +125,13 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str], *, is_moved: bool = True) -> None:
-    """Write a CSV file whole or not at all; with `is_moved=False` next to its place, for the caller to move it."""
-    part = _part_of(path)
-    try:
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_moved:
-            os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Write a CSV file whole or not at all."""
+    with atomic_path(path) as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        sync(file)
 
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
@@ -150,10 +144,6 @@ def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
         # A disk that fills up takes part of the rows; the next try would repeat these.
         os.truncate(path, num_bytes)
         raise
-
-
-def _part_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
 
 
 def num_rows_of(logger: Any) -> int | None:

@@ -159,5 +159,5 @@ def test_a_tensor_that_one_rank_lacks_is_named():
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None])
 def test_a_number_of_steps_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number of steps, at least 1"):
+    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number of steps, 1 or more"):
         ReplicaCheck(wrong)

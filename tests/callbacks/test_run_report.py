@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid import metrics as m
@@ -20,10 +21,17 @@ from tests import toy
 from tests.callbacks.support import WINDOWS, counting, fit
 
 
-def test_a_report_has_a_picture_a_summary_and_a_table(two_ranks, tmp_path):
-    table = two_ranks.run(report_after_a_test, str(tmp_path))[0].splitlines()
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((tmp_path / "summary.json").read_text())
+@pytest.fixture(scope="module")
+def written(two_ranks, tmp_path_factory):
+    """The folder and the table of a run that was tested."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, two_ranks.run(report_after_a_test, str(folder))[0]
+
+
+def test_a_report_has_a_picture_a_summary_and_a_table(written):
+    run_dir, table = written
+    assert (run_dir / "run.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["metrics"][m.TEST_ACC] == 0.75
     assert summary["metrics"][m.VAL_ACC] == 0.5
     assert summary["images_per_s"] == 32.0
@@ -61,13 +69,13 @@ def test_a_report_has_a_picture_a_summary_and_a_table(two_ranks, tmp_path):
             for index, exposed_s, in_flight_s in ((0, 0.0, 0.1), (1, 0.05, 0.2))
         ],
     }
-    assert table == [
+    assert table.splitlines() == [
         "test accuracy  75.00%",
         "throughput     32 images/s on 2 ranks",
         "skipped steps  0 of 8",
         "communication  50 ms exposed per step (10.0 %), 0.003 MB per node and step, 0.016 MB/s = 50 % of the link",
-        f"run directory  {tmp_path}",
-        f"picture        {tmp_path}/run.png",
+        f"run directory  {run_dir}",
+        f"picture        {run_dir}/run.png",
     ]
 
 
@@ -104,14 +112,14 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_the_page_of_a_run_needs_no_other_file(two_ranks, tmp_path):
-    two_ranks.run(report_after_a_test, str(tmp_path))
-    content = (tmp_path / "run.html").read_text()
+def test_the_page_of_a_run_needs_no_other_file(written):
+    run_dir, _ = written
+    content = (run_dir / "run.html").read_text()
     page = Page(content)
     assert page.open == []
     (picture,) = page.loaded
     png = base64.b64decode(picture.removeprefix("data:image/png;base64,"))
-    assert png == (tmp_path / "run.png").read_bytes()
+    assert png == (run_dir / "run.png").read_bytes()
     rows = {row[0]: row[1:] for row in page.rows}
     assert rows["test accuracy"] == ["75.00%"]
     assert rows[m.VAL_ACC][:3] == ["0.5", "0.5", "1"]
@@ -120,13 +128,13 @@ def test_the_page_of_a_run_needs_no_other_file(two_ranks, tmp_path):
     assert "optim.lr=0.1" in page.text
     assert "comm: 2 ranks = 1 node x 2" in page.text
     assert rows["0"][:3] == ["500", "float16", "1000"]  # of the table of buckets
-    assert not list(tmp_path.glob(".*.part"))
+    assert not list(run_dir.glob(".*.part"))
 
 
-def test_the_summary_keeps_best_values_configuration_and_environment(two_ranks, tmp_path):
-    two_ranks.run(report_after_a_test, str(tmp_path))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    curves = json.loads((tmp_path / "curves.json").read_text())
+def test_the_summary_keeps_best_values_configuration_and_environment(written):
+    run_dir, _ = written
+    summary = json.loads((run_dir / "summary.json").read_text())
+    curves = json.loads((run_dir / "curves.json").read_text())
     assert summary["best"][m.TRAIN_LOSS] == min(value for _, value in curves[m.TRAIN_LOSS])
     assert summary["best"][m.VAL_ACC] == 0.5
     assert m.TRAIN_LR not in summary["best"]
@@ -178,8 +186,15 @@ def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
     assert len(num_bytes) == 1
 
 
+def unwritten():
+    """A report that collects, and draws nothing."""
+    report = RunReport()
+    report._write = lambda trainer: None
+    return report
+
+
 def curves_of_whole_and_resumed(run_dir):
-    reports = [RunReport(run_dir) for _ in range(3)]
+    reports = [unwritten() for _ in range(3)]
     fit(more=[reports[0]])
     trainer = fit(more=[reports[1]], max_epochs=1)[2]
     trainer.save_checkpoint(f"{run_dir}/some.ckpt")
@@ -195,7 +210,7 @@ def communication_of_whole_and_resumed(run_dir, forget):
         return fit(more=[report], strategy=strategy, log_every_n_steps=5, **settings)[2]
 
     path = f"{run_dir}/some.ckpt"
-    reports = [RunReport(run_dir) for _ in range(3)]
+    reports = [unwritten() for _ in range(3)]
     run(reports[0])
     run(reports[1], max_epochs=1).save_checkpoint(path)
     if forget:
@@ -239,4 +254,5 @@ def test_a_report_says_null_of_what_was_not_measured(two_ranks, tmp_path, kind):
 
 def report_of_window(run_dir, window):
     report = RunReport(run_dir)
+    report.figure = lambda trainer: Figure()  # drawn in the tests above
     return report.table(fit(more=[report], strategy=counting(window))[2])

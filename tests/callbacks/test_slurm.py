@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.callbacks import StopOnSignal, slurm, stop_on_signal
+from lightning_hybrid.callbacks import StopOnSignal, stop_on_signal
 from lightning_hybrid.checkpoint import io as checkpoint_io
 from lightning_hybrid.checkpoint.file import check_whole
 from lightning_hybrid.checkpoint.io import DurableCheckpointIO
@@ -119,14 +119,14 @@ def test_in_testing_a_job_is_queued_again_with_nothing_saved(two_ranks, folder):
 )
 def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then, reason):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm, "REQUEUE_LIMIT_S", 0.2 if then == "sleep 9" else 30.0)
+    monkeypatch.setattr(stop_on_signal, "REQUEUE_LIMIT_S", 0.2 if then == "sleep 9" else 30.0)
     if then is None:
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         monkeypatch.setenv("PATH", f"{with_scontrol(tmp_path, then)}/bin", prepend=":")
     with pytest.raises(AssertionError, match=reason):
-        assert slurm.queue_again() == "SLURM job 17 is queued again"
-    assert "`scontrol requeue 17`" in slurm.queue_again()
+        assert stop_on_signal.queue_again() == "SLURM job 17 is queued again"
+    assert "`scontrol requeue 17`" in stop_on_signal.queue_again()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then,
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
 def test_the_signal_is_lightnings(environment, expected):
     trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment()))
-    assert slurm.requeue_signal_of(trainer) is expected
+    assert stop_on_signal.requeue_signal_of(trainer) is expected
 
 
 def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch):

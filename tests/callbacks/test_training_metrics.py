@@ -184,8 +184,8 @@ def utilisation_logged():
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be a number above zero"),
-        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be a number above zero"),
+        ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be positive"),
+        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be positive"),
         ({"peak_flops_per_s": 1e12}, r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, and told apart from damaged ones."""
+"""Checkpoint files: whole or not there, and damaged ones are found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lightning_hybrid import DurableCheckpointIO
+from lightning_hybrid import DurableCheckpointIO, atomic_file
 from lightning_hybrid.checkpoint import file as cf
 from lightning_hybrid.checkpoint.file import CheckpointWriteError, DamagedCheckpointError, RefusedCheckpointError
 from tests import toy
@@ -102,7 +102,7 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
     assert not (tmp_path / "was_here").exists()
 
 
-def test_a_checkpoint_that_will_not_load_is_told_when_it_is_saved(tmp_path):
+def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
     io = DurableCheckpointIO()
     with pytest.warns(UserWarning, match=r"holds objects \(=tests.checkpoint.test_file.Evil.*weights_only=False"):
         io.save_checkpoint({"hyper_parameters": {"a": _Own()}}, tmp_path / "own.ckpt")
@@ -121,27 +121,28 @@ class Killed(BaseException):
 
 
 class Witness:
-    """Notes what the file system is told, in order, and ends the process before the n-th of it."""
+    """Notes the calls of the file system, in order, and ends the process before the n-th."""
 
     def __init__(self, monkeypatch, kill_before=None):
-        self.told, self.kill_before = [], kill_before
+        self.calls, self.kill_before = [], kill_before
         for name in ("fsync", "link", "replace"):
             monkeypatch.setattr(os, name, self._noting(name, getattr(os, name)))
-        monkeypatch.setattr(cf._Summed, "_put", self._noting("write", cf._Summed._put))
-        monkeypatch.setattr(cf, "_unlink_quietly", self._unlink)
+        monkeypatch.setattr(cf._ChecksumFile, "_put", self._noting("write", cf._ChecksumFile._put))
+        for module in (atomic_file, cf):
+            monkeypatch.setattr(module, "remove_quietly", self._unlink)
 
     def _noting(self, name, function):
         def noting(*args, **kwargs):
-            if len(self.told) == self.kill_before:
+            if len(self.calls) == self.kill_before:
                 raise Killed
             where = "folder" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}") else "file"
-            self.told.append(f"{name} {where}" if name == "fsync" else name)
+            self.calls.append(f"{name} {where}" if name == "fsync" else name)
             return function(*args, **kwargs)
 
         return noting
 
     def _unlink(self, path):
-        if len(self.told) != self.kill_before:
+        if len(self.calls) != self.kill_before:
             path.unlink(missing_ok=True)
 
 
@@ -149,9 +150,9 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_
     cf.write_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     witness = Witness(monkeypatch)
     cf.write_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
-    told = [each for each in witness.told if each != "write"]
-    assert told == ["fsync file", "link", "replace", "fsync folder", "replace", "fsync folder"]
-    assert witness.told.index("fsync file") == witness.told.count("write")
+    calls = [each for each in witness.calls if each != "write"]
+    assert calls == ["fsync file", "link", "replace", "fsync folder", "replace", "fsync folder"]
+    assert witness.calls.index("fsync file") == witness.calls.count("write")
 
 
 def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
@@ -188,11 +189,15 @@ def test_without_hard_links_one_of_both_names_is_always_there(tmp_path, monkeypa
     assert (step_in(tmp_path / "last.ckpt"), step_in(tmp_path / "last.previous.ckpt")) == (3, 2)
 
 
-def test_the_old_one_is_kept_only_where_it_is_wanted(tmp_path):
-    io = DurableCheckpointIO(keep_previous=False)
+@pytest.mark.parametrize(
+    ("settings", "names"), [({}, {"last.ckpt"}), ({"keep_previous": True}, {"last.ckpt", "last.previous.ckpt"})]
+)
+def test_the_old_one_is_saved_only_where_it_is_wanted(tmp_path, settings, names):
+    """By default the folder holds what it holds under `ddp`."""
+    io = DurableCheckpointIO(**settings)
     for step in (1, 2):
         io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert set(os.listdir(tmp_path)) == names
 
 
 def written_beyond_the_limit(folder, limit_bytes):
@@ -210,10 +215,10 @@ def written_beyond_the_limit(folder, limit_bytes):
 
 
 def test_a_file_that_may_not_grow_is_a_clear_error_and_the_old_one_stays(one_rank, tmp_path):
-    ((told, files),) = one_rank.run(written_beyond_the_limit, str(tmp_path), 5000)
-    assert told.startswith("CheckpointWriteError: ")
-    assert "last.ckpt` was not written (File too large): files may not become that large here (`ulimit -f`)" in told
-    assert "the checkpoint that is there is the old one, whole" in told
+    ((error, files),) = one_rank.run(written_beyond_the_limit, str(tmp_path), 5000)
+    assert error.startswith("CheckpointWriteError: ")
+    assert "last.ckpt` was not written (File too large): files may not become that large here (`ulimit -f`)" in error
+    assert "the checkpoint that is there is the old one, whole" in error
     assert files == ["last.ckpt"]
     assert files == ["last.ckpt"]
     assert step_in(tmp_path / "last.ckpt") == 1
@@ -224,13 +229,13 @@ def fails_with(number, monkeypatch):
         self.error = OSError(number, os.strerror(number))
         raise self.error
 
-    monkeypatch.setattr(cf._Summed, "_put", fail)
+    monkeypatch.setattr(cf._ChecksumFile, "_put", fail)
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "disk is read-only")])
-def test_an_error_of_the_disk_is_told_in_its_own_words(tmp_path, monkeypatch, number, words):
+def test_an_error_of_the_disk_keeps_its_own_words(tmp_path, monkeypatch, number, words):
     fails_with(number, monkeypatch)
-    with pytest.raises(CheckpointWriteError, match=words) as told:
+    with pytest.raises(CheckpointWriteError, match=words) as error:
         DurableCheckpointIO().save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
-    assert told.value.errno == number
+    assert error.value.errno == number
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Lightning's seam to checkpoint files: at once or beside training, errors, and what its callback expects."""
+"""Lightning's seam to checkpoint files: at once or during training, errors, and what its callback expects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_settings_that_cannot_work_are_refused(given):
         DurableCheckpointIO(**given)
 
 
-# ---- beside training -------------------------------------------------------------------------------------------------
+# ---- during training -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_pa
         io.save_checkpoint(checkpoint(3), tmp_path / "c.ckpt")
         with pytest.raises(CheckpointWriteError, match=r"c.ckpt"):
             io.teardown()
-    io.teardown()  # told once
+    io.teardown()  # reported once
 
 
 def test_an_error_of_the_thread_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):

@@ -1,9 +1,18 @@
 """Ways in which a few ranks can be spread over nodes, and data that differs on every rank."""
 
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm.engine.process_groups import CommGroups
+from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
+from lightning_hybrid.comm.plan import Algorithm
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -35,10 +44,31 @@ def is_even(nodes: Nodes) -> bool:
     return len({len(node) for node in nodes}) == 1
 
 
+def engine_over(nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **options: Any) -> CommEngine:
+    """Make this rank's engine on the CPU."""
+    topology = Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes)
+    options = {"device": torch.device("cpu"), **options}
+    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), **options)
+
+
+def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:
+    """Run the stages of an algorithm one after the other, in place."""
+    job = Job(flat=flat, topology=groups.topology)
+    for stage in STAGES[algorithm]:
+        run_stage(stage, job, groups.by_stage[stage.name])
+    return flat
+
+
 def integers(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
     """Whole numbers in [-8, 8], different on every rank: any sum of four is exact, in bf16 too."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
+
+
+@cache
+def sum_of_integers(world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    """Over all ranks: what many tests expect, so it is computed once. Not to be changed."""
+    return sum(integers(rank, numel, torch.float32, seed=seed) for rank in range(world_size)).to(dtype)
 
 
 def reals(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

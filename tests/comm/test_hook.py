@@ -1,7 +1,6 @@
 import copy
 import pickle
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
+from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.hook import from_wire, split_divisor, to_wire
-from tests.comm.layouts import reals
+from tests.comm.layouts import engine_over, reals
 
-CPU = torch.device("cpu")
 LAYOUTS = {1: ((0,),), 2: ((0, 1),), 3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}
 
 
@@ -36,9 +34,8 @@ class Network(nn.Module):
 
 
 def engine_of(algorithm, timeout_s=20.0, *, check_order=True):
-    topology = Topology(rank=dist.get_rank(), nodes=LAYOUTS[dist.get_world_size()])
     plan = CommPlan(algorithm=algorithm, hierarchical_below_bytes=4000, check_order=check_order)
-    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU)
+    return engine_over(LAYOUTS[dist.get_world_size()], plan, timeout_s=timeout_s)
 
 
 def two_models(engine, comm_dtype=None, **ddp_options):
@@ -285,6 +282,7 @@ def backward_with_an_absent_rank():
         with pytest.raises(RuntimeError) as raised:
             loss.backward()
         error = str(raised.value)
+        engine.close()  # rank 0 waits here until the other, which is still there, has read the error
     dist.barrier()
     engine.close()
     return error

@@ -1,13 +1,11 @@
 import os
 import socket
-from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import topology as topology_module
-from lightning_hybrid.comm.topology import CommGroups, Topology, host_identity, validate_ranks_per_node
+from lightning_hybrid.comm.topology import Topology, host_identity, validate_ranks_per_node
 
 
 def discover_with(hosts):
@@ -114,55 +112,3 @@ def test_nodes_out_of_order_are_refused(nodes):
 def test_a_rank_outside_the_nodes_is_refused(rank):
     with pytest.raises(ValueError, match=rf"^`rank` \(={rank}\)"):
         Topology(rank=rank, nodes=((0, 1),))
-
-
-def groups_facts():
-    """What a rank sees of groups over nodes (0, 1) and (2, 3); names of the default groups before and after."""
-    before = len(dist.distributed_c10d._world.pg_map)
-    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
-    scopes = {"a": "node", "b": "node", "c": "leaders", "d": "world"}
-    groups = CommGroups(topology=topology, scopes=scopes, timeout=timedelta(seconds=3))
-    members = {name: group and dist.get_process_group_ranks(group) for name in scopes for group in [groups.of(name)]}
-    timeouts = {
-        group._get_backend(torch.device("cpu")).options._timeout
-        for name in scopes
-        for group in [groups.of(name)]
-        if group is not None
-    }
-    used = {id(groups.of(name)) for name in scopes if groups.of(name) is not None}
-    groups.destroy()
-    groups.destroy()
-    shared = CommGroups(topology=topology, scopes=scopes, timeout=timedelta(seconds=3), share=True)
-    is_shared = shared.of("a") is shared.of("b")
-    shared.destroy()
-    return members, timeouts, len(used), is_shared, len(dist.distributed_c10d._world.pg_map) - before
-
-
-def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
-    for rank, (members, timeouts, num_groups, is_shared, num_left) in enumerate(four_ranks.run(groups_facts)):
-        node = [0, 1] if rank < 2 else [2, 3]
-        leaders = [0, 2] if rank in (0, 2) else None
-        assert members == {"a": node, "b": node, "c": leaders, "d": [0, 1, 2, 3]}
-        assert timeouts == {timedelta(seconds=3)}
-        assert num_groups == sum(group is not None for group in members.values())
-        assert is_shared
-        assert num_left == 0
-
-
-def destroy_after_the_default_group():
-    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=2, ranks_per_node=2)
-    groups = CommGroups(topology=topology, scopes={"a": "world"}, timeout=timedelta(seconds=3))
-    dist.destroy_process_group()
-    groups.destroy()
-
-
-def test_groups_may_be_destroyed_after_the_default_group(two_ranks):
-    two_ranks.run(destroy_after_the_default_group)
-
-
-def test_ranks_alone_in_a_stage_get_no_group():
-    """Nothing is built, so no process group needs to exist."""
-    topology = Topology(rank=0, nodes=((0,),))
-    groups = CommGroups(topology=topology, scopes={"a": "node", "b": "world"}, timeout=timedelta(seconds=1))
-    assert (groups.of("a"), groups.of("b")) == (None, None)
-    groups.destroy()

@@ -64,11 +64,11 @@ def steps_of(loaders, num_steps, accumulate) -> list[list[int]]:
 def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data):
     """Stop after some steps of an epoch, resume with another number of ranks and batches: no image twice, none lost."""
     shares, global_batch_size, num_images, num_steps = world
-    told = {"num_images": num_images, "global_batch_size": global_batch_size, "seed": seed}
+    given = {"num_images": num_images, "global_batch_size": global_batch_size, "seed": seed}
     stop = data.draw(st.integers(0, num_steps))
     (ranks, accumulate), (other_ranks, other_accumulate) = shares
 
-    first = [loader(ranks=ranks, rank=rank, accumulate=accumulate, **told) for rank in range(ranks)]
+    first = [loader(ranks=ranks, rank=rank, accumulate=accumulate, **given) for rank in range(ranks)]
     for own in first:
         own.set_epoch(epoch)
     before = steps_of(first, stop, accumulate)
@@ -76,7 +76,7 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     assert all(state == states[0] for state in states)
     assert json.loads(json.dumps(states[0])) == states[0]  # plain numbers, whatever reads the checkpoint
 
-    second = [loader(ranks=other_ranks, rank=rank, accumulate=other_accumulate, **told) for rank in range(other_ranks)]
+    second = [loader(ranks=other_ranks, rank=rank, accumulate=other_accumulate, **given) for rank in range(other_ranks)]
     for own in second:
         own.load_state_dict(states[0])
         own.set_epoch(epoch)  # as Lightning does after a resume
@@ -93,14 +93,19 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
 def test_a_step_under_way_continues_with_the_same_ranks(world, data):
     shares, global_batch_size, num_images, num_steps = world
     ranks, accumulate = shares[0]
-    told = {"num_images": num_images, "global_batch_size": global_batch_size, "ranks": ranks, "accumulate": accumulate}
+    given = {
+        "num_images": num_images,
+        "global_batch_size": global_batch_size,
+        "ranks": ranks,
+        "accumulate": accumulate,
+    }
     stop = data.draw(st.integers(0, num_steps * accumulate - 1))
     for rank in range(ranks):
-        whole = [batch.tolist() for _, batch in loader(rank=rank, **told)]
-        first = loader(rank=rank, **told)
+        whole = [batch.tolist() for _, batch in loader(rank=rank, **given)]
+        first = loader(rank=rank, **given)
         iterator = iter(first)
         before = [next(iterator)[1].tolist() for _ in range(stop)]
-        second = loader(rank=rank, **told)
+        second = loader(rank=rank, **given)
         second.load_state_dict(first.state_dict())
         assert before + [batch.tolist() for _, batch in second] == whole
 
@@ -173,12 +178,12 @@ def test_the_middle_of_a_step_is_refused_to_other_ranks_and_batches(change, name
 
 
 def test_another_accumulation_is_told_to_whoever_counts_batches():
-    told = []
-    own = loader(accumulate=2, on_other_accumulation=told.append)
+    calls = []
+    own = loader(accumulate=2, on_other_accumulation=calls.append)
     own.load_state_dict(loader(accumulate=2).state_dict())
-    assert told == []
+    assert calls == []
     own.load_state_dict(loader(accumulate=3).state_dict())
-    assert told == [3]
+    assert calls == [3]
 
 
 def test_a_state_of_another_loader_is_refused():

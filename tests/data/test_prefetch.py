@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.data.images.loader import ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.in_memory.loader import TrainLoader
-from lightning_hybrid.data.normalize import NormaliseOnDevice
+from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
 
 CPU = torch.device("cpu")
@@ -150,8 +150,8 @@ def test_wrapping_twice_is_wrapping_once():
 
 def test_copy_and_pickle_keep_the_loader():
     ahead = prefetch(CountingLoader(3), CPU)
-    for twin in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
-        assert [int(b) for b in twin] == [0, 1, 2]
+    for copied in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
+        assert [int(b) for b in copied] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
@@ -213,8 +213,8 @@ def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
     images = torch.arange(2 * 8 * 8 * 3).remainder(256).to(torch.uint8).reshape(2, 8, 8, 3).permute(0, 3, 1, 2)
     labels, device = torch.tensor([1, 2]), torch.device("cuda", 0)
     loader = Images([(images.pin_memory(), labels.pin_memory())] * 4)
-    loader.on_device = NormaliseOnDevice()
-    expected, _ = NormaliseOnDevice()((images, labels))
+    loader.on_device = NormalizeOnDevice()
+    expected, _ = NormalizeOnDevice()((images, labels))
     for found, found_labels in prefetch(loader, device):
         assert found.device == found_labels.device == device
         assert found.is_contiguous(memory_format=torch.channels_last)

@@ -90,7 +90,7 @@ def test_backward_computes_what_forward_did_not_keep(name):
     assert set(runs_per_convolution(plain, images).values()) == {1}
     runs = runs_per_convolution(again, images)
     if "ResNet" in name:
-        assert runs.pop("conv1") == 1  # the stem is kept
+        assert runs.pop("conv1") == 1  # the stem is stored
     assert set(runs.values()) == {2}
 
 
@@ -102,18 +102,18 @@ def test_alexnet_has_the_option_too():
 def kept_bytes(network, images):
     """Bytes of the tensors that forward keeps for backward, parameters aside."""
     own = {tensor.untyped_storage().data_ptr() for tensor in [*network.parameters(), *network.buffers()]}
-    kept = {}
+    stored = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            stored[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = network(images)
     assert logits.requires_grad
-    return sum(num_bytes for num_bytes, _ in kept.values())
+    return sum(num_bytes for num_bytes, _ in stored.values())
 
 
 def test_a_checkpointed_resnet_50_keeps_less_than_a_third():

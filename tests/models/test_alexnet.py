@@ -13,14 +13,14 @@ def small(**changes):
     return AlexNetBN(**{"num_classes": 10, "in_channels": 1, "image_size": 16, "width": 0.125} | changes)
 
 
-def kinds(module):
+def layer_types(module):
     names = {nn.Conv2d: "conv", nn.BatchNorm2d: "bn", nn.ReLU: "relu", nn.MaxPool2d: "pool"}
     return " ".join(names[type(layer)] for layer in module.features)
 
 
 def test_layers_come_in_the_published_order():
     block = "conv bn relu"
-    assert kinds(small()) == f"{block} pool {block} pool {block} {block} {block} pool bn"
+    assert layer_types(small()) == f"{block} pool {block} pool {block} {block} {block} pool bn"
 
 
 def test_at_full_width_channels_are_alexnets():
@@ -144,7 +144,7 @@ def test_without_bn5_only_bn5_is_missing():
 def test_after_pool_is_the_layout_of_nvcaffes_lars_experiments(pool5_bn, last):
     network = small(bn_position="after_pool", pool5_bn=pool5_bn, conv_bias=True)
     first_four = "conv relu pool bn conv relu pool bn conv relu bn conv relu bn"
-    assert kinds(network) == f"{first_four} conv relu pool{last}"
+    assert layer_types(network) == f"{first_four} conv relu pool{last}"
     assert all(conv.bias is not None for conv in network.features if isinstance(conv, nn.Conv2d))
     assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
 

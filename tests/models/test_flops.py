@@ -10,7 +10,6 @@ from lightning_hybrid.models import (
     AlexNet,
     AlexNetBN,
     ResNet,
-    flops_utilisation,
     forward_flops_per_image,
     training_flops_per_image,
 )
@@ -103,9 +102,3 @@ def test_one_pixel_per_image_and_a_norm_without_momentum_can_be_counted():
 def test_a_shape_of_no_image_is_refused(image_shape):
     with pytest.raises(ValueError, match="`image_shape`"):
         forward_flops_per_image(nn.Conv2d(3, 4, 1), image_shape)
-
-
-def test_utilisation_is_the_share_of_peak():
-    assert flops_utilisation(images_per_s=3000.0, flops_per_image=2e10, peak_flops_per_s=3e14) == 0.2
-    with pytest.raises(ValueError, match=r"`peak_flops_per_s` \(=0\)"):
-        flops_utilisation(images_per_s=1.0, flops_per_image=1.0, peak_flops_per_s=0)

@@ -1,7 +1,7 @@
 """Bytes that leave the busiest host, and that stay in it: what ``comm/traffic.py`` claims, counted by the kernel.
 
 A host's counter also sees headers (66 bytes for 8,934 of payload), acknowledgements (66 bytes for two of these) and two
-barriers: about 1.2 % of these buffers, hence a tolerance of 2 %. The mildest mistake, a ring of all ranks instead of a
+barriers: about 1.5 % of these buffers, hence a tolerance of 2 %. The mildest mistake, a ring of all ranks instead of a
 hierarchical sum, is 17 % more (1.75 against 1.5 at 4 x 2).
 """
 
@@ -18,9 +18,10 @@ from lightning_hybrid.comm import CommEngine, CommPlan, Topology, traffic_of
 from lightning_hybrid.comm.plan import Algorithm
 from tests.netlab.cluster import Cluster
 
-NUM_BYTES = 8 * 2**20
+NUM_BYTES = 4 * 2**20
 TOLERANCE = 0.02
 LAYOUTS = {"2x2": (2, 2, False), "4x2": (4, 2, False), "4x2 interleaved": (4, 2, True), "2x3": (2, 3, False)}
+QUICK = ("2x3", "4x2 interleaved")
 DTYPES = (torch.float32, torch.float16)
 ALGORITHMS = get_args(Algorithm)
 
@@ -63,7 +64,9 @@ def sums_and_bytes(algorithms, dtypes):
     return found
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LAYOUTS]
+)
 def measured(request, cluster_or_skip):
     """(layout, what the ranks found, what the emulator counted)."""
     num_hosts, ranks_per_host, interleave = LAYOUTS[request.param]

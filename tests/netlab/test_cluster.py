@@ -64,9 +64,9 @@ def fail_on_rank_one():
 def test_links_have_the_rate_and_the_delay(slow):
     """Below is a matter of physics and exact; above is the machine's load, so generous."""
     (round_trip_s, transfer_s), _ = slow.call(transfer)
-    assert 0.020 <= round_trip_s <= 0.120
+    assert 0.020 <= round_trip_s <= 0.5
     serial_s = PAYLOAD_BYTES * 8 / 50e6
-    assert serial_s <= transfer_s <= 2 * serial_s + 0.120
+    assert serial_s <= transfer_s <= 4 * serial_s + 0.5
     (_, there), (back, _) = slow.traffic().matrix
     assert PAYLOAD_BYTES <= there <= 1.05 * PAYLOAD_BYTES
     assert back <= 0.05 * PAYLOAD_BYTES

@@ -3,7 +3,7 @@
     python -m tests.netlab.tuner --hosts 2 --ranks 2 --mbit 100 --delay-us 200 --folder recipes/records/bench/...
     python -m tests.netlab.tuner --hosts 2 --ranks 2 --mbit 100 --delay-us 200 --slower-mbit 25 --folder ...
 
-The first tunes the plan in a ``Trainer.fit`` as a user's would be, then steps through a grid of fixed plans in turns,
+The first tunes the plan in a `Trainer.fit` as a user's would be, then steps through a grid of fixed plans in turns,
 and then times the tuned plan against the best of these, the plan that the tuner began with, and flat, in turns. The
 second trains on after tuning and lets tc's tbf slow every host's link down; after as many steps again it is as before.
 """
@@ -53,14 +53,14 @@ class Tells(Callback):
         if batch_idx == 0:  # the tuner is made at the first batch
             trainer.strategy._tuning.before_batch(module)
             tuning = trainer.strategy._tuning._tuning
-            tuning._tell = lambda line: self.told.append((trainer.global_step, line))
+            tuning._report = lambda line: self.told.append((trainer.global_step, line))
         self.began_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.times_s.append(time.perf_counter() - self.began_s)
         self.plans.append(trainer.strategy._engine.plan.plan_hash[:4])
         tuning = trainer.strategy._tuning._tuning
-        if self.tuned_at is None and tuning._do == tuning._watch:
+        if self.tuned_at is None and tuning._do == tuning._monitor:
             self.tuned_at = trainer.global_step
             self.plan = trainer.strategy._engine.plan
             trainer.should_stop = self.slower_mbit is None

@@ -1,4 +1,4 @@
-"""Fifty steps of an optimizer of ours beside a family's own rule, for whatever path and device."""
+"""Fifty steps of our optimizer and a family's own rule, on any path and device."""
 
 import inspect
 

@@ -83,8 +83,8 @@ def test_it_moves_what_has_a_gradient_and_nothing_else(rule, flags):
 @every_case
 @pytest.mark.parametrize("medium", ["state_dict", "file", "pickle", "deepcopy"])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags, medium):
-    (optimizer, params), (twin, others) = pair(rule, flags)
-    for one, own in ((optimizer, params), (twin, others)):
+    (optimizer, params), (second, others) = pair(rule, flags)
+    for one, own in ((optimizer, params), (second, others)):
         run(one, own, 3)
     if medium in ("state_dict", "file"):
         saved = optimizer.state_dict()
@@ -100,7 +100,7 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags, medium):
         resumed = copy.deepcopy(optimizer) if medium == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
         own = [param for group in resumed.param_groups for param in group["params"]]
     assert resumed.param_groups[1]["lr"] == 0.25
-    assert_same_end((twin, others), (resumed, own))
+    assert_same_end((second, others), (resumed, own))
 
 
 @every_rule
@@ -183,11 +183,11 @@ def test_hooks_run_around_a_step_and_a_closure_within_with_autograd(rule, flags)
 @every_case
 def test_accumulated_gradients_are_one_gradient(rule, flags):
     """Two backward passes before a step, of numbers that add exactly."""
-    (optimizer, params), (twin, others) = pair(rule, flags)
+    (optimizer, params), (second, others) = pair(rule, flags)
     for own, parts in ((params, (0.25, 0.5)), (others, (0.75,))):
         for part in parts:
             (part * sum(param.sum() for param in own)).backward()
-    for one in (optimizer, twin):
+    for one in (optimizer, second):
         one.step()
     assert_same_bits(params, others)
 
@@ -241,7 +241,7 @@ def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
 
 @every_case
 def test_scaled_gradients_are_unscaled_and_overflow_skips_every_path(rule, flags):
-    """Our own protocol, beside gradients divided by hand: `grad_scale` alone, the step looks for inf itself."""
+    """Our own protocol, next to gradients divided by hand: `grad_scale` alone, the step looks for inf itself."""
     (ours, params), (theirs, others) = pair(rule, flags)
     for step in range(3):
         set_grads(others, step)

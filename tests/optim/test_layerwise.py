@@ -1,4 +1,4 @@
-"""What holds for LARS and LAMB alike."""
+"""What holds for both LARS and LAMB."""
 
 import copy
 import io
@@ -133,13 +133,13 @@ def test_float32_state_survives_hooks_that_replace_the_state_dict():
     (param,) = parameters((4,), dtype=torch.float16)
     optimizer = LARS([param], lr=1.0)
     run(optimizer, [param], 2)
-    kept = optimizer.state[param]["momentum_buffer"].clone()
+    before = optimizer.state[param]["momentum_buffer"].clone()
     saved, seen = optimizer.state_dict(), []
     optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(saved))
     optimizer.register_load_state_dict_post_hook(lambda self: seen.append(self.state[param]["momentum_buffer"].clone()))
     optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
-    assert torch.equal(optimizer.state[param]["momentum_buffer"], kept)
-    assert torch.equal(seen[0], kept)
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], before)
+    assert torch.equal(seen[0], before)
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
     assert len(optimizer._optimizer_load_state_dict_post_hooks) == 1
 
@@ -334,6 +334,7 @@ def test_a_compiled_step_is_one_graph_and_the_same_step(rule):
     optimizers = [
         rule([{"params": params[:1]}, {"params": params[1:], "trust_ratio": False}]) for params in (plain, compiled)
     ]
+    torch.compiler.reset()  # of what other tests compiled: dynamo gives up after eight optimizers in a process
     torch._dynamo.utils.counters.clear()
     step_compiled = torch.compile(optimizers[1].step, backend="aot_eager")
     for group in optimizers[1].param_groups:

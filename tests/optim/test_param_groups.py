@@ -166,8 +166,8 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
     groups = param_groups(net, 0.1, [nn.Embedding, "9.weight_hh*", head_or_small])
     assert isinstance(groups, ParamGroups)
     lines = groups.report().splitlines()[1:]
-    kinds = [line[:27].rstrip() for line in lines]
-    assert kinds[0] == "adapted"
+    labels = [line[:27].rstrip() for line in lines]
+    assert labels[0] == "adapted"
     for reason in ("bias", "vector", "BatchNorm2d", "RMSNorm", "in Embedding", "pattern '9.weight_hh*'"):
         assert f"excluded: {reason}" in [line.split("  ")[0] for line in lines]
     assert any("predicate head_or_small" in line for line in lines)

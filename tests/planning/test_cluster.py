@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.comm import Topology, traffic_of
-from lightning_hybrid.comm.engine import in_flight, stages
-from lightning_hybrid.planning import cluster as described
-from lightning_hybrid.planning import workload as cutting
+from lightning_hybrid.comm.engine.in_flight import InFlightBucket
+from lightning_hybrid.planning import workload
 from lightning_hybrid.planning.cluster import OURS, PEERS
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
@@ -72,16 +71,12 @@ def test_one_rank_has_no_stages(algorithm):
     assert cluster(1, 1).stages(algorithm, 1e6) == ()
 
 
-def test_sizes_and_cuts_are_those_of_the_engine():
-    """They are written twice, because what plans must not import torch's collectives."""
-    assert stages.EXCHANGE_BYTES == described.EXCHANGE_BYTES
-    assert stages.SCATTER_BYTES == described.SCATTER_BYTES
+def test_chunks_are_those_of_the_engine():
     for numel in (1, 17, 1000, 12345, 10**6):
-        for num_pieces in (1, 2, 3, 4, 7, 30):
-            real = [
-                2 * piece.numel() for piece in in_flight.split_into_chunks(torch.empty(numel), num_pieces=num_pieces)
-            ]
-            assert cutting.piece_bytes(2 * numel, num_pieces, 2) == real
+        for num_chunks in (1, 2, 3, 4, 7, 30):
+            bucket = InFlightBucket(flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None)
+            bucket.split(lambda part: None, num_chunks, checksum=None)
+            assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
 
 
 # ---- Gloo ------------------------------------------------------------------------------------------------------------
@@ -108,7 +103,7 @@ def test_a_wire_that_is_busy_long_enough_hides_consents():
 
 
 def test_a_ring_that_waits_leaves_the_wire_to_others():
-    """The consents are no delay but an idle wire: alone the stage takes as long, beside another it gives way."""
+    """The consents are no delay but an idle wire: alone the stage takes as long, next to another it gives way."""
     gloo = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0, ring_share=0.5)
     (stage,) = cluster(2, 2, transport=gloo).stages("flat", 4 * MIB)
     assert stage.delay_s == 0.0

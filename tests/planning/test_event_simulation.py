@@ -1,4 +1,4 @@
-"""Events: lanes do one piece at a time, places are shared fairly, nothing is lost and nothing is done twice."""
+"""Events: threads do one chunk at a time, places are shared fairly, nothing is lost and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.planning.cluster import StageCost
-from lightning_hybrid.planning.cost import pipelined_s
 from lightning_hybrid.planning.event_simulation import SimulatedChunk, simulate_events
 
 
-def piece(bucket, *stages, ready_s=0.0, lane="x", column=0, **more):
-    return SimulatedChunk(bucket=bucket, num_bytes=1, ready_s=ready_s, lane=lane, column=column, stages=stages, **more)
+def chunk(bucket, *stages, ready_s=0.0, algorithm="x", column=0, **more):
+    return SimulatedChunk(
+        bucket=bucket, num_bytes=1, ready_s=ready_s, algorithm=algorithm, column=column, stages=stages, **more
+    )
 
 
 def stage(name="ring", place="across", delay_s=0.0, work_s=1.0, share=1.0):
@@ -38,13 +39,13 @@ PIECES = st.lists(
 @settings(max_examples=60)
 @given(PIECES)
 def test_whatever_comes_the_laws_hold(drawn):
-    pieces = [
-        piece(index, *stages, ready_s=ready_s, column=column, is_serial=is_serial)
+    chunks = [
+        chunk(index, *stages, ready_s=ready_s, column=column, is_serial=is_serial)
         for index, (stages, ready_s, column, is_serial) in enumerate(drawn)
     ]
-    spans = simulate_events(pieces)
-    assert len(spans) == sum(len(one.stages) for one in pieces)
-    for one in pieces:  # in order, not before they are ready, not faster than alone
+    spans = simulate_events(chunks)
+    assert len(spans) == sum(len(one.stages) for one in chunks)
+    for one in chunks:  # in order, not before they are ready, not faster than alone
         own = sorted((span for span in spans if span.bucket == one.bucket), key=lambda span: span.end_s)
         assert own[0].begin_s >= one.ready_s
         for span, its_stage in zip(own, one.stages, strict=True):
@@ -52,23 +53,23 @@ def test_whatever_comes_the_laws_hold(drawn):
         for before, after in itertools.pairwise(own):
             assert after.begin_s >= before.end_s
     for place in ("inside", "across"):  # no place does more work than there is time
-        work_s = sum(s.work_s for one in pieces for s in one.stages if s.place == place)
+        work_s = sum(s.work_s for one in chunks for s in one.stages if s.place == place)
         assert max(span.end_s for span in spans) >= work_s * (1 - 1e-9)
 
 
-def test_equal_pieces_through_places_of_their_own_are_the_formula():
+def test_equal_chunks_through_places_of_their_own_are_the_formula():
     stages = (stage("reduce", "inside", work_s=0.5), stage("ring", "across", work_s=2.0))
-    spans = simulate_events([piece(index, *stages) for index in range(5)])
-    assert spans[-1].end_s == pytest.approx(pipelined_s([0.5, 2.0], 5))
+    spans = simulate_events([chunk(index, *stages) for index in range(5)])
+    assert spans[-1].end_s == pytest.approx((0.5 + 2.0) + (5 - 1) * 2.0)  # one of each, then the slowest stage
 
 
 def test_two_flows_that_fill_half_a_link_run_side_by_side():
     half = stage(share=0.5)
-    assert [span.end_s for span in simulate_events([piece(0, half, column=0), piece(1, half, column=1)])] == [2.0, 2.0]
+    assert [span.end_s for span in simulate_events([chunk(0, half, column=0), chunk(1, half, column=1)])] == [2.0, 2.0]
 
 
 def test_two_flows_that_each_fill_a_link_share_it():
-    assert [span.end_s for span in simulate_events([piece(0, stage(), column=0), piece(1, stage(), column=1)])] == [
+    assert [span.end_s for span in simulate_events([chunk(0, stage(), column=0), chunk(1, stage(), column=1)])] == [
         2.0,
         2.0,
     ]
@@ -76,27 +77,27 @@ def test_two_flows_that_each_fill_a_link_share_it():
 
 def test_what_a_slow_flow_leaves_goes_to_the_others():
     """A quarter to the slow one; the other has three quarters until it is done."""
-    slow, fast = piece(0, stage(share=0.25), column=0), piece(1, stage(work_s=0.75), column=1)
+    slow, fast = chunk(0, stage(share=0.25), column=0), chunk(1, stage(work_s=0.75), column=1)
     assert {span.bucket: span.end_s for span in simulate_events([slow, fast])} == {0: 4.0, 1: 1.0}
 
 
 def test_a_delay_leaves_the_link_to_others():
-    first, second = piece(0, stage(delay_s=1.0), column=0), piece(1, stage(), column=1)
+    first, second = chunk(0, stage(delay_s=1.0), column=0), chunk(1, stage(), column=1)
     assert [span.end_s for span in simulate_events([first, second])] == [1.0, 2.0]
 
 
-def test_a_lane_does_one_piece_at_a_time():
-    spans = simulate_events([piece(0, stage()), piece(1, stage()), piece(2, stage(), column=1, ready_s=5.0)])
+def test_a_stage_thread_does_one_chunk_at_a_time():
+    spans = simulate_events([chunk(0, stage()), chunk(1, stage()), chunk(2, stage(), column=1, ready_s=5.0)])
     assert [(span.bucket, span.begin_s, span.end_s) for span in spans] == [(0, 0.0, 1.0), (1, 1.0, 2.0), (2, 5.0, 6.0)]
 
 
 def test_a_stream_does_all_stages_of_one_before_the_next():
     stages = (stage("reduce", "inside"), stage("ring", "across"))
-    spans = simulate_events([piece(index, *stages, is_serial=True) for index in range(2)])
+    spans = simulate_events([chunk(index, *stages, is_serial=True) for index in range(2)])
     assert [(span.bucket, span.stage) for span in spans] == [(0, "reduce"), (0, "ring"), (1, "reduce"), (1, "ring")]
     assert spans[-1].end_s == 4.0
 
 
 def test_nothing_to_do_ends_at_once():
     assert simulate_events([]) == []
-    assert simulate_events([piece(0)]) == []
+    assert simulate_events([chunk(0)]) == []

@@ -28,7 +28,7 @@ def step_s(plan, cluster, numels, backward_s=0.0):
 
 
 def test_at_1_gbit_and_2_ms_four_mebibytes_go_hierarchical_where_the_rule_says_two_level():
-    """Measured so, on emulated hosts: 97 ms hierarchical, 153 two-level. Two rings beside each other were no faster
+    """Measured so, on emulated hosts: 97 ms hierarchical, 153 two-level. Two rings at the same time were no faster
     than one, 99 and 101 ms for 2 MiB, 147 for 4; the model would have them at four fifths. The rest is the model's."""
     truth = gloo_cluster(4, 2, mbit_per_s=1000.0, latency_s=2e-3)
     world = world_of(truth)

@@ -45,7 +45,7 @@ def growth_over_fits():
     return growth(fit, num_warm_up=6, num_cycles=NUM_CYCLES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_50_fits_leave_no_thread_no_group_no_file_and_no_memory_behind(two_ranks):
     for more in two_ranks.run(growth_over_fits):
         assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more

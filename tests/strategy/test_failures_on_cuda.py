@@ -1,7 +1,6 @@
 """What a strategy does about failures where its device is a GPU, as far as that can be seen without one."""
 
 import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.engine.in_flight import FailureLatch
+from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
 
 CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
@@ -39,8 +40,10 @@ def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_t
 
 def failed_engine(device_type):
     engine = CommEngine.__new__(CommEngine)
-    engine.device, engine._failure, engine._is_closed = torch.device(device_type), (CAUSE, None), False
-    engine._carrier, engine._lock = SimpleNamespace(look=lambda: None), threading.Lock()
+    engine.device, engine._is_closed = torch.device(device_type), False
+    engine._carrier = SimpleNamespace(look=lambda: None)
+    engine._latch = FailureLatch(BucketOrder())
+    engine._latch.error = CAUSE
     return engine
 
 
@@ -53,7 +56,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
-        strategy._engine._failure = None
+        strategy._engine._latch.error = ""
     strategy.save_checkpoint({}, "somewhere")
     assert saved == [({}, "somewhere")]
 

@@ -568,7 +568,7 @@ def test_an_error_in_one_ranks_code_ends_the_fit_on_all_and_a_new_fit_works(two_
     results = two_ranks.run(fit_that_one_rank_leaves, rank)
     assert results[rank][0] == "FloatingPointError: of the user"
     assert f"comm: rank {rank} gave up: FloatingPointError: of the user" in results[1 - rank][0]
-    assert all(seconds < 6 for _, seconds, _ in results)
+    assert all(seconds < 20 for _, seconds, _ in results)  # the groups' timeout is 45 s
     assert results[0][2].keys() == results[1][2].keys()
 
 

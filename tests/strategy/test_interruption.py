@@ -46,7 +46,7 @@ class Module(toy.Toy):
         return None
 
 
-def signalled(rank, number, folder=None, stops=False):
+def signalled(rank, number, folder=None, stops=False, stops_alone=False):
     """What ended the fit on this rank, and what rank zero reported."""
     messages = []
     handler = logging.Handler()
@@ -69,12 +69,14 @@ def signalled(rank, number, folder=None, stops=False):
         logger.removeHandler(handler)
         for one, was in before.items():
             signal.signal(one, was)
+    if stops_alone and dist.get_rank() == rank:
+        dist.destroy_process_group()  # ends its connections, as the end of its process would
     return end, messages
 
 
 @pytest.mark.slow
 def test_sigterm_to_a_rank_above_zero_ends_all_and_is_named(two_ranks):
-    (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM)
+    (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM, None, False, True)
     assert second.startswith("SIGTERMException")
     assert "comm: rank 1 gave up: it received SIGTERM" in first
     assert "The run stopped in epoch 2 after step 1" in first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -17,8 +18,15 @@ from tests.rank_pool import RankError
 GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
 
 
-def explained_on_rank_zero(where):
-    """Rank zero's collective fails, and rank one is elsewhere; its process answers."""
+def explained_on_rank_zero(where, folder):
+    """Rank zero's collective fails, and rank one is elsewhere until that is explained; its process answers."""
+    explained = Path(folder, "explained")
+
+    def wait():
+        end_s = time.monotonic() + 30
+        while not explained.exists() and time.monotonic() < end_s:
+            time.sleep(0.05)
+
     watchdog = SetupWatchdog()
     message = ""
     dist.barrier()
@@ -28,13 +36,15 @@ def explained_on_rank_zero(where):
                 raise RuntimeError(GLOO)
         except RuntimeError as error:
             message = watchdog.explain(error)
+        explained.touch()
+        watchdog.leave()  # rank 0 waits here until the other, which is still there, has read the error
     elif where == "gave up":
         watchdog.abort("OutOfMemoryError: no room")
     elif where == "in the collective":
         with watchdog.waiting():
-            time.sleep(3)
+            wait()
     else:
-        time.sleep(3)
+        wait()
     dist.barrier()
     watchdog.leave()
     return message
@@ -54,8 +64,8 @@ def explained_on_rank_zero(where):
         ),
     ],
 )
-def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, where, words):
-    message, _ = two_ranks.run(explained_on_rank_zero, where)
+def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, tmp_path, where, words):
+    message, _ = two_ranks.run(explained_on_rank_zero, where, str(tmp_path))
     assert message.startswith(words) or where == "gave up"
     if where == "gave up":  # either may come first: the collected status, or the rank's own report
         assert message.startswith((words, "comm: rank 1 does not come to the collective"))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from matplotlib.figure import Figure
 
 from lightning_hybrid import metrics as m
+from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks.run_report import html_page
 from lightning_hybrid.callbacks.run_report.curve import Curve
@@ -25,7 +24,7 @@ from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.comm.stats.trace import CommTrace
-from lightning_hybrid.strategy.run_status import run_status
+from lightning_hybrid.run_status import run_status
 
 
 class RunReport(Callback):
@@ -236,14 +235,11 @@ class RunReport(Callback):
             "run.html": html_of(summary, png, self._lines(trainer)).encode(),
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed
-            part = folder / f".{name}.part"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                part.write_bytes(content)
-                os.replace(part, folder / name)
+                with atomic_path(folder / name) as part:
+                    part.write_bytes(content)
             except OSError as error:  # a run that trained is not lost for its picture
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
                 rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
 
     def figure(self, trainer: pl.Trainer) -> Figure:

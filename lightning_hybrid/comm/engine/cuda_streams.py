@@ -1,26 +1,26 @@
-"""The stages on CUDA: what lanes.py is on the CPU, by streams and events, not threads. The host waits for nothing.
+"""The stages on CUDA: what stage_threads.py is on the CPU, by streams and events. The host waits for nothing.
 
     network    [all_reduce] ...                     [ring 0]    [ring 1]    [ring 2]
     node                               [reduce 0] [reduce 1] [broadcast 0] [reduce 2] [broadcast 1] [broadcast 2]
 
-``flat`` is one call on one stream. A hierarchy has a stream for what stays in the node and one for what leaves it, and
-its pieces follow each other: a piece comes back into the node while the next one is on the network. Both have high
+`flat` is one call on one stream. A hierarchy has a stream for what stays in the node and one for what leaves it, and
+its chunks follow each other: a chunk comes back into the node while the next one is on the network. Both have high
 priority, as the few blocks of NCCL's kernels would else queue behind thousands of backward's.
 
-Who has written what before whom is said by events alone:
+Events alone order what is written and read:
 
     ready    recorded where the hook runs         the first stage's stream waits: the gradients are there
-    end      of every stage of every piece        the next stage's stream waits, where it is another one
-    done     after the last, and ``finish``       the future's own event follows it: whoever waits for it waits for all
+    end      of every stage of every chunk        the next stage's stream waits, where it is another one
+    done     after the last, and `finish`         the future's own event follows it: who waits for it waits for all
 
-The same events, which take times, tell afterwards what happened when, and meanwhile where a bucket is: ``look`` asks
-which are through, and never waits for one. It is called before each bucket and each reading of the counts, and four
-times a second by the watch, which so notices what hangs. The verdict on the order of buckets comes with the step's last
-bucket, and is read when that is seen to be done: one step late. So is a failure: what the device did meanwhile to the
-weights is not to be used.
+The same events take times. They say afterwards what happened when, and meanwhile where a bucket is: `look` asks which
+are through, and never waits for one. It is called before each bucket and each reading of the counts, and four times a
+second by the watchdog, which so notices what hangs. Whether the order of buckets was the same on all ranks comes with
+the step's last bucket, and is read when that is seen to be done: one step late. So is a failure: what the device did
+meanwhile to the weights is not to be used.
 
 What only two GPUs can show: that NCCL runs both streams' kernels at the same time, and that aborting its communicators
-ends them. All else is tested with streams, events and communicators that only keep book.
+ends them. All else is tested with streams, events and communicators that only record what is asked of them.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.engine.in_flight import Chunk, InFlightBucket
+from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
+from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, STAGES, Job, Stage, run_stage, stage_scopes
 from lightning_hybrid.comm.health.abort import abort_all
 from lightning_hybrid.comm.health.consensus import OrderError
+from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
-from lightning_hybrid.comm.topology import CommGroups
 
 HIGH_PRIORITY = -1
 
 ABORT_LIMIT_S = 5.0
 """How long a failure waits for communicators to end; they go on ending afterwards."""
 
-MOST_UNTOLD = 64
-"""Of buckets whose step does not end: their times are told by so many."""
+MOST_UNREPORTED = 64
+"""The trace gets the times of a step's buckets together, but of this many at most: a step may have no end."""
 
 LOOK_LIMIT_S = 1.0
-"""How long the watch waits for a look at the device: a driver that is at a loss must not keep it from answering."""
+"""How long the watchdog waits for a look at the device: a driver that hangs must not keep it from answering."""
 
 
 @dataclass
-class _Passage:
-    """A stage of a piece on its stream."""
+class _StageRun:
+    """A stage of a chunk on its stream."""
 
-    piece: Chunk
+    chunk: Chunk
     stage: Stage
     begin: torch.cuda.Event | None
     end: torch.cuda.Event
@@ -70,125 +71,116 @@ class _Passage:
 
 @dataclass
 class _Issued:
-    """A flight all of whose work is on the streams; its tensors are let go."""
+    """A bucket all of whose work is on the streams, which alone hold its tensors."""
 
-    flight: InFlightBucket
+    bucket: InFlightBucket
     ready: torch.cuda.Event
     done: torch.cuda.Event
-    passages: list[_Passage] = field(default_factory=list)
-    broken_seal: Tensor | None = None  # on the host, valid once ``done`` is
+    stage_runs: list[_StageRun] = field(default_factory=list)
+    mismatch: Tensor | None = None  # of the checksums; on the host, valid once `done` is
 
 
 class CudaStreams:
     """The streams of an engine.
 
-    Arguments:
+    Args:
         device: of all tensors.
         groups: of every stage.
-        ranks_per_node: of the largest node; pieces are cut so that so many ranks get equal parts.
-        trace: told of each step once the device is through with it.
-        on_done: called with a flight that the device is through with.
-        on_failed: called where a stage raised, or ranks handed over different buckets; returns with the error noted in
-            the flight.
-        is_alone: no other rank is there to be freed.
+        trace: gets the times of each step once the device is through with it.
+        latch: what is in flight, and whether anything has failed.
+        watchdog: compares new buckets, and reports what a stage raises, or a wrong checksum, to all ranks.
     """
 
     def __init__(
-        self,
-        *,
-        device: torch.device,
-        groups: CommGroups,
-        ranks_per_node: int,
-        trace: CommTrace,
-        on_done: Callable[[InFlightBucket], object],
-        on_failed: Callable[[Chunk, str, Exception], None],
-        is_alone: bool,
+        self, *, device: torch.device, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog
     ) -> None:
         self._device = device
         self._groups = groups
-        self._step = ranks_per_node * SHARD_ALIGNMENT
+        # Chunks are cut so that the ranks of the largest node get equal, aligned shards without padding.
+        self._alignment = max(map(len, groups.topology.nodes)) * SHARD_ALIGNMENT
         self._trace = trace
-        self._on_done = on_done
-        self._on_failed = on_failed
-        self._is_alone = is_alone
+        self._latch = latch
+        self._watchdog = watchdog
         self._network = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._node: torch.cuda.Stream | None = None
         self._stages: tuple[str, ...] = ()
         self._issued: deque[_Issued] = deque()
-        self._landed: list[_Issued] = []
+        self._done: list[_Issued] = []
         self._lock = threading.Lock()  # of looks; taken before the engine's, never after it
         self._looking: threading.Thread | None = None
         self._anchor: tuple[torch.cuda.Event, float] | None = None
         self._aborting = threading.Lock()
         self._has_failed = False
         self._stuck: list[str] = []
+        latch.look, latch.give_up = self.look_within_limit, self._give_up
+        trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """From now on these algorithms. There is one set of groups: more would only share the streams."""
+        """Use these algorithms from now on. There is one set of groups: more would only share the streams."""
         self._stages = tuple(stage_scopes(columns))
 
     def free_unused(self) -> None:
-        """Free the communicators of which the algorithms in use have no need. Collective."""
+        """Free the communicators that the algorithms in use do not need. Collective."""
         self._groups.keep(self._stages)
 
-    def cut(self, flight: InFlightBucket, job: Callable[[Tensor], Job], seal: int | None) -> None:
-        """Make the pieces of a flight: several only where there are two streams to overlap.
+    def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
+        """Cut a bucket into chunks: several only where there are two streams to overlap.
 
-        None is made for the seal: on a device a copy costs less than one message more. All but the last can be shared
-        out without padding.
+        None is made for the checksum: on a device a copy costs less than one message more. All but the last can be
+        sharded without padding.
         """
-        has_stages = len(STAGES[flight.bucket.algorithm]) > 1
-        flight.cut_at(self._step, job, seal=seal, num_pieces=flight.bucket.num_chunks if has_stages else 1)
+        num_chunks = bucket.plan.num_chunks if len(STAGES[bucket.plan.algorithm]) > 1 else 1
+        bucket.split(job, num_chunks, checksum=checksum, alignment=self._alignment, has_short_tail=False)
 
-    def accept(self, flight: InFlightBucket) -> None:
-        """Nothing: whoever submits also puts it on the streams."""
+    def accept(self, bucket: InFlightBucket) -> None:
+        """Do nothing: the thread that submits also puts the bucket on the streams."""
 
-    def carry(self, flight: InFlightBucket) -> Future[Tensor]:
-        """Put all of a flight on the streams; the future carries a CUDA event. Raises where a stage does."""
-        at: list[tuple[Chunk, str]] = [(flight.pieces[0], "order")]
+    def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
+        """Put all of a bucket on the streams; the future carries a CUDA event. Raises where a stage does."""
+        at: list[str] = ["order"]
         try:
-            return self._issue(flight, at)
+            return self._issue(bucket, at)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
-            self._on_failed(*at[-1], error)
-            raise RuntimeError(flight.error) from flight.cause
+            self._watchdog.report(bucket.failed_in(at[-1], error), error)
+            raise RuntimeError(bucket.error) from bucket.cause
 
-    def _issue(self, flight: InFlightBucket, at: list[tuple[Chunk, str]]) -> Future[Tensor]:
-        flat, stages = flight.flat, STAGES[flight.bucket.algorithm]
+    def _issue(self, bucket: InFlightBucket, at: list[str]) -> Future[Tensor]:
+        flat, stages = bucket.flat, STAGES[bucket.plan.algorithm]
         streams = [self._stream_of(stage) for stage in stages]
-        issued = _Issued(flight=flight, ready=self._event(), done=self._event())
-        flight.check_before_send()
+        issued = _Issued(bucket=bucket, ready=self._event(), done=self._event())
+        bucket.compare_contents(self._watchdog)
         issued.ready.record(torch.cuda.current_stream(self._device))
         streams[0].wait_event(issued.ready)
         flat.record_stream(streams[-1])  # the allocator must not give it away before: that stream waits for the others
         with torch.cuda.stream(streams[0]):
-            for piece in flight.pieces:
-                self._seal(piece)
+            for chunk in bucket.chunks:
+                self._add_checksum(chunk)
         ends: dict[Chunk, torch.cuda.Event] = {}
-        for piece, index in _in_order(flight.pieces, streams):
-            at.append((piece, stages[index].name))
+        for chunk, index in _in_order(bucket.chunks, streams):
+            at.append(stages[index].name)
             if index and streams[index] is not streams[index - 1]:
-                streams[index].wait_event(ends[piece])  # now, and not before: another piece's stage is between
-            passage = self._pass(piece, stages[index], streams[index])
-            ends[piece] = passage.end
-            if self._groups.of(stages[index].name) is not None:
-                issued.passages.append(passage)
-        at.append((flight.pieces[-1], "finish"))
+                streams[index].wait_event(ends[chunk])  # now, and not before: another chunk's stage is between
+            stage_run = self._run(chunk, stages[index], streams[index])
+            ends[chunk] = stage_run.end
+            if self._groups.by_stage[stages[index].name] is not None:
+                issued.stage_runs.append(stage_run)
+        at.append("finish")
         with torch.cuda.stream(streams[-1]):
-            broken = flight.pieces[-1].unseal()
-            if broken is not None:
-                issued.broken_seal = torch.empty((), dtype=broken.dtype, pin_memory=flat.is_cuda)
-                issued.broken_seal.copy_(broken, non_blocking=True)
-            result = flight.finish(flat)
+            mismatch = bucket.chunks[-1].take_sum()
+            if mismatch is not None:
+                issued.mismatch = torch.empty((), dtype=mismatch.dtype, pin_memory=flat.is_cuda)
+                issued.mismatch.copy_(mismatch, non_blocking=True)
+            result = bucket.finish(flat)
             result.record_stream(streams[-1])
             issued.done.record(streams[-1])
             future: Future[Tensor] = Future(devices=[self._device])
-            future.set_result(result)  # records an event on this stream; whoever waits makes its stream wait for it
-        flight.let_go()
-        flight.is_issued = True
+            future.set_result(result)  # records an event on this stream; who waits makes its own stream wait for it
+        bucket.release_tensors()
+        bucket.is_issued = True
         self._issued.append(issued)
-        if flight.error is not None:  # another rank failed meanwhile
-            raise RuntimeError(flight.error) from flight.cause
+        if bucket.error is not None:  # another rank failed meanwhile
+            raise RuntimeError(bucket.error) from bucket.cause
         return future
 
     def _stream_of(self, stage: Stage) -> torch.cuda.Stream:
@@ -201,46 +193,49 @@ class CudaStreams:
     def _event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True)
 
-    def _seal(self, piece: Chunk) -> None:
-        if piece.seal is not None:
-            part = piece.part
-            piece.seal_in(ChecksummedCopy(part.numel(), part.dtype, part.device, multiple_of=self._step))
+    def _add_checksum(self, chunk: Chunk) -> None:
+        if chunk.checksum is not None:
+            part = chunk.part
+            copy = ChecksummedCopy(part.numel(), part.dtype, part.device, multiple_of=self._alignment)
+            copy.fill(part, chunk.checksum)
+            chunk.sum_in(copy)
 
-    def _pass(self, piece: Chunk, stage: Stage, stream: torch.cuda.Stream) -> _Passage:
-        """Put a stage of a piece on its stream."""
+    def _run(self, chunk: Chunk, stage: Stage, stream: torch.cuda.Stream) -> _StageRun:
+        """Put a stage of a chunk on its stream."""
         begin = self._event() if self._trace.keep_events else None
-        end, num_bytes = self._event(), piece.part.numel() * piece.part.element_size()
+        end, num_bytes = self._event(), chunk.num_bytes
         with torch.cuda.stream(stream):
             if begin is not None:
                 begin.record(stream)
-            run_stage(stage, piece.job, self._groups)
+            run_stage(stage, chunk.job, self._groups.by_stage[stage.name])
             end.record(stream)
-        return _Passage(piece=piece, stage=stage, begin=begin, end=end, num_bytes=num_bytes)
+        return _StageRun(chunk=chunk, stage=stage, begin=begin, end=end, num_bytes=num_bytes)
 
     # ---- what the device has done ----------------------------------------------------------------------------------
 
     def look(self, *, places: bool = False) -> None:
-        """See which flights the device is through with, and where the oldest other one is. Never waits for it."""
+        """See which buckets the device is through with, and where the oldest other one is. Never waits for it."""
         different = None
         with self._lock:
             try:
                 while self._issued and not self._has_failed and self._issued[0].done.query():
                     issued = self._issued.popleft()
-                    self._landed.append(issued)
-                    if issued.broken_seal is not None and bool(issued.broken_seal):
-                        different = issued.flight.pieces[-1]
-                    self._on_done(issued.flight)
-                    if issued.flight.is_last or len(self._landed) == MOST_UNTOLD:
-                        self._tell_times()
+                    self._done.append(issued)
+                    if issued.mismatch is not None and bool(issued.mismatch):
+                        different = issued.bucket
+                    self._latch.remove(issued.bucket)
+                    if issued.bucket.is_last or len(self._done) == MOST_UNREPORTED:
+                        self._report_times()
                 if places and self._issued and not self._has_failed:
-                    _place(self._issued[0])
+                    _set_places(self._issued[0])
             except RuntimeError:  # of the driver: the host meets it too, and says so
                 return
         if different is not None and not self._has_failed:
-            self._on_failed(different, "order", OrderError("the order of buckets in the step before was not the same"))
+            error = OrderError("the order of buckets in the step before was not the same")
+            self._watchdog.report(different.failed_in("order", error), error)
 
     def look_within_limit(self) -> None:
-        """``look``, from a thread of its own, which is left where the driver does not come back."""
+        """Look from a thread of its own, which is left alone where the driver does not come back."""
         if not self._issued:
             return
         if self._looking is None or not self._looking.is_alive():
@@ -248,14 +243,14 @@ class CudaStreams:
             self._looking.start()
         self._looking.join(LOOK_LIMIT_S)
 
-    def _tell_times(self) -> None:
-        landed, self._landed = self._landed, []
-        if not landed:
+    def _report_times(self) -> None:
+        done, self._done = self._done, []
+        if not done:
             return
-        first = landed[0].ready
-        # From step to step, as an event tells milliseconds in fp32: after an hour 0.25 ms would be its smallest step.
+        first = done[0].ready
+        # From step to step, as an event gives milliseconds in fp32: after an hour 0.25 ms would be its smallest step.
         if self._anchor is None:
-            begin_s = self._trace.now_s() - first.elapsed_time(landed[-1].done) / 1e3
+            begin_s = self._trace.now_s() - first.elapsed_time(done[-1].done) / 1e3
         else:
             begin_s = self._anchor[1] + self._anchor[0].elapsed_time(first) / 1e3
         self._anchor = (first, begin_s)
@@ -265,73 +260,74 @@ class CudaStreams:
 
         self._trace.replay(
             DeviceTimes(
-                bucket=each.flight.bucket,
-                traffic=each.flight.traffic,
-                is_last=each.flight.is_last,
+                bucket=each.bucket.plan,
+                traffic=each.bucket.traffic,
+                is_last=each.bucket.is_last,
                 ready_s=at_s(each.ready),
                 done_s=at_s(each.done),
                 stages=[
-                    (passage.stage.name, at_s(passage.begin), at_s(passage.end), passage.num_bytes)
-                    for passage in each.passages
-                    if passage.begin is not None
+                    (run.stage.name, at_s(run.begin), at_s(run.end), run.num_bytes)
+                    for run in each.stage_runs
+                    if run.begin is not None
                 ],
             )
-            for each in landed
+            for each in done
         )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        """After a failure: end the communicators, which frees hosts and devices that wait in them. Once."""
+    def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
+        """End the communicators after a failure, which frees hosts and devices that wait in them. Once."""
         with self._aborting:  # a second thread that fails comes back when the first has done it
             if self._has_failed:
                 return
             self._has_failed = True
-            if not self._is_alone:
+            if self._groups.topology.world_size > 1:  # else no other rank waits
                 self._stuck = abort_all(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Free the communicators when the device is through with what it was given; what would not end, by name.
+        """Free the communicators when the device is through with its work; returns what would not end, by name.
 
-        ``limit_s`` is asked again and again: how long, from now on, that may take. After a failure nothing is waited
+        `limit_s` is asked again and again: how long, from now on, that may take. After a failure nothing is waited
         for.
         """
         while self._issued and not self._has_failed and limit_s() > 0:
             self.look_within_limit()
             time.sleep(0.001)
         if self._issued and not self._has_failed:
-            self.give_up([])
+            self._give_up([])
             self._stuck = self._stuck or ["of buckets that the device did not finish"]
         if not self._has_failed:
-            self._tell_times()
+            self._report_times()
             self._groups.destroy()
         elif not self._stuck:
             self._groups.forget()
         return self._stuck
 
 
-def _in_order(pieces: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tuple[Chunk, int]]:
-    """Pieces and indices of their stages, in the order of issue: one that comes back to a stream lets another go first.
+def _in_order(chunks: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tuple[Chunk, int]]:
+    """Yield chunks and indices of their stages in the order of issue.
 
-    >>> [(piece, index) for piece, index in _in_order("ab", ["node", "network", "node"])]
+    A stage that comes back to a stream lets the next chunk's earlier stages go first: in issue order, the reduce of
+    chunk b is on the node's stream before the broadcast of chunk a, which waits for the network.
+
+    >>> [(chunk, index) for chunk, index in _in_order("ab", ["node", "network", "node"])]
     [('a', 0), ('a', 1), ('b', 0), ('b', 1), ('a', 2), ('b', 2)]
-    >>> [(piece, index) for piece, index in _in_order("ab", ["network"])]
+    >>> [(chunk, index) for chunk, index in _in_order("ab", ["network"])]
     [('a', 0), ('b', 0)]
     """
     is_back = [stream in streams[:index] for index, stream in enumerate(streams)]
-    for slot in range(len(pieces) + 1):
+    for slot in range(len(chunks) + 1):
         for index, late in enumerate(is_back):
-            if 0 <= slot - late < len(pieces):
-                yield pieces[slot - late], index
+            if 0 <= slot - late < len(chunks):
+                yield chunks[slot - late], index
 
 
-def _place(issued: _Issued) -> None:
-    """Where the pieces of a flight are, in the words of lanes.py."""
+def _set_places(issued: _Issued) -> None:
+    """Record where the chunks of a bucket are, in the words of stage_threads.py."""
     if not issued.ready.query():
-        issued.flight.pieces[0].place = "waiting for its gradients"
+        issued.bucket.chunks[0].place = "waiting for its gradients"
         return
-    for piece in issued.flight.pieces:
-        stages = [
-            passage.stage.name for passage in issued.passages if passage.piece is piece and not passage.end.query()
-        ]
-        piece.place = f"in stage `{stages[0]}`" if stages else "through"
+    for chunk in issued.bucket.chunks:
+        stages = [run.stage.name for run in issued.stage_runs if run.chunk is chunk and not run.end.query()]
+        chunk.place = f"in stage `{stages[0]}`" if stages else "through"

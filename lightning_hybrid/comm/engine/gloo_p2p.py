@@ -1,15 +1,15 @@
 """Sums and copies over host memory by messages that go straight to where they are needed.
 
-    reduce_to_first    others' tensors -> the first rank, which adds them
-    broadcast          the first rank's tensor -> all others
-    scatter_reduce     part r of every tensor -> rank r, which adds them
-    gather_parts       part r of rank r -> all others
-    exchange           every tensor -> every rank, which adds them
+    reduce_to_first_    others' tensors -> the first rank, which adds them
+    broadcast_          the first rank's tensor -> all others
+    scatter_reduce_     part r of every tensor -> rank r, which adds them
+    gather_parts_       part r of rank r -> all others
+    exchange_           every tensor -> every rank, which adds them
 
 Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
 one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
 tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link
-crowd each other, so large tensors between nodes are better off in Gloo's ring (``allreduce.py`` chooses).
+crowd each other, so large tensors between nodes are better off in Gloo's ring (`between_nodes_form` chooses).
 
 Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
 contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.
@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Parts begin at multiples of this many elements, so that vector instructions find them aligned."""
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
-def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``flat`` of the group's rank 0 becomes the sum of all; the others' stay."""
+def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `flat` over the group into that of its rank 0; the others stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me:
         _send(flat, 0, group).wait()
@@ -41,8 +40,8 @@ def reduce_to_first(flat: Tensor, group: dist.ProcessGroup) -> None:
     _add_up([flat, *arrived], [None, *arrivals], out=flat)
 
 
-def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``flat`` of the group's rank 0 becomes that of all."""
+def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Copy `flat` of the group's rank 0 to all others."""
     if dist.get_rank(group):
         _receive(flat, 0, group).wait()
     else:
@@ -50,25 +49,25 @@ def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def part_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The part of this rank of ``flat``, a view; it may be empty."""
+    """Return this rank's part of `flat`, a view; it may be empty."""
     return _parts(flat, dist.get_world_size(group))[dist.get_rank(group)]
 
 
-def scatter_reduce(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``part_of(flat)`` becomes the sum of all ranks' ``part_of(flat)``; other parts stay."""
+def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum each rank's `part_of(flat)` over the group, in its place; other parts stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = _parts(flat, size)
     numel = parts[me].numel()
     rows = list(_scratch("rows", size * numel, flat.dtype).view(size, numel))
     arrivals = [_receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)]
     departures = [_send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()]
-    rows[me] = parts[me]
+    rows[me] = parts[me]  # in its place: sums are in rank order on every rank
     _add_up(rows, arrivals, out=parts[me])
     _wait(departures)
 
 
-def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Every part of ``flat`` becomes that of its rank."""
+def gather_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Copy each rank's `part_of(flat)` to all others."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = _parts(flat, size)
     others = _others(me, size)
@@ -77,18 +76,18 @@ def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
     _wait(arrivals + departures)
 
 
-def exchange(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """``flat`` becomes the sum of all; every rank sends (n - 1) times its bytes."""
+def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     rows = list(_scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
     arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
     departures = [_send(flat, rank, group) for rank in _others(me, size)]
-    rows[me] = flat
+    rows[me] = flat  # in its place: sums are in rank order on every rank
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
 def _parts(flat: Tensor, size: int) -> list[Tensor]:
-    """``size`` consecutive views of equal length; the last ones may be shorter, or empty.
+    """Split into `size` consecutive views of equal length; the last ones may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
@@ -98,7 +97,7 @@ def _parts(flat: Tensor, size: int) -> list[Tensor]:
 
 
 def _others(me: int, size: int) -> list[int]:
-    """Every other rank, nearest above first: not all begin with the same."""
+    """List every other rank, nearest above first: so not all begin with the same."""
     return [(me + distance) % size for distance in range(1, size)]
 
 
@@ -122,9 +121,9 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into ``out``.
+    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into `out`.
 
-    ``out`` may be one of the rows. ``before_writing`` is run before it is written.
+    `out` may be one of the rows. `before_writing` is run before it is written.
     """
     waits = iter(arrivals)
 
@@ -146,9 +145,9 @@ def _add_up(
 
 
 def _scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this thread, kept: fresh pages cost more than what is done in them."""
-    held: dict[str, Tensor] = _of_thread.__dict__
+    """Return memory that this thread uses again and again: fresh pages cost more than what is done in them."""
+    held: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
     if name not in held or held[name].numel() < num_bytes:
-        held[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        held[name] = torch.empty(num_bytes, dtype=torch.uint8)  # grows to the largest, never shrinks
     return held[name][:num_bytes].view(dtype)

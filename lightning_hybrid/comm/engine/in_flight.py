@@ -1,217 +1,275 @@
-"""A tensor handed over to be summed, and the pieces in which it goes through the stages."""
+"""Buckets in flight, the chunks in which they go through the stages, and the failure that ends them all."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels
+from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
 from lightning_hybrid.comm.engine.stages import Job
+from lightning_hybrid.comm.health.consensus import OrderError
+from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus
+from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
+from lightning_hybrid.comm.stats.trace import CommTrace
 
-ALIGNMENT = 16
-"""Pieces begin at multiples of this many elements, so that vector instructions find them aligned."""
-
-SEALED_BYTES_LIMIT = 4 * MIB
-SEALED_NUMEL = 16 * KIB
+CHECKSUMMED_BYTES_LIMIT = 4 * MIB
+CHECKSUMMED_NUMEL = 16 * KIB
 
 _NOTHING = torch.empty(0)
-
-MOST_SIZES_KEPT = 4
-"""Sealed copies of so many sizes are kept; before DistributedDataParallel rebuilds its buckets there are two."""
-
-
-class CopyPool:
-    """Those not in use, by size and dtype: a step seals one piece, and most steps the same."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[ChecksummedCopy]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, part: Tensor) -> ChecksummedCopy:
-        """One for this tensor."""
-        with self._lock:
-            free = self._free.get((part.numel(), part.dtype))
-            if free:
-                return free.pop()
-        return ChecksummedCopy(part.numel(), part.dtype, part.device)
-
-    def give_back(self, copy: ChecksummedCopy) -> None:
-        """It is in use no more. Of other sizes none is kept: there is one sealed piece in a step."""
-        key = copy.body.numel(), copy.body.dtype
-        with self._lock:
-            if key not in self._free and len(self._free) >= MOST_SIZES_KEPT:
-                self._free.clear()
-            self._free.setdefault(key, []).append(copy)
 
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a tensor on its way through the stages: they see ``job``, whose tensor may have a seal behind it.
+    """A part of a bucket on its way through the stages.
 
-    ``is_last``: nothing follows it in this step.
+    `part`: view of the bucket. `job`: what the stages see; with a `checksum` it is a copy of the part, with the
+    checksum behind it. `place`: where it is now, in words. `is_last`: nothing follows it in this step.
     """
 
-    flight: InFlightBucket
+    bucket: InFlightBucket
     part: Tensor
     job: Job
     place: str = "waiting for its first stage"
-    seal: int | None = None
+    checksum: int | None = None
     is_last: bool = False
     _copy: ChecksummedCopy | None = None
 
-    def open(self, copies: CopyPool) -> None:
-        """Before the first stage."""
-        if self.seal is not None:
-            self.seal_in(copies.take(self.part))
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part."""
+        return self.part.numel() * self.part.element_size()
 
-    def seal_in(self, copy: ChecksummedCopy) -> None:
-        """The same, in this memory."""
-        assert self.seal is not None
+    def begin(self, watchdog: Watchdog, copies: CopyPool) -> None:
+        """Prepare the first stage: compare the bucket with those of other ranks, and add the checksum."""
+        self.bucket.compare_contents(watchdog)
+        if self.checksum is not None:
+            self.sum_in(copies.take(self.part, self.checksum))
+
+    def sum_in(self, copy: ChecksummedCopy) -> None:
+        """Let the stages sum this copy of the part, with the checksum behind it."""
         self._copy = copy
-        copy.fill(self.part, self.seal)
         self.job.flat = copy.whole
 
-    def unseal(self) -> Tensor | None:
-        """After the last: the sum is where it belongs; how broken the seal is, on the device, None where there is none.
-
-        Not 0 where ranks differ.
-        """
-        if self._copy is None or self.seal is None:
+    def take_sum(self) -> Tensor | None:
+        """Put the sum where it belongs; returns how wrong its checksum is, on the device, or None without one."""
+        if self._copy is None or self.checksum is None:
             return None
         self.part.copy_(self._copy.body)
-        return self._copy.is_broken(self.seal)
+        return self._copy.mismatch(self.checksum)
 
-    def close(self, copies: CopyPool) -> bool:
-        """The same, waiting for the verdict: whether the seal is broken. Its memory is free again."""
-        broken = self.unseal()
-        if broken is None or self._copy is None:
-            return False
-        is_broken = bool(broken)
-        copies.give_back(self._copy)
-        return is_broken
+    def end(self, copies: CopyPool) -> bool:
+        """Put the sum where it belongs after the last stage; returns whether the bucket has no chunk left.
+
+        Raises:
+            OrderError: if the checksum says that ranks submitted different buckets.
+        """
+        mismatch = self.take_sum()
+        if mismatch is not None and self._copy is not None:
+            is_wrong = bool(mismatch)  # waits for the sum, which is there on the CPU
+            copies.give_back(self._copy)  # also after a mismatch: the memory is sound
+            if is_wrong:
+                raise OrderError("the order of buckets in this step was not the same on all ranks")
+        return self.bucket.chunk_done()
 
 
 @dataclass(eq=False)
 class InFlightBucket:
-    """A tensor in the air: what to do with it, and the future that tells when it is done.
+    """A bucket that was submitted, and the future of its sum.
 
-    ``check``: run once, before the first piece is sent. ``is_last``: of its step. ``is_issued``: all of it is on the
-    device's streams, where nothing changes its order any more.
+    `finish`: applied to the sum. `contents`: store key and text by which ranks compare a bucket that is new, before
+    its first chunk is sent. `is_last`: of its step. `is_issued`: all of it is on the device's streams, where nothing
+    changes its order any more.
     """
 
     flat: Tensor
-    bucket: BucketPlan
+    plan: BucketPlan
     finish: Callable[[Tensor], Tensor]
     traffic: Traffic = NO_TRAFFIC
-    check: Callable[[], None] | None = None
+    contents: tuple[str, str] | None = None
     is_last: bool = False
     is_issued: bool = False
     done: Future = field(default_factory=Future)
-    future: Future | None = None
     error: str | None = None
     cause: BaseException | None = None
-    pieces: list[Chunk] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
+    chunks: list[Chunk] = field(default_factory=list)
+    submitted_s: float = field(default_factory=time.monotonic)
     traced_s: float = 0.0
     _num_open: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def split_into_chunks(self, job: Callable[[Tensor], Job], *, seal: int | None) -> None:
-        """Make the pieces. The seal, if any, goes behind the last."""
-        parts = split_into_chunks(self.flat, num_pieces=self.bucket.num_chunks)
-        if seal is not None and parts[-1].numel() * parts[-1].element_size() > SEALED_BYTES_LIMIT:
-            # The sealed piece is copied: one short message more is less than a copy of a long one.
-            parts[-1:] = parts[-1].split([parts[-1].numel() - SEALED_NUMEL, SEALED_NUMEL])
-        self._make(parts, job, seal)
+    def split(
+        self,
+        job: Callable[[Tensor], Job],
+        num_chunks: int,
+        *,
+        checksum: int | None,
+        alignment: int = ALIGNMENT,
+        has_short_tail: bool = True,
+    ) -> None:
+        """Make the chunks. The checksum, if any, goes behind the last.
 
-    def cut_at(self, step: int, job: Callable[[Tensor], Job], *, seal: int | None, num_pieces: int) -> None:
-        """Make the pieces, at multiples of ``step`` elements. The seal, if any, goes into the last, with all of it."""
-        self._make(split_into_chunks(self.flat, num_pieces=num_pieces, alignment=step), job, seal)
-
-    def _make(self, parts: list[Tensor], job: Callable[[Tensor], Job], seal: int | None) -> None:
-        self.pieces = [Chunk(flight=self, part=part, job=job(part)) for part in parts]
-        self.pieces[-1].seal = seal
-        self.pieces[-1].is_last = self.is_last
-        self._num_open = len(self.pieces)
+        `has_short_tail`: a last chunk that is long is cut once more, since the chunk with the checksum is copied: one
+        short message more takes less time than a copy of a long chunk.
+        """
+        parts = [self.flat]
+        if num_chunks > 1:
+            parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
+        numel = parts[-1].numel()
+        if has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
+            parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
+        self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
+        self.chunks[-1].checksum = checksum
+        self.chunks[-1].is_last = self.is_last
+        self._num_open = len(self.chunks)  # counted down by `chunk_done`
 
     @property
     def place(self) -> str:
-        """Where it is, in words: where one of its pieces is at work, if any, else where one waits."""
-        at_work = [piece for piece in self.pieces if piece.place.startswith("in ")]
-        waiting = [piece for piece in self.pieces if piece.place.startswith("waiting")]
-        piece = (at_work or waiting or self.pieces)[0]
-        return f"bucket {self.bucket.index} {piece.place} of the {self.bucket.algorithm} all-reduce"
+        """Where it is, in words: where one of its chunks is in a stage, if any, else where one waits."""
+        inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
+        waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
+        chunk = (inside or waiting or self.chunks)[0]
+        return f"bucket {self.plan.index} {chunk.place} of the {self.plan.algorithm} all-reduce"
 
     @property
     def is_inside(self) -> bool:
-        """Whether one of its pieces is in a stage."""
-        return any(piece.place.startswith("in ") for piece in self.pieces)
+        """Whether one of its chunks is in a stage."""
+        return any(chunk.place.startswith("in ") for chunk in self.chunks)
 
-    def let_go(self) -> None:
-        """Hold no tensor any more: the device's allocator knows who uses them."""
-        for piece in self.pieces:
-            piece.part = piece.job.flat = _NOTHING
-            piece.job.shard = piece._copy = None
-        self.flat, self.finish = _NOTHING, _same
+    def compare_contents(self, watchdog: Watchdog) -> None:
+        """Compare a bucket that is new with those of other ranks, once; other threads of this rank wait meanwhile.
 
-    def check_before_send(self) -> None:
-        """Run ``check`` if nobody has; whoever comes meanwhile waits. Raises what it raises, each time."""
-        if self.check is not None:
+        Sizes that differ would end the process: Gloo calls abort().
+
+        Raises:
+            OrderError: if another rank submitted something else here.
+        """
+        if self.contents is not None:
             with self._lock:
-                if self.check is not None:
-                    self.check()
-                    self.check = None
+                if self.contents is not None:
+                    key, own = self.contents
+                    first = watchdog.compare(key, own)
+                    if first != own:
+                        raise OrderError(f"this rank hands over {own}, and another {first}")
+                    self.contents = None
 
-    def land(self) -> bool:
-        """One piece more is done; whether it was the last."""
+    def chunk_done(self) -> bool:
+        """Count one chunk as done; returns whether it was the last."""
         with self._lock:
             self._num_open -= 1
             return self._num_open == 0
 
+    def complete(self, latch: FailureLatch, trace: CommTrace) -> None:
+        """Finish the sum and set the future, unless a failure was first and has set it."""
+        result = self.finish(self.flat)
+        if latch.remove(self):  # else a failure has set the future already
+            trace.end(self.plan, self.traced_s, self.traffic)
+            self.done.set_result(result)
+
     def result(self, done: Future) -> Tensor:
-        """The tensor; raises where the flight failed. Run by ``Future.then``."""
+        """Return the finished sum; raises where the bucket failed. Run by `Future.then`."""
         if self.error is not None:
             raise RuntimeError(self.error) from self.cause
         return done.value()
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        """Let whoever waits for the future raise; by ``set_exception`` it would reach DDP as a failed cast."""
+        """Let the future raise. `set_exception` is no way to do it: DDP would report a failed cast."""
         self.error, self.cause = error, cause
-        self.done.set_result(None)
+        self.done.set_result(None)  # `result` then raises
+
+    def failed_in(self, stage: str, cause: Exception) -> str:
+        """Say in words that this rank failed in a stage."""
+        what = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
+        return (
+            f"rank {self.chunks[0].job.topology.rank} failed on bucket {self.plan.index} in stage `{stage}` of the "
+            f"{self.plan.algorithm} all-reduce: {what}"
+        )
+
+    def release_tensors(self) -> None:
+        """Drop all tensors of a bucket whose work is on the streams: the device's allocator knows who uses them."""
+        for chunk in self.chunks:
+            chunk.part = chunk.job.flat = _NOTHING
+            chunk.job.shard = chunk._copy = None
+        self.flat, self.finish = _NOTHING, _unchanged
 
 
-def _same(flat: Tensor) -> Tensor:
+def _unchanged(flat: Tensor) -> Tensor:
     return flat
 
 
-def split_into_chunks(flat: Tensor, *, num_pieces: int, alignment: int = ALIGNMENT) -> list[Tensor]:
-    """Consecutive views of ``flat`` (1-D): at most ``num_pieces``, at least one, at multiples of ``alignment``.
+class FailureLatch:
+    """Buckets in flight, and the first failure, which ends them all: later ones change nothing.
 
-    Of four or more the first and the last are a quarter of the others: while the first is in its first stage, and the
-    last in its last, no other stage has anything to do.
+    Engine, threads or streams, and watchdog share one latch and ask it, so that none of them calls another back.
 
-    >>> import torch
-    >>> [piece.numel() for piece in split_into_chunks(torch.zeros(100), num_pieces=3)]
-    [48, 48, 4]
-    >>> [piece.numel() for piece in split_into_chunks(torch.zeros(1600), num_pieces=4)]
-    [160, 640, 640, 160]
-    >>> [piece.numel() for piece in split_into_chunks(torch.zeros(0), num_pieces=3)]
-    [0]
+    Attributes:
+        error: that of all ranks; empty while there is none. `cause`: the exception behind it, if it was raised here.
+        lock: protects what is in flight, `error` and the order of submits. Nothing that waits runs under it.
+        look: sees how far the device is, before that is asked; on CUDA only.
+        give_up: ends the communication of buckets that a failure has lost. Run once for each `trip`, without the lock.
     """
-    if not flat.numel():
-        return [flat]
-    quarters = 4 * num_pieces - 6 if num_pieces >= 4 else num_pieces
-    step = -(-flat.numel() // (quarters * alignment)) * alignment
-    if num_pieces < 4:
-        return list(flat.split(step))
-    first, rest = flat[:step], flat[step:]
-    middle = -(-max(0, rest.numel() - step) // ((num_pieces - 2) * alignment)) * alignment
-    return [first, *(piece for piece in rest.split(max(middle, alignment)) if piece.numel())]
+
+    def __init__(self, order: BucketOrder) -> None:
+        self.error = ""
+        self.cause: BaseException | None = None
+        self.lock = threading.Lock()
+        self.look: Callable[[], None] = _nothing
+        self.give_up: Callable[[Sequence[InFlightBucket]], None] = _nothing
+        self.in_flight: dict[InFlightBucket, None] = {}  # in the order of submits
+        self._order = order
+
+    def remove(self, bucket: InFlightBucket) -> bool:
+        """Take out a bucket that is averaged; returns False where a failure was first."""
+        with self.lock:
+            is_there = bucket in self.in_flight
+            self.in_flight.pop(bucket, None)
+            return is_there
+
+    def trip(self, error: str, cause: BaseException | None = None) -> None:
+        """Fail every bucket in flight with the first error ever given here."""
+        with self.lock:
+            if not self.error:
+                self.error = error + " The gradients of this step are lost, and this engine takes no more."
+                self.cause = cause
+            lost, self.in_flight = list(self.in_flight), {}
+            for bucket in lost:  # before anything waits: a thread may be about to put one on the streams
+                bucket.error, bucket.cause = self.error, self.cause
+        self.give_up(lost)
+        for bucket in lost:
+            bucket.fail(self.error, self.cause)
+
+    def raise_if_tripped(self) -> None:
+        """Raise the error of all ranks, if there is one."""
+        if self.error:
+            raise RuntimeError(self.error) from self.cause
+
+    def status(self) -> RankStatus:
+        """Return where this rank stands, for the diagnosis of a failure."""
+        with self.lock:
+            oldest = next(iter(self.in_flight), None)
+            return RankStatus(
+                num_submitted=self._order.num_submitted,
+                order=f"{self._order.value:016x}",
+                place=IDLE if oldest is None else oldest.place,
+                recent=tuple(self._order.recent),
+                is_inside=oldest is not None and oldest.is_inside,
+            )
+
+    def stalled_s(self) -> float:
+        """Return how long the oldest bucket has been in flight; 0 where none is."""
+        self.look()
+        with self.lock:
+            oldest = next(iter(self.in_flight), None)
+            return 0.0 if oldest is None else time.monotonic() - oldest.submitted_s
+
+
+def _nothing(*_: object) -> None:
+    pass

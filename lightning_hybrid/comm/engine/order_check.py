@@ -1,27 +1,37 @@
-"""A seal on the order of sums: that every rank handed over the same tensors, in the same order, up to here.
+"""The check that every rank submits the same tensors in the same order.
 
-Gloo matches collectives by order of arrival and nothing else: two ranks that hand over two buckets of equal size in
-different order get sums of different buckets, without a word. So every rank keeps a rolling hash of what it handed
-over, and its 64 bits b travel at the end of the last bucket of a step, as 128 elements 0 or 1:
+Gloo matches collectives by order of arrival and nothing else: two ranks that submit two buckets of equal size in
+different order get sums of different buckets, without a word. So every rank keeps a rolling hash of what it submitted,
+and its 64 bits b travel at the end of the last bucket of a step, as a checksum of 128 elements 0 or 1:
 
-    sealed = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 wherever own element is 0
+    copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 wherever own element is 0
 
-Where two ranks differ in a bit, each finds a 1 of the other's where its own element is 0, and so does whoever sides
-with either. Sums of zeros are exact, so this holds for any number of ranks and in any dtype. It costs no message of
-its own: 128 elements more in one that goes anyway, and a copy of the piece that carries them.
+Where two ranks differ in a bit, each finds a 1 of the other's where its own element is 0, and so does every rank that
+agrees with either. Sums of zeros are exact, so this holds for any number of ranks and in any dtype. It costs no message
+of its own: 128 elements more in one that goes anyway, and a copy of the chunk that carries them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import deque
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_hybrid.comm.plan import BucketPlan
+
 NUM_BITS = 64
-NUM_SEAL_ELEMENTS = 2 * NUM_BITS
+NUM_CHECKSUM_ELEMENTS = 2 * NUM_BITS
 _MASK = (1 << NUM_BITS) - 1
+
+NUM_RECENT = 64
+"""How many records of buckets a rank remembers, to say where it went another way than others."""
+
+MOST_SIZES_IN_POOL = 4
+"""A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two."""
 
 
 class RollingHash:
@@ -38,53 +48,115 @@ class RollingHash:
         self.value = 0
 
     def add(self, record: str) -> None:
-        """One more record at the end."""
+        """Append a record."""
         digest = hashlib.blake2b(record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")).digest()
         self.value = int.from_bytes(digest, "little")
 
 
+class BucketOrder:
+    """The buckets submitted so far, in order.
+
+    `value`: hash of all of them. `recent`: records of the latest.
+    """
+
+    def __init__(self) -> None:
+        self.num_submitted = self.value = 0
+        self.recent: deque[str] = deque(maxlen=NUM_RECENT)
+        self._all, self._step = RollingHash(), RollingHash()
+        self._known: set[int] = set()  # hashes of the beginnings of steps
+
+    def add(self, bucket: BucketPlan, *, is_last: bool) -> str | None:
+        """Append a bucket; returns its record if no step began like this before, else None.
+
+        >>> bucket = BucketPlan(index=0, numel=4, num_bytes=16, dtype="float32", algorithm="flat", num_chunks=1)
+        >>> order = BucketOrder()
+        >>> order.add(bucket, is_last=True)
+        'bucket 0 (4 x float32, flat x 1), the last'
+        >>> order.add(bucket, is_last=True) is None
+        True
+        """
+        record = f"bucket {bucket.index} ({bucket.numel} x {bucket.dtype}, {bucket.algorithm} x {bucket.num_chunks})"
+        if is_last:
+            record += ", the last"
+        self.num_submitted += 1
+        self.recent.append(record)
+        self._all.add(record)
+        self._step.add(record)
+        self.value = self._all.value
+        is_new = self._step.value not in self._known  # else it was compared in an earlier step
+        self._known.add(self._step.value)
+        if is_last:
+            self._step = RollingHash()
+        return record if is_new else None
+
+
 class ChecksummedCopy:
-    """Memory for a copy of a tensor with a seal behind it, used again and again: fresh pages cost more than the copy.
+    """Memory for a copy of a tensor with a checksum behind it, to be filled again and again.
 
-    ``whole``: what is to be summed, ``numel + NUM_SEAL_ELEMENTS`` elements of ``dtype`` on ``device``, and zeros up to
-    ``multiple_of``.
+    `whole`: what is to be summed, `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype` on `device`, and zeros up to
+    `multiple_of`.
 
-    >>> alike = [ChecksummedCopy(3, torch.float32, torch.device("cpu")) for _ in range(2)]
-    >>> for copy in alike: copy.fill(torch.ones(3), 5)
-    >>> _ = alike[0].whole.add_(alike[1].whole)
-    >>> bool(alike[0].is_broken(5)), bool(alike[0].is_broken(4)), alike[0].body
+    >>> equal = [ChecksummedCopy(3, torch.float32, torch.device("cpu")) for _ in range(2)]
+    >>> for copy in equal: copy.fill(torch.ones(3), 5)
+    >>> _ = equal[0].whole.add_(equal[1].whole)
+    >>> bool(equal[0].mismatch(5)), bool(equal[0].mismatch(4)), equal[0].body
     (False, True, tensor([2., 2., 2.]))
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, multiple_of: int = 1) -> None:
-        end = numel + NUM_SEAL_ELEMENTS
+        end = numel + NUM_CHECKSUM_ELEMENTS
         self.whole = torch.empty(-(-end // multiple_of) * multiple_of, dtype=dtype, device=device)
-        self.body, self._seal, rest = self.whole[:numel], self.whole[numel:end], self.whole[end:]
+        self.body, self._checksum, rest = self.whole[:numel], self.whole[numel:end], self.whole[end:]
         if rest.numel():
-            rest.zero_()
+            rest.zero_()  # padding must not be nan
 
     def fill(self, flat: Tensor, value: int) -> None:
-        """Copy ``flat`` and put the seal behind it."""
+        """Copy `flat` and put the checksum of `value` behind it."""
         self.body.copy_(flat)
-        self._seal.copy_(_ready_to_copy(_elements(value), self._seal), non_blocking=True)
+        self._checksum.copy_(_ready_to_copy(_elements(value), self._checksum), non_blocking=True)
 
-    def is_broken(self, value: int) -> Tensor:
-        """Whether the seal of a sum says that some rank's differs from ``value``: 0-dim, 0 or not, on the device.
+    def mismatch(self, value: int) -> Tensor:
+        """Return a 0-dim tensor on the device: 0 if the checksums of all ranks were that of `value`.
 
-        The ones of others where the own element is 0 are counted: terms are not negative, so none hides another.
+        The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
         """
-        own_is_zero = _ready_to_copy(_elements(~value), self._seal).to(self._seal.device, non_blocking=True)
-        return torch.dot(self._seal, own_is_zero)
+        own_is_zero = _ready_to_copy(_elements(~value), self._checksum).to(self._checksum.device, non_blocking=True)
+        return torch.dot(self._checksum, own_is_zero)  # no host has to wait for it here
+
+
+class CopyPool:
+    """Copies that are not in use, by size and dtype: fresh pages of memory cost more than the copy itself."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[ChecksummedCopy]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, part: Tensor, value: int) -> ChecksummedCopy:
+        """Return a copy of `part` with the checksum of `value` behind it."""
+        with self._lock:
+            free = self._free.get((part.numel(), part.dtype))
+            copy = free.pop() if free else None
+        copy = copy or ChecksummedCopy(part.numel(), part.dtype, part.device)
+        copy.fill(part, value)
+        return copy
+
+    def give_back(self, copy: ChecksummedCopy) -> None:
+        """Take a copy back. One step needs one copy, so those of many other sizes are dropped."""
+        key = copy.body.numel(), copy.body.dtype
+        with self._lock:
+            if key not in self._free and len(self._free) >= MOST_SIZES_IN_POOL:
+                self._free.clear()
+            self._free.setdefault(key, []).append(copy)
 
 
 def _ready_to_copy(elements: Tensor, target: Tensor) -> Tensor:
-    """In the target's dtype; for a GPU pinned, as from other memory a copy may wait for what its stream has to do."""
+    """Convert to the target's dtype; for a GPU in pinned memory, since a copy from other memory may wait."""
     elements = elements.to(target.dtype)
     return elements.pin_memory() if target.is_cuda else elements
 
 
 def _elements(value: int) -> Tensor:
-    """The 64 lowest bits of ``value``, lowest first, and their complements: ``uint8``.
+    """Return the 64 lowest bits of `value`, lowest first, and their complements, as `uint8`.
 
     >>> _elements(1)[:3].tolist(), _elements(1)[64:67].tolist()
     ([1, 0, 0], [0, 1, 1])

@@ -1,13 +1,13 @@
 """The threads of the stages: for each a queue, a thread and a process group, in columns.
 
-    column 0    [reduce] -> [ring] -> [broadcast]          pieces 0, 2, 4, ...
-    column 1    [reduce] -> [ring] -> [broadcast]          pieces 1, 3, 5, ...
+    column 0    [reduce] -> [ring] -> [broadcast]          chunks 0, 2, 4, ...
+    column 1    [reduce] -> [ring] -> [broadcast]          chunks 1, 3, 5, ...
 
-A lane has one predecessor, so its queue, and with it the order of collectives on its group, is the order in which
-pieces were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
+A stage thread has one predecessor, so its queue, and with it the order of collectives on its group, is the order in
+which chunks were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
 
-A thread that has done its stage on the last piece of a step, after which nothing comes to it, does the next stage too
-where that stands idle: the step waits for this piece, and waking another thread takes time.
+A thread that has done its stage on the last chunk of a step, after which nothing comes to it, does the next stage too
+where that is idle: the step waits for this chunk, and waking another thread takes time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.engine.in_flight import Chunk, CopyPool, InFlightBucket
+from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
+from lightning_hybrid.comm.engine.order_check import CopyPool
+from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, Job, Stage, group_name, run_stage
-from lightning_hybrid.comm.health.consensus import OrderError
+from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace
-from lightning_hybrid.comm.topology import CommGroups
 
 
 @dataclass(eq=False)
 class StageThread:
-    """None in the queue ends the thread, and then its successor's. The counts of pieces have one writer each.
+    """One stage in one column, and the thread that runs it.
 
-    ``is_inside``: some thread, its own or its predecessor's, is in this stage, or about to be.
+    None in the queue ends the thread, and then its successor. Each count of chunks has one writer. `is_inside`: some
+    thread, its own or its predecessor's, is in this stage, or about to be.
     """
 
     stage: Stage
     column: int
+    group_name: str
     is_first: bool = False
     successor: StageThread | None = None
     num_put: int = 0
@@ -46,208 +49,193 @@ class StageThread:
     queue: queue.SimpleQueue[Chunk | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
-    def put(self, piece: Chunk) -> None:
-        """Called by one thread at a time."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def put(self, chunk: Chunk) -> None:
+        """Put a chunk into the queue. Only one thread at a time may call it."""
         self.num_put += 1
-        self.queue.put(piece)
+        self.queue.put(chunk)
 
 
 class StageThreads:
-    """All lanes of an engine.
+    """All stage threads of an engine.
 
-    Arguments:
+    Args:
         groups: of every stage and column.
-        trace: told when each flight and stage begins and ends.
-        on_landed, on_failed: called from a lane's thread, when a flight is averaged or where a stage of a piece raised.
-        has_failed: whether pieces are to be dropped.
+        trace: counts when each bucket and stage begins and ends.
+        latch: what is in flight, and whether anything has failed.
+        watchdog: compares new buckets, and reports what a stage raises to all ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        groups: CommGroups,
-        trace: CommTrace,
-        on_landed: Callable[[InFlightBucket], bool],
-        on_failed: Callable[[Chunk, str, Exception], None],
-        has_failed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog) -> None:
         self._groups = groups
         self._copies = CopyPool()
         self._trace = trace
-        self._on_landed = on_landed
-        self._on_failed = on_failed
-        self._has_failed = has_failed
+        self._latch = latch
+        self._watchdog = watchdog
         self._num_put: dict[Algorithm, int] = {}
         self._num_columns: dict[Algorithm, int] = {}
         self._columns: dict[Algorithm, list[list[StageThread]]] = {}
+        latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """From now on each algorithm has so many columns; lanes that are missing are started, others stand idle.
+        """Use this many columns of each algorithm from now on; start the threads that are missing.
 
-        Only while no piece is under way, and at the same place of the order on every rank. A stage in which this rank
-        has nobody to talk to has no lane.
+        Only while no chunk is in flight, and at the same place of the order on every rank. A stage in which this rank
+        has no other rank to talk to has no thread.
         """
         for algorithm, num_columns in columns.items():
-            of_algorithm = self._columns.setdefault(algorithm, [])
-            of_algorithm += [self._start(algorithm, column) for column in range(len(of_algorithm), num_columns)]
+            found = self._columns.setdefault(algorithm, [])
+            found += [self._start(algorithm, column) for column in range(len(found), num_columns)]
         self._num_columns, self._num_put = dict(columns), dict.fromkeys(columns, 0)
 
     def free_unused(self) -> None:
-        """End the lanes that stand idle since the last ``use``, and free their groups.
+        """End the threads that the last `use` left idle, and free their groups.
 
-        Only while no piece is under way on any rank.
+        Only while no chunk is in flight on any rank.
         """
-        for algorithm, of_algorithm in self._columns.items():
+        for algorithm, found in self._columns.items():
             num_used = self._num_columns.get(algorithm, 0)
-            for column in range(num_used, len(of_algorithm)):
-                for lane in of_algorithm[column]:
-                    if lane.is_first:
-                        lane.queue.put(None)
-                    if lane.thread is not None:
-                        lane.thread.join()
-                for stage in STAGES[algorithm]:  # also those in which this rank has no lane: all forget alike
+            for column in range(num_used, len(found)):
+                for stage_thread in found[column]:
+                    if stage_thread.is_first:
+                        stage_thread.queue.put(None)
+                    if stage_thread.thread is not None:
+                        stage_thread.thread.join()
+                for stage in STAGES[algorithm]:  # also those without a thread here: all ranks forget the same
                     self._groups.forget_stage(group_name(stage, column))
-            del of_algorithm[num_used:]
+            del found[num_used:]
 
     def _start(self, algorithm: Algorithm, column: int) -> list[StageThread]:
-        lanes = [
-            StageThread(stage=stage, column=column)
+        stage_threads = [
+            StageThread(stage=stage, column=column, group_name=group_name(stage, column))
             for stage in STAGES[algorithm]
-            if self._groups.of(group_name(stage, column)) is not None
+            if self._groups.by_stage[group_name(stage, column)] is not None
         ]
-        for index, lane in enumerate(lanes):
-            lane.is_first, lane.successor = index == 0, lanes[index + 1] if index + 1 < len(lanes) else None
-            name = f"comm-{group_name(lane.stage, column)}"
-            lane.thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
-            lane.thread.start()
-        return lanes
+        for index, each in enumerate(stage_threads):
+            each.is_first = index == 0
+            each.successor = stage_threads[index + 1] if index + 1 < len(stage_threads) else None
+            name = f"comm-{each.group_name}"
+            each.thread = threading.Thread(target=self._serve, args=(each,), name=name, daemon=True)
+            each.thread.start()
+        return stage_threads
 
-    def cut(self, flight: InFlightBucket, job: Callable[[Tensor], Job], seal: int | None) -> None:
-        """Make the pieces of a flight."""
-        flight.split_into_chunks(job, seal=seal)
+    def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
+        """Cut a bucket into the chunks of its plan."""
+        bucket.split(job, bucket.plan.num_chunks, checksum=checksum)
 
-    def accept(self, flight: InFlightBucket) -> None:
-        """Send the pieces of a flight on their way, round the columns. Called in the order of submits."""
-        flight.future = flight.done.then(flight.result)
-        flight.traced_s = self._trace.begin(
-            num_bytes=flight.bucket.num_bytes, is_last=flight.is_last, traffic=flight.traffic
+    def accept(self, bucket: InFlightBucket) -> None:
+        """Queue the chunks of a bucket, round the columns. Called in the order of submits."""
+        bucket.traced_s = self._trace.begin(
+            num_bytes=bucket.plan.num_bytes, is_last=bucket.is_last, traffic=bucket.traffic
         )
-        for piece in flight.pieces:
-            if lanes := self._next_column(flight.bucket.algorithm):
-                lanes[0].put(piece)
+        columns = self._columns[bucket.plan.algorithm][: self._num_columns[bucket.plan.algorithm]]
+        for chunk in bucket.chunks:
+            column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]  # round robin, the same on every rank
+            self._num_put[bucket.plan.algorithm] += 1
+            if column:  # empty where this rank is alone
+                column[0].put(chunk)
 
-    def _next_column(self, algorithm: Algorithm) -> list[StageThread]:
-        """Its lanes: none where this rank has nobody to talk to."""
-        columns = self._columns[algorithm][: self._num_columns[algorithm]]
-        self._num_put[algorithm] += 1
-        return columns[(self._num_put[algorithm] - 1) % len(columns)]
+    def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
+        """Return the future of a bucket that was accepted."""
+        future = bucket.done.then(bucket.result)  # raises there, so that DDP sees our error
+        if not self._columns[bucket.plan.algorithm][0]:  # one rank alone
+            for chunk in bucket.chunks:
+                self._end_chunk(chunk)
+        return future
 
-    def carry(self, flight: InFlightBucket) -> Future[Tensor]:
-        """The future of a flight that was accepted."""
-        if not self._columns[flight.bucket.algorithm][0]:  # one rank alone
-            for piece in flight.pieces:
-                self._land(piece)
-        assert flight.future is not None
-        return flight.future
-
-    def look(self) -> None:
-        """Nothing: threads tell by themselves."""
-
-    look_within_limit = look
-
-    def give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        """Count what a failure ended. Waits of Gloo's cannot be called off."""
+    def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
+        """Count what a failure ended. Waits of Gloo cannot be called off."""
         for _ in lost:
             self._trace.end()
 
-    def _serve(self, lane: StageThread) -> None:
-        for piece in iter(lane.queue.get, None):
-            self._pass_through(lane, piece)
-            lane.num_done += 1
-            del piece  # a lane that waits keeps no gradients alive
-        if lane.successor is not None:
-            lane.successor.queue.put(None)
+    def _serve(self, stage_thread: StageThread) -> None:
+        for chunk in iter(stage_thread.queue.get, None):
+            self._pass_through(stage_thread, chunk)
+            stage_thread.num_done += 1  # after the chunk was handed on: "idle" means empty and at rest
+            del chunk  # a thread that waits keeps no gradients alive
+        if stage_thread.successor is not None:
+            stage_thread.successor.queue.put(None)
 
-    def _pass_through(self, lane: StageThread, piece: Chunk) -> None:
-        """Do this stage, and see to the next."""
-        if not self._has_run(lane, piece):
+    def _pass_through(self, stage_thread: StageThread, chunk: Chunk) -> None:
+        """Run this stage, and hand the chunk to the next one."""
+        if not self._has_run(stage_thread, chunk):
             return
-        if lane.successor is None:
-            piece.place = "through"
-            self._land(piece)
+        successor = stage_thread.successor
+        if successor is None:
+            chunk.place = "through"
+            self._end_chunk(chunk)
             return
-        piece.place = f"waiting for stage `{lane.successor.stage.name}`"
-        if piece.is_last and lane.successor.num_put == lane.successor.num_done:
-            self._pass_through(lane.successor, piece)
+        chunk.place = f"waiting for stage `{successor.stage.name}`"
+        if chunk.is_last and successor.num_put == successor.num_done:
+            self._pass_through(successor, chunk)
         else:
-            lane.successor.put(piece)
+            successor.put(chunk)
 
-    def _land(self, piece: Chunk) -> None:
-        """A piece is through; with the last one its flight is."""
-        flight, place = piece.flight, "order"
-        try:
-            if piece.close(self._copies):
-                raise OrderError("the order of buckets in this step was not the same on all ranks")
-            if not flight.land():
-                return
-            place = "finish"
-            result = flight.finish(flight.flat)
-        except Exception as error:
-            self._on_failed(piece, place, error)
-            return
-        if self._on_landed(flight):  # else another stage failed meanwhile
-            self._trace.end(flight.bucket, flight.traced_s, flight.traffic)
-            flight.done.set_result(result)
-
-    def _has_run(self, lane: StageThread, piece: Chunk) -> bool:
-        lane.is_inside = True  # before the look at failures: afterwards the group may be freed if nobody is inside
-        if self._has_failed():  # it has been told already
-            lane.is_inside = False
+    def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
+        """Run a stage; returns False where it failed, or something else did before."""
+        stage_thread.is_inside = True  # set before the look at failures: after one the group of an idle stage is freed
+        if self._latch.error:
+            stage_thread.is_inside = False
             return False
-        piece.place = f"in stage `{lane.stage.name}`"
-        began_s = self._trace.now_s()
+        stage, began_s = stage_thread.stage, 0.0
+        chunk.place = f"in stage `{stage.name}`"
+        if self._trace.keep_events:
+            began_s = self._trace.now_s()
         try:
-            if lane.is_first:
-                piece.flight.check_before_send()
-                piece.open(self._copies)
-            run_stage(lane.stage, piece.job, self._groups, column=lane.column)
+            if stage_thread.is_first:
+                chunk.begin(self._watchdog, self._copies)
+            run_stage(stage, chunk.job, self._groups.by_stage[stage_thread.group_name])
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose end sets other ranks free
-            self._on_failed(piece, lane.stage.name, error)
+            self._fail(chunk, stage.name, error)
             return False
         finally:
-            lane.is_inside = False
-            num_bytes = piece.part.numel() * piece.part.element_size()
-            self._trace.stage(piece.flight.bucket, lane.stage.name, lane.column, began_s, num_bytes)
+            stage_thread.is_inside = False
+            if self._trace.keep_events:
+                self._trace.stage(chunk.bucket.plan, stage.name, stage_thread.column, began_s, chunk.num_bytes)
         return True
 
-    def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """End the threads after what they were given, and free their groups; the lanes that would not end.
+    def _end_chunk(self, chunk: Chunk) -> None:
+        """End a chunk that is through all stages, and with the last one its bucket."""
+        at = "order"
+        try:
+            if chunk.end(self._copies):
+                at = "finish"
+                chunk.bucket.complete(self._latch, self._trace)
+        except Exception as error:
+            self._fail(chunk, at, error)
 
-        ``limit_s`` is asked again and again: how long, from now on, a stage may still be waited for. After a failure
-        each lane frees its group as soon as it is out of it, which lets ranks go that wait there for this one.
+    def _fail(self, chunk: Chunk, stage: str, error: Exception) -> None:
+        self._watchdog.report(chunk.bucket.failed_in(stage, error), error)
+
+    def end(self, *, limit_s: Callable[[], float]) -> list[str]:
+        """End the threads after what they were given, and free their groups; returns the stages that would not end.
+
+        `limit_s` is asked again and again: how long, from now on, a stage may still be waited for. After a failure
+        each thread frees its group as soon as it is out of it, which lets ranks go that wait there for this one.
         """
-        lanes = [lane for columns in self._columns.values() for column in columns for lane in column]
-        for lane in lanes:
-            if lane.is_first:
-                lane.queue.put(None)
-        told_all = False
-        while any(self._is_alive(lane) for lane in lanes) and limit_s() > 0:
-            if self._has_failed():
-                if not told_all:  # a predecessor that hangs would never tell
-                    for lane in lanes:
-                        lane.queue.put(None)
-                    told_all = True
-                for lane in lanes:
-                    if not self._is_alive(lane) and not lane.is_inside:
-                        self._groups.destroy_stage(group_name(lane.stage, lane.column))
-            waiting = next((lane for lane in lanes if self._is_alive(lane)), None)
+        found = [each for columns in self._columns.values() for column in columns for each in column]
+        for each in found:
+            if each.is_first:
+                each.queue.put(None)
+        has_ended_all = False
+        while any(each.is_alive for each in found) and limit_s() > 0:
+            if self._latch.error:
+                if not has_ended_all:  # a predecessor that hangs would never pass the None on
+                    for each in found:
+                        each.queue.put(None)
+                    has_ended_all = True
+                for each in found:
+                    if not each.is_alive and not each.is_inside:
+                        self._groups.destroy_stage(each.group_name)
+            waiting = next((each for each in found if each.is_alive), None)
             if waiting is not None and waiting.thread is not None:
                 waiting.thread.join(0.02)
-        stuck = [lane for lane in lanes if self._is_alive(lane)]
+        stuck = [each.group_name for each in found if each.is_alive]  # their groups must outlive them
         if not stuck:
             self._groups.destroy()
-        return [group_name(lane.stage, lane.column) for lane in stuck]
-
-    def _is_alive(self, lane: StageThread) -> bool:
-        return lane.thread is not None and lane.thread.is_alive()
+        return stuck

@@ -3,7 +3,7 @@
     flat            all_reduce
                       everywhere
     parallel_flat   parallel_all_reduce
-                      flat, of pieces in several groups at once
+                      flat, of chunks in several groups at once
     hierarchical    reduce            -> ring                -> broadcast
                       to the node's        all-reduce of the      to the node's
                       leader               leaders                other ranks
@@ -11,21 +11,18 @@
                       each rank of a       over the ranks of      of the shards
                       node sums a shard    equal local rank       inside the node
 
-``hierarchical`` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
+`hierarchical` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
 4 (k - 1) + 2 (P / k - 1) hops where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
-``two_level`` moves as few bytes between nodes and lets every rank's link carry 1 / k of them.
+`two_level` moves as few bytes between nodes and lets every rank's link carry 1 / k of them.
 
-``flat`` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too, which add in
+`flat` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too, which add in
 the tensor's own dtype, inside the node as between nodes. On the CPU they are messages of our own over Gloo
-(``direct.py``), which add 16-bit tensors in fp32: how near a sum comes to the exact one there says nothing of CUDA.
-Between n nodes they are, by the bytes S of a piece:
+(gloo_p2p.py), which add 16-bit tensors in fp32: how near a sum comes to the exact one there says nothing of CUDA.
+Between nodes they depend on the bytes of a chunk (`bucket_layout.between_nodes_form`).
 
-    n = 2, or (n - 1) S <= 64 KiB    exchange, 1 round: every rank sends all it has to every other
-    S <= 128 KiB                     scatter-reduce and gather, 2 rounds
-    more                             Gloo's ring, 2 (n - 1) rounds: a slow link is fullest with one flow at a time
-
-A stage knows nothing of the other stages but the ``Job`` they pass on, so that an engine can run stages of successive
-tensors at the same time. Run one after the other they are the in-place functions at the end of this file.
+A stage knows nothing of the other stages but the `Job` they pass on, so that an engine can run stages of successive
+tensors at the same time. Each is collective: every rank of its group must call it, in the same order; in place;
+after the last one all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -37,33 +34,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p
-from lightning_hybrid.comm.plan import KIB, Algorithm
-from lightning_hybrid.comm.topology import CommGroups, Scope, Topology
+from lightning_hybrid.comm.plan import Algorithm
+from lightning_hybrid.comm.topology import Scope, Topology
 
 # torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-EXCHANGE_BYTES = 64 * KIB
-"""Up to here a rank sends all it has to every other rank across nodes: 4 nodes at 100 Mbit/s and 200 us took 2.5 ms for
-4 KiB against 4.4 in two rounds and 6.5 in Gloo's ring; for 64 KiB, which is more than this, 18, 12 and 15 ms."""
-
 SHARD_ALIGNMENT = 128
 """On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it."""
-
-SCATTER_BYTES = 128 * KIB
-"""Up to here in two rounds: 4 nodes at 1 Gbit/s and 2 ms took 11 ms for 64 KiB against 29 in Gloo's ring. Far beyond it
-too, but at 100 Mbit/s and 200 us 44 ms against 40 for 256 KiB, and 679 against 518 for 4 MiB."""
 
 
 @dataclass
 class Job:
     """One tensor on its way through the stages of an algorithm.
 
-    ``flat``: 1-D, contiguous; summed in place. ``shard``: this rank's part of it between two-level stages.
-    ``dtype_across``: that in which it travels between nodes, where that is narrower than its own; None: its own.
-    ``by_backend``: every stage is a collective of the backend's, as on CUDA, and no message of our own.
+    `flat`: 1-D, contiguous; summed in place. `shard`: this rank's part of it between two-level stages.
+    `dtype_across`: that in which it travels between nodes, where that is narrower than its own; None: its own.
+    `by_backend`: every stage is a collective of the backend's, as on CUDA, and no message of our own.
     """
 
     flat: Tensor
@@ -89,7 +79,7 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
     _sum_across_(job.flat, job, group, _ring)
 
 
-def _all_reduce_piece(job: Job, group: dist.ProcessGroup) -> None:
+def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
     _sum_across_(job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring)
 
 
@@ -100,13 +90,13 @@ def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
 def _sum_across_(
     flat: Tensor, job: Job, group: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.ProcessGroup], None]
 ) -> None:
-    """All-reduce of a group that spans nodes, if any does: where they are several, in the dtype for that."""
+    """All-reduce a tensor in a group that may span nodes; with several nodes, in the dtype for that."""
     dtype = job.dtype_across
     all_reduce = _ring if job.by_backend else all_reduce
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
-    wire = flat.to(dtype)
+    wire = flat.to(dtype)  # a copy: the tensor keeps its dtype inside the node
     all_reduce(wire, group)
     flat.copy_(wire)
 
@@ -116,12 +106,12 @@ def _ring(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_by_bytes(flat: Tensor, group: dist.ProcessGroup) -> None:
-    num_ranks, num_bytes = dist.get_world_size(group), flat.numel() * flat.element_size()
-    if num_ranks == 2 or (num_ranks - 1) * num_bytes <= EXCHANGE_BYTES:
-        gloo_p2p.exchange(flat, group)
-    elif num_bytes <= SCATTER_BYTES:
-        gloo_p2p.scatter_reduce(flat, group)
-        gloo_p2p.gather_parts(flat, group)
+    form = between_nodes_form(dist.get_world_size(group), flat.numel() * flat.element_size())
+    if form == "exchange":
+        gloo_p2p.exchange_(flat, group)
+    elif form == "scatter_gather":
+        gloo_p2p.scatter_reduce_(flat, group)
+        gloo_p2p.gather_parts_(flat, group)
     else:
         _ring(flat, group)
 
@@ -130,46 +120,46 @@ def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
         dist.reduce(job.flat, dst=job.topology.leader, group=group)
     else:
-        gloo_p2p.reduce_to_first(job.flat, group)
+        gloo_p2p.reduce_to_first_(job.flat, group)
 
 
 def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
         dist.broadcast(job.flat, src=job.topology.leader, group=group)
     else:
-        gloo_p2p.broadcast(job.flat, group)
+        gloo_p2p.broadcast_(job.flat, group)
 
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in ``flat``.
+    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor.
 
-    On CUDA in a tensor of its own. A tail that does not divide is padded with zeros in a copy: an engine cuts tensors
-    so that only the last piece has one.
+    A tail that does not divide is padded with zeros in a copy: an engine cuts tensors so that only the last chunk has
+    one.
     """
     if not job.by_backend:
-        gloo_p2p.scatter_reduce(job.flat, group)
+        gloo_p2p.scatter_reduce_(job.flat, group)
         job.shard = gloo_p2p.part_of(job.flat, group)
         return
     num_shards = dist.get_world_size(group)
     numel_shard = -(-job.flat.numel() // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
     numel_missing = num_shards * numel_shard - job.flat.numel()
     padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
-    job.shard = job.flat.new_empty(numel_shard)
+    job.shard = job.flat.new_empty(numel_shard)  # of equal size on all ranks, as the backend asks
     _reduce_scatter(job.shard, padded, group=group)
 
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.flat if job.shard is None else job.shard
-    if shard.numel() > 0:
+    if shard.numel() > 0:  # small tensors may leave no part for this rank
         _sum_across_(shard, job, group, _all_reduce_by_bytes)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
-    shard, job.shard = job.shard, None
+    shard, job.shard = job.shard, None  # its memory is free after this stage
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
     if not job.by_backend:
-        gloo_p2p.gather_parts(job.flat, group)
+        gloo_p2p.gather_parts_(job.flat, group)
         return
     whole = shard.numel() * dist.get_world_size(group)
     if whole == job.flat.numel():
@@ -182,7 +172,7 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
 
 STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     "flat": (Stage(name="all_reduce", scope="world", run=_all_reduce),),
-    "parallel_flat": (Stage(name="parallel_all_reduce", scope="world", run=_all_reduce_piece),),
+    "parallel_flat": (Stage(name="parallel_all_reduce", scope="world", run=_all_reduce_chunk),),
     "hierarchical": (
         Stage(name="reduce", scope="node", run=_reduce_to_leader),
         Stage(name="ring", scope="leaders", run=_all_reduce_leaders),
@@ -197,14 +187,14 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
 
 
 def group_name(stage: Stage, column: int = 0) -> str:
-    """Name of a stage's groups in a column: that of the stage in the first one."""
+    """Name a stage's groups in a column; in the first one they have the name of the stage."""
     return f"{stage.name}.{column}" if column else stage.name
 
 
 def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
-    """The scope of every stage of these algorithms, by group name: what ``CommGroups`` is built from.
+    """Return the scope of every stage of these algorithms by group name, from which `CommGroups` is built.
 
-    ``columns``: how many independent sets of groups each has.
+    `columns`: how many independent sets of groups each has.
 
     >>> stage_scopes({"flat": 1, "hierarchical": 1})
     {'all_reduce': 'world', 'reduce': 'node', 'ring': 'leaders', 'broadcast': 'node'}
@@ -219,53 +209,7 @@ def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
     }
 
 
-def run_stage(stage: Stage, job: Job, groups: CommGroups, *, column: int = 0) -> None:
-    """Do one stage of a job; nothing where this rank has nobody to talk to, or there is nothing to add."""
-    group = groups.of(group_name(stage, column))
+def run_stage(stage: Stage, job: Job, group: dist.ProcessGroup | None) -> None:
+    """Run one stage of a job; nothing where this rank has no other to talk to (None), or there is nothing to add."""
     if group is not None and job.flat.numel() > 0:
         stage.run(job, group)
-
-
-def flat_sum_(flat: Tensor, groups: CommGroups) -> Tensor:
-    """Sum over all ranks by the backend's own all-reduce.
-
-    Collective: every rank of the world must call it, in the same order. In place. Afterwards all ranks hold the same
-    bits. ``flat``: 1-D, contiguous, any number of elements, fp16, bf16, fp32 or fp64, summed in its own dtype.
-    ``groups`` must hold the stages of the algorithm. Raises ``ValueError`` for a tensor of another shape.
-    """
-    return _sum_(flat, groups, "flat")
-
-
-def parallel_flat_sum_(flat: Tensor, groups: CommGroups) -> Tensor:
-    """Sum over all ranks as ``flat_sum_``: of one tensor alone the same; an engine sends pieces of it side by side."""
-    return _sum_(flat, groups, "parallel_flat")
-
-
-def hierarchical_sum_(flat: Tensor, groups: CommGroups) -> Tensor:
-    """Sum over all ranks: reduce to node leaders, ring of the leaders, broadcast (Jia et al. 2018, arXiv:1807.11205).
-
-    Works for nodes of different size. On CPU fp16 and bf16 are added in fp32 inside the node and rounded once, and once
-    more between nodes up to the sizes above; in Gloo's ring, and on NCCL everywhere, the backend adds in the tensor's
-    own dtype. Everything else as ``flat_sum_``.
-    """
-    return _sum_(flat, groups, "hierarchical")
-
-
-def two_level_sum_(flat: Tensor, groups: CommGroups) -> Tensor:
-    """Sum over all ranks: scatter-reduce in the node, all-reduce of the shards across nodes, gather in the node.
-
-    Needs nodes of equal size. Everything else as ``hierarchical_sum_``.
-    """
-    return _sum_(flat, groups, "two_level")
-
-
-def _sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:
-    if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(
-            f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and contiguous: "
-            "it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
-        )
-    job = Job(flat=flat, topology=groups.topology, by_backend=flat.is_cuda)
-    for stage in STAGES[algorithm]:
-        run_stage(stage, job, groups)
-    return flat

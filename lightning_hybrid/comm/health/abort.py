@@ -1,6 +1,6 @@
 """Ends the communicators of this process at once, so that kernels which wait in them for a lost rank end as well.
 
-A rank whose host waits for its device (a loss that is printed, a verdict that is read) sits behind a kernel of NCCL
+A rank whose host waits for its device (a loss that is printed) sits behind a kernel of NCCL
 that spins until its peers come. Only aborting that communicator frees it, from another thread; and as it may wait in
 any group, DistributedDataParallel's own too, all groups are aborted. A process that goes on after that needs new ones.
 """
@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 
 def abort_all(*, limit_s: float) -> list[str]:
-    """Abort every group of this process that has communicators on a GPU; names of those that take longer than this.
+    """Abort every group of this process that has communicators on a GPU; returns names of those that take longer.
 
     All at the same time, as the abort of one may wait for the kernel of another (pytorch#119797). torch's own
-    ``_abort_process_group`` puts them into one group of NCCL's for that, but a group is a thread's, and since torch 2.6
+    `_abort_process_group` puts them into one group of NCCL's for that, but a group is a thread's, and since torch 2.6
     each abort has a thread of its own.
     """
     return abort_together(((name, group) for group, name in _on_devices()), limit_s=limit_s)
 
 
 def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: float) -> list[str]:
-    """Abort these groups, each in a thread; names of those that have not come to an end within the limit."""
+    """Abort these groups, each in a thread; returns names of those that have not ended within the limit."""
     threads = []
     for name, group in groups:
         thread = threading.Thread(target=_abort, args=(group,), name=f"comm-abort-{name}", daemon=True)
@@ -40,7 +40,7 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Take an aborted group out of torch's book, which ``destroy_process_group`` would do after waiting for it."""
+    """Remove an aborted group from torch's tables, which `destroy_process_group` would do after waiting for it."""
     with suppress(ValueError):  # the default group is gone, and took this one with it
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group(group)

@@ -1,4 +1,4 @@
-"""Who is to blame where a sum did not come to its end: judged by where every rank stands, as it answers the roll."""
+"""Which rank is the cause where a sum does not end: judged by the status that every rank gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_hybrid.comm.health.tcp_info import Liveness, in_words, most_telling
+from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, most_telling
 
 IDLE = "with no bucket in flight"
 """The place of a rank that waits for no other, as far as the engine knows."""
@@ -15,12 +15,12 @@ IDLE = "with no bucket in flight"
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Where a rank stands, as it answers the roll.
+    """Where a rank stands.
 
-    ``num_submitted``: buckets handed over since the engine was made. ``order``: hash of them and of their order.
-    ``place``: in words, what it does now. ``recent``: the latest of them, oldest first. ``has_left``: engine closed.
-    ``is_inside``: the oldest bucket in flight is in a collective, so this rank waits for others or works. ``signs``:
-    what it knows of the hosts at other addresses, see ``links.liveness_by_address``.
+    `num_submitted`: buckets since the engine was made. `order`: hash of them and of their order. `place`: in words,
+    what it does now. `recent`: the latest of them, oldest first. `has_left`: engine closed. `is_inside`: the oldest
+    bucket in flight is in a collective, so this rank waits for others or works. `liveness`: what it knows of the hosts
+    at other addresses, see `tcp_info.liveness_by_address`.
     """
 
     num_submitted: int
@@ -29,29 +29,29 @@ class RankStatus:
     recent: tuple[str, ...] = ()
     has_left: bool = False
     is_inside: bool = False
-    signs: Mapping[str, Liveness] = field(default_factory=dict)
+    liveness: Mapping[str, Liveness] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """For the store."""
+        """Write the status as JSON, for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
-        """What ``to_json`` wrote."""
+        """Read what `to_json` wrote."""
         values = json.loads(text)
-        signs = {address: (word, heard_s) for address, (word, heard_s) in values["signs"].items()}
-        return cls(**{**values, "recent": tuple(values["recent"]), "signs": signs})
+        liveness = {address: (word, heard_s) for address, (word, heard_s) in values["liveness"].items()}
+        return cls(**{**values, "recent": tuple(values["recent"]), "liveness": liveness})
 
 
 def diagnose(
     noticed: str,
-    roll: Sequence[RankStatus | None],
+    statuses: Sequence[RankStatus | None],
     hosts: Sequence[str] = (),
     addresses: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The error for all ranks: who is to blame, judged by the roll (None: no answer), and who noticed by what.
+    """Write the error for all ranks: which is the cause, by the status of each (None: no answer), and who noticed what.
 
-    ``hosts``: of every rank, where they are known; those of the ranks to blame, or of all, are told. ``addresses``:
+    `hosts`: of every rank, where they are known; those of the ranks to blame, or of all, are named. `addresses`:
     under which others know each rank's host.
 
     >>> at_one = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
@@ -59,21 +59,21 @@ def diagnose(
     comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
 Rank 1 is on host y.
     """
-    silent = [rank for rank, standing in enumerate(roll) if standing is None]
-    left = [rank for rank, standing in enumerate(roll) if standing is not None and standing.has_left]
-    here = {rank: each for rank, each in enumerate(roll) if each is not None and not each.has_left}
+    silent = [rank for rank, each in enumerate(statuses) if each is None]
+    left = [rank for rank, each in enumerate(statuses) if each is not None and each.has_left]
+    here = {rank: each for rank, each in enumerate(statuses) if each is not None and not each.has_left}
     most = max((each.num_submitted for each in here.values()), default=0)
-    different = _different_order(here)
+    different = _other_buckets(here)
     behind = [rank for rank, each in here.items() if each.num_submitted < most]
     # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
     behind = [rank for rank in behind if not here[rank].is_inside] or behind
     absent = [rank for rank, each in here.items() if not each.is_inside and each.place != IDLE]
     if silent:
-        blame = _no_answer(silent, roll, hosts, addresses)
+        blame = _no_answer(silent, statuses, hosts, addresses)
     elif left:
         has = "has" if len(left) == 1 else "have"
         blame = f"{name_ranks(left)} {has} left: closed the engine while others still averaged"
-    elif different:
+    elif different:  # before "behind": a rank in another order also has other counts
         blame = different
     elif behind:
         stands = "stands" if len(behind) == 1 else "stand"
@@ -81,7 +81,7 @@ Rank 1 is on host y.
             f"{name_ranks(behind)} {stands} behind: {here[behind[0]].num_submitted} buckets handed over where others "
             f"have {most}; now {here[behind[0]].place}. Look there for a hang, an error or a batch less"
         )
-    elif absent and len(absent) < len(here):
+    elif absent and len(absent) < len(here):  # all outside: none waits for another
         does = "does" if len(absent) == 1 else "do"
         blame = (
             f"{name_ranks(absent)} {does} not come to the collective in which others wait; now "
@@ -100,46 +100,53 @@ Rank 1 is on host y.
     )
 
 
-def is_lost(roll: Sequence[RankStatus | None]) -> bool:
-    """Whether what is in flight can come to no end: somebody does not answer, has left, or handed over other buckets.
+def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
+    """Return whether what is in flight cannot end: a rank does not answer, has left, or submitted other buckets.
 
     >>> here = RankStatus(num_submitted=1, order="a", place=IDLE, recent=("x",))
     >>> is_lost([here, here]), is_lost([here, None])
     (False, True)
     """
-    here = {rank: each for rank, each in enumerate(roll) if each is not None}
-    return len(here) < len(roll) or any(each.has_left for each in here.values()) or _different_order(here) is not None
+    here = {rank: each for rank, each in enumerate(statuses) if each is not None}
+    return len(here) < len(statuses) or any(each.has_left for each in here.values()) or _other_buckets(here) is not None
 
 
 def _no_answer(
-    silent: Sequence[int], roll: Sequence[RankStatus | None], hosts: Sequence[str], addresses: Sequence[Sequence[str]]
+    silent: Sequence[int],
+    statuses: Sequence[RankStatus | None],
+    hosts: Sequence[str],
+    addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
+    """Say what is known of ranks that do not answer.
 
-    Where others of its host answer, or nobody knows anything, a silent rank may be dead, stopped or unreachable.
+    Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
+    Where others of its host answer, or no rank knows anything, a silent rank may be dead, stopped or unreachable.
     """
-    told: dict[str, list[int]] = {}
+    by_state: dict[str, list[int]] = {}
     for rank in silent:
         host = hosts[rank] if rank < len(hosts) else None
-        is_whole = host is not None and all(each is None for of, each in zip(hosts, roll, strict=True) if of == host)
-        signs = [
-            each.signs.get(address)
+        is_whole = host is not None and all(
+            each is None for of, each in zip(hosts, statuses, strict=True) if of == host
+        )
+        found = [
+            each.liveness.get(address)
             for address in (addresses[rank] if is_whole and rank < len(addresses) else ())
-            for each in roll
+            for each in statuses
             if each is not None
         ]
-        sign = most_telling(signs)
-        told.setdefault("" if sign is None or host is None else in_words(sign, host=host), []).append(rank)
+        liveness = most_telling(found)
+        state = "" if liveness is None or host is None else describe_liveness(liveness, host=host)
+        by_state.setdefault(state, []).append(rank)
     parts = []
-    for words, ranks in told.items():
+    for state, ranks in by_state.items():
         its = "its process is" if len(ranks) == 1 else "their processes are"
         does = "does" if len(ranks) == 1 else "do"
-        parts.append(f"{name_ranks(ranks)} {does} not answer: {words or f'{its} dead, stopped or unreachable'}")
+        parts.append(f"{name_ranks(ranks)} {does} not answer: {state or f'{its} dead, stopped or unreachable'}")
     return "; ".join(parts)
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """A sentence that says on which host each of these ranks is, of no ranks all; empty where hosts are not known.
+    """Say in a sentence on which host each of these ranks is, of no ranks all; empty where hosts are not known.
 
     >>> places_of([1, 2], ["x", "y", "y"]), places_of([], ["x", "y", "y"])
     (' Ranks 1, 2 are on host y.', ' Rank 0 is on host x, ranks 1, 2 are on host y.')
@@ -148,25 +155,29 @@ def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     for rank in ranks or range(len(hosts)):
         if rank < len(hosts):
             by_host.setdefault(hosts[rank], []).append(rank)
-    told = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
-    more = f" and {len(told) - 4} hosts more" if len(told) > 4 else ""
-    words = ", ".join(told[:4]) + more
-    return f" {words[0].upper()}{words[1:]}." if told else ""
+    places = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
+    more = f" and {len(places) - 4} hosts more" if len(places) > 4 else ""
+    words = ", ".join(places[:4]) + more
+    return f" {words[0].upper()}{words[1:]}." if places else ""
 
 
-def _different_order(here: dict[int, RankStatus]) -> str | None:
-    """Which ranks handed over something else than the others, at the first place where they differ; None if none."""
+def _other_buckets(here: dict[int, RankStatus]) -> str | None:
+    """Name the ranks that submitted something else than the others, at the first place where they differ; None if none.
+
+    Each rank remembers only its latest records, so they are compared by their place in the order of all submits. Where
+    the difference is older than that, the hashes of the whole order show it.
+    """
     first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
     for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
         by_record: dict[str, list[int]] = {}
         for rank, each in here.items():
-            if place < each.num_submitted:
+            if place < each.num_submitted:  # a rank that has not come so far says nothing of this place
                 by_record.setdefault(each.recent[place - first[rank]], []).append(rank)
         if len(by_record) > 1:
             return _other_order(sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1])))
     by_order: dict[tuple[int, str], list[int]] = {}
     for rank, each in here.items():
-        by_order.setdefault((each.num_submitted, each.order), []).append(rank)
+        by_order.setdefault((each.num_submitted, each.order), []).append(rank)  # equal counts must have equal hashes
     if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
         ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
         return _other_order([("something else, longer ago than is remembered,", each) for each in ranks])
@@ -182,7 +193,7 @@ def _other_order(by_record: list[tuple[str, list[int]]]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 3, 5`` or ``ranks 0, 1, 2, 3 and 12 more``."""
+    """Write `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - 4} more" if len(ranks) > 5 else ""
@@ -190,7 +201,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def differing(values: Sequence[dict[str, Any]]) -> str:
-    """What differs between ranks that should have given equal dictionaries; empty where nothing does.
+    """Say what differs between ranks that should have given equal dictionaries; empty where nothing does.
 
     >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     '`b` is 2 on ranks 0, 2 and 3 on rank 1'
@@ -199,7 +210,7 @@ def differing(values: Sequence[dict[str, Any]]) -> str:
     for key in dict.fromkeys(key for each in values for key in each):
         by_value: dict[str, list[int]] = {}
         for rank, each in enumerate(values):
-            by_value.setdefault(repr(each.get(key)), []).append(rank)
+            by_value.setdefault(repr(each.get(key)), []).append(rank)  # repr: values need not be hashable
         if len(by_value) > 1:
             found.append(f"`{key}` is " + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items()))
     return "; ".join(found)

@@ -1,15 +1,15 @@
-"""Whether every rank is still there, asked while a bucket is under way for long; no failure as long as all answer.
+"""Whether every rank is still there, asked while a bucket is in flight for long; no failure as long as all answer.
 
-Over Gloo a dead rank's connections break, and the collective says so. A kernel of NCCL that waits for a dead rank on
-the same node waits for ever, so somebody has to ask: a rank that has waited for some seconds puts a numbered question
-into the store, every watch answers it with where its rank stands, and a rank that leaves it unanswered for
-``PATIENCE_S`` is dead, stopped or unreachable. One that is slow (reads data, writes a checkpoint, compiles) answers.
+Over Gloo a dead rank's connections break, and the collective raises. A kernel of NCCL that waits for a dead rank on
+the same node waits for ever, so a rank has to ask: one that has waited for some seconds puts a numbered question into
+the store, every watchdog answers it with the status of its rank, and a rank that leaves it unanswered for `PATIENCE_S`
+is dead, stopped or unreachable. One that is slow (reads data, writes a checkpoint, compiles) answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,53 @@ import torch.distributed as dist
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 
 ASK_AFTER_S = 3.0
-"""How long a bucket is under way before anybody asks, and twice as long each time that all have answered."""
+"""How long a bucket is in flight before a rank asks, and twice as long each time that all have answered."""
 
 PATIENCE_S = 10.0
-"""How long a watch may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold."""
+"""How long a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold."""
+
+Request = Callable[[], Any]
+
+
+def collect(
+    store: dist.Store,
+    keys: Sequence[Sequence[str]],
+    *,
+    limit_s: float,
+    ask: Callable[[Request], Any],
+    wait: Callable[[float], bool],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[RankStatus | None]:
+    """Read the status of every rank, from the first of its keys that is there; None for one that gave none.
+
+    Waits until all are there, an error is in the store, the limit is over, or `wait` says that it ended. `ask` runs a
+    request to the store. `meanwhile` is run before each look.
+    """
+
+    def without_status(ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not any(store.check([key]) for key in keys[rank])]
+
+    def statuses() -> list[RankStatus | None]:
+        there = [next((key for key in of_rank if store.check([key])), None) for of_rank in keys]
+        return [None if key is None else RankStatus.from_json(store.get(key).decode()) for key in there]
+
+    missing, end_s = list(range(len(keys))), time.monotonic() + limit_s
+    while missing and time.monotonic() < end_s:
+        meanwhile()
+        missing = ask(partial(without_status, missing))
+        if missing and (ask(lambda: store.check(["error"])) or wait(0.1)):
+            break
+    return ask(statuses)
 
 
 class Presence:
     """The questions of one engine, and the answers of one rank.
 
-    Arguments:
+    Args:
         store: keys of this engine.
-        ask: runs a word with the store, or raises where the store does not answer.
-        standing: where this rank stands now.
-        wait: for some seconds; whether the watch is to end.
+        ask: runs a request to the store, or raises where the store does not answer.
+        status: returns where this rank stands now.
+        wait: waits for some seconds; returns whether the watchdog is to end.
     """
 
     def __init__(
@@ -40,55 +73,37 @@ class Presence:
         store: dist.Store,
         rank: int,
         world_size: int,
-        ask: Callable[[Callable[[], Any]], Any],
-        standing: Callable[[], RankStatus],
+        ask: Callable[[Request], Any],
+        status: Callable[[], RankStatus],
         wait: Callable[[float], bool],
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._ask, self._standing, self._wait = ask, standing, wait
+        self._ask, self._status, self._wait = ask, status, wait
         self._num_answered = 0
-        self._num_in_a_row = 0  # questions since this rank is waiting, whoever put them
+        self._num_in_a_row = 0  # questions since this rank is waiting, of any rank
 
     def answer(self) -> None:
-        """Every question that is new."""
+        """Answer every question that is new."""
         while self._ask(lambda: self._store.check([f"question/{self._num_answered}"])):
-            self._ask(lambda: self._answer(self._num_answered))
+            self._ask(partial(self._answer, f"answer/{self._num_answered}/{self._rank}"))
             self._num_answered += 1
-            self._num_in_a_row += 1
+            self._num_in_a_row += 1  # doubles the time to the next question
 
-    def _answer(self, number: int) -> None:
-        self._store.set(f"answer/{number}/{self._rank}", self._standing().to_json())
+    def _answer(self, key: str) -> None:
+        self._store.set(key, self._status().to_json())
 
     def is_time_to_ask(self, stalled_s: float) -> bool:
-        """Whether this rank should ask now: those of low rank do so first, so that with thousands few do."""
+        """Return whether this rank should ask now: those of low rank do so first, so that with thousands few do."""
         if stalled_s < ASK_AFTER_S:
             self._num_in_a_row = 0
             return False
-        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)
+        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)  # low ranks first
 
-    def roll(self) -> list[RankStatus | None]:
-        """Ask, and wait until all have answered, an error is told, or patience is at an end; where all stand."""
+    def ask_all(self) -> list[RankStatus | None]:
+        """Ask all ranks for their status, and wait for the answers for as long as patience lasts."""
         number = self._num_answered
         self._ask(lambda: self._store.set(f"question/{number}", "1"))
-        missing, end_s = list(range(self._world_size)), time.monotonic() + PATIENCE_S
-        while missing and time.monotonic() < end_s:
-            self.answer()  # another rank may have asked as well
-            missing = self._ask(partial(self._without_answer, number, missing))
-            if missing and (self._ask(lambda: self._store.check(["error"])) or self._wait(0.1)):
-                break
-        return self._ask(lambda: [self._standing_of(number, rank) for rank in range(self._world_size)])
-
-    def _without_answer(self, number: int, ranks: list[int]) -> list[int]:
-        return [rank for rank in ranks if not self._has_answered(number, rank)]
-
-    def _has_answered(self, number: int, rank: int) -> bool:
-        return any(self._store.check([key]) for key in self._keys(number, rank))
-
-    def _standing_of(self, number: int, rank: int) -> RankStatus | None:
-        for key in self._keys(number, rank):
-            if self._store.check([key]):
-                return RankStatus.from_json(self._store.get(key).decode())
-        return None
-
-    def _keys(self, number: int, rank: int) -> tuple[str, str]:
-        return f"answer/{number}/{rank}", f"standing/{rank}"  # the second: what it said as it left
+        # A rank that left has no answer any more, but its last status.
+        keys = [(f"answer/{number}/{rank}", f"status/{rank}") for rank in range(self._world_size)]
+        # Another rank may have asked as well, so this one answers meanwhile.
+        return collect(self._store, keys, limit_s=PATIENCE_S, ask=self._ask, wait=self._wait, meanwhile=self.answer)

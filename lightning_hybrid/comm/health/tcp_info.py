@@ -1,4 +1,4 @@
-"""What the kernel knows of the links to other hosts: whether a host that says nothing is cut off, slow or stopped.
+"""What the kernel knows of TCP connections: whether a host that says nothing is cut off, slow or stopped.
 
 A rank that does not answer a question may be dead, stopped, or behind a link on which an answer takes a minute, and no
 question tells them apart. TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and
@@ -28,15 +28,15 @@ MARGIN_S = 1.0
 """What was heard so shortly after the wait began may have been on its way before."""
 
 Liveness = tuple[str, float]
-"""``cut``, ``slow``, ``taken`` or ``idle``, and the seconds since a host was heard."""
+"""`cut`, `slow`, `taken` or `idle`, and the seconds since a host was heard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TcpConnection:
     """One TCP connection, as this end sees it.
 
-    ``peer``, ``port``: of the other end. ``own``: this end's address. ``is_open``: not closed by the other end.
-    ``heard_s``: seconds since data or an acknowledgement came. ``is_waiting``: something sent is not acknowledged yet.
+    `peer`, `port`: of the other end. `own`: this end's address. `is_open`: not closed by the other end. `heard_s`:
+    seconds since data or an acknowledgement came. `is_waiting`: something sent is not acknowledged yet.
     """
 
     peer: str
@@ -48,13 +48,14 @@ class TcpConnection:
 
 
 def tcp_connections() -> list[TcpConnection]:
-    """Every TCP connection of this process; empty where the kernel does not tell.
+    """Return every TCP connection of this process; empty where the kernel does not say.
 
-    Empty as well under ``socket.setdefaulttimeout``: a look at a descriptor would make it one that does not block.
+    Empty as well under `socket.setdefaulttimeout`: a look at a descriptor would make it one that does not block.
 
     >>> server = socket.create_server(("127.0.0.1", 0))
     >>> client = socket.create_connection(server.getsockname())
-    >>> [(c.peer, c.is_open, c.is_waiting) for c in tcp_connections() if c.port == server.getsockname()[1]]
+    >>> [(each.peer, each.is_open, each.is_waiting) for each in tcp_connections()
+    ...  if each.port == server.getsockname()[1]]
     [('127.0.0.1', True, False)]
     >>> client.close(), server.close()
     (None, None)
@@ -67,15 +68,15 @@ def tcp_connections() -> list[TcpConnection]:
             with suppress(OSError, struct.error):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     with socket.socket(fileno=os.dup(int(name))) as own:
-                        found.append(_line_of(own))
-    return [line for line in found if line is not None]
+                        found.append(_connection_of(own))
+    return [each for each in found if each is not None]
 
 
-def _line_of(own: socket.socket) -> TcpConnection | None:
+def _connection_of(own: socket.socket) -> TcpConnection | None:
     if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
         return None
     peer, here = own.getpeername(), own.getsockname()
-    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
+    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)  # struct tcp_info
     # tcpi_unacked, tcpi_last_data_recv, tcpi_last_ack_recv of linux/tcp.h. What waits because a stopped process reads
     # nothing is not sent, and not in tcpi_unacked.
     unacked, data_ms, ack_ms = (struct.unpack_from("=I", info, at)[0] for at in (24, 52, 56))
@@ -84,56 +85,58 @@ def _line_of(own: socket.socket) -> TcpConnection | None:
         port=peer[1],
         own=_plain(here[0]),
         is_open=info[0] == _ESTABLISHED,
-        heard_s=min(data_ms, ack_ms) / 1e3,
+        heard_s=min(data_ms, ack_ms) / 1e3,  # an acknowledgement is a sign of life as data are
         is_waiting=unacked > 0,
     )
 
 
 def _plain(address: str) -> str:
-    """Addresses of IPv4 that come in IPv6's clothes are those of IPv4."""
+    """Return the IPv4 address inside an IPv6 one."""
     return address.removeprefix("::ffff:")
 
 
-def addresses() -> list[str]:
-    """Under which others know this host, as far as its connections show; none where it talks to itself alone."""
-    return sorted({line.own for line in tcp_connections()} - {"127.0.0.1", "::1"})
+def own_addresses() -> list[str]:
+    """Return the addresses of this host that its connections show; none where it talks to itself alone."""
+    return sorted({each.own for each in tcp_connections()} - {"127.0.0.1", "::1"})
 
 
 def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> dict[str, Liveness]:
-    """For each address that connections are open to: its sign. ``waited_s``: since when this rank has waited for it.
+    """Return what is known of each address to which a connection is open.
 
-    >>> line = TcpConnection(peer="x", port=1, own="y", is_open=True, heard_s=12.0, is_waiting=True)
-    >>> liveness_by_address([line], waited_s=10.0), liveness_by_address([line], waited_s=20.0)
+    `waited_s`: how long this rank has waited for it.
+
+    >>> connection = TcpConnection(peer="x", port=1, own="y", is_open=True, heard_s=12.0, is_waiting=True)
+    >>> liveness_by_address([connection], waited_s=10.0), liveness_by_address([connection], waited_s=20.0)
     ({'x': ('cut', 12.0)}, {'x': ('slow', 12.0)})
     """
     known: dict[str, Liveness] = {}
-    for line in found:
-        if line.is_open:
-            was_heard = line.heard_s < waited_s - MARGIN_S
-            word = ("slow" if was_heard else "cut") if line.is_waiting else ("taken" if was_heard else "idle")
-            known[line.peer] = most_telling([known.get(line.peer), (word, line.heard_s)]) or (word, line.heard_s)
+    for each in found:
+        if each.is_open:
+            was_heard = each.heard_s < waited_s - MARGIN_S  # since the wait began
+            word = ("slow" if was_heard else "cut") if each.is_waiting else ("taken" if was_heard else "idle")
+            known[each.peer] = most_telling([known.get(each.peer), (word, each.heard_s)]) or (word, each.heard_s)
     return known
 
 
-def most_telling(signs: Sequence[Liveness | None]) -> Liveness | None:
-    """Of several signs of one host that which says most; the latest word, where it lives. None where there is none.
+def most_telling(found: Sequence[Liveness | None]) -> Liveness | None:
+    """Return what says most of one host, and the shortest time since it was heard. None where nothing is known.
 
     >>> most_telling([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), most_telling([None])
     (('slow', 3.0), None)
     """
-    there = [sign for sign in signs if sign is not None]
+    there = [liveness for liveness in found if liveness is not None]
     words = {word for word, _ in there}
     word = next((word for word in ("slow", "taken", "cut", "idle") if word in words), None)
     return None if word is None else (word, min(heard_s for _, heard_s in there))
 
 
-def in_words(sign: Liveness, *, host: str) -> str:
-    """What a sign says of a host none of whose ranks answers.
+def describe_liveness(liveness: Liveness, *, host: str) -> str:
+    """Say what is known of a host none of whose ranks answers.
 
-    >>> in_words(("slow", 3.21), host="x")
+    >>> describe_liveness(("slow", 3.21), host="x")
     'host x lives, was last heard 3.2 s ago, but its link is so slow that answers do not come in time'
     """
-    word, heard_s = sign
+    word, heard_s = liveness
     return {
         "slow": f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "
         "come in time",

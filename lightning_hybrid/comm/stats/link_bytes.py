@@ -1,4 +1,4 @@
-"""Bytes that an all-reduce puts on a node's links: what its algorithm sends, and the least that any must."""
+"""The bytes that an all-reduce puts on a node's links: what its algorithm sends, and the least that any must."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_hybrid.comm.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of one all-reduce, each of the node that has most of them; sums, in one direction, without headers.
+    """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers.
 
-    ``least_across``: what any algorithm must send from a node to the others. ``across``: what this one sends.
-    ``inside``: what the ranks of a node send one another.
+    `least_across`: what any algorithm must send from a node to the others. `across`: what this one sends.
+    `inside`: what the ranks of a node send one another.
     """
 
     least_across: float = 0.0
@@ -27,10 +27,10 @@ NO_TRAFFIC = Traffic()
 def traffic_of(
     algorithm: Algorithm, topology: Topology, num_bytes: float, *, num_bytes_across: float | None = None
 ) -> Traffic:
-    """Bytes on the links of the busiest node, for one all-reduce of ``num_bytes``.
+    """Count the bytes on the links of the busiest node, for one all-reduce of `num_bytes`.
 
     With P ranks on N nodes, k on the largest, S bytes, and A bytes where sums travel between nodes in another dtype
-    (``num_bytes_across``; None: A = S):
+    (`num_bytes_across`; None: A = S):
 
         any               least_across = 2 (N - 1) / N A
         flat,             across = e 2 (P - 1) / P A               e, i: edges of the ring 0 -> 1 -> ... -> P - 1 -> 0
@@ -41,14 +41,16 @@ def traffic_of(
                           inside = (k - 1) S                       scatter: each rank keeps one shard of k
                                  + (k - 1) S                       gather
 
-    ``e`` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
-    the seal of a step, fractions of a KiB, and that pieces of few KiB, which nodes exchange whole (allreduce.py), cost
-    N / 2 times ``across``. These are the algorithms as they are on the CPU; NCCL chooses its own rings.
+    `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
+    the checksum of a step, fractions of a KiB, and that chunks of few KiB, which nodes exchange whole
+    (`between_nodes_form`), cost N / 2 times `across`. These are the algorithms as they are on the CPU; NCCL chooses its
+    own rings.
 
-    Raises ``ValueError`` for ``two_level`` on nodes of different size, which has no shards there.
+    Raises:
+        ValueError: for `two_level` on nodes of different size, which has no shards there.
 
     Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69) for the least and the ring; tests/netlab
-    measures ``across`` and ``inside``.
+    measures `across` and `inside`.
 
     >>> by_node = Topology(rank=0, nodes=((0, 1), (2, 3)))
     >>> traffic_of("flat", by_node, 100.0)
@@ -59,17 +61,16 @@ def traffic_of(
     Traffic(least_across=100.0, across=300.0, inside=0.0)
     """
     num_ranks, num_nodes = topology.world_size, topology.num_nodes
-    most_ranks = max(len(node) for node in topology.nodes)
+    most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
     if algorithm in ("flat", "parallel_flat"):
-        edge = 2 * (num_ranks - 1) / num_ranks * wire
+        edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring
+        # On each node, the edges of the ring 0 -> 1 -> ... -> 0 that leave it, and those that stay inside.
         leaving = [sum((rank + 1) % num_ranks not in node for rank in node) for node in map(frozenset, topology.nodes)]
         staying = [len(node) - out for node, out in zip(topology.nodes, leaving, strict=True)]
         return Traffic(least_across=least_across, across=max(leaving) * edge, inside=max(staying) * edge)
-    if algorithm == "hierarchical":
-        return Traffic(least_across=least_across, across=least_across, inside=2 * (most_ranks - 1) * num_bytes)
-    if topology.ranks_per_node is None:
+    if algorithm == "two_level" and topology.ranks_per_node is None:
         raise ValueError(
             f"`algorithm` (={algorithm!r}) needs nodes of equal size, and these hold "
             f"{[len(node) for node in topology.nodes]} ranks: it is carried by `flat` there, whose bytes to ask for"

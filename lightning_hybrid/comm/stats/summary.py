@@ -1,4 +1,4 @@
-"""How much was communicated in a while, for how long, and how much of that a step had to wait for."""
+"""Summaries of communication: how much, for how long, and how much of that a step had to wait for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """What became of one bucket.
+    """The counts and times of one bucket.
 
-    ``index`` to ``num_chunks``: as in its ``BucketPlan``. ``traffic``: of one all-reduce of it. ``num_times``: how
-    often it was averaged. ``in_flight_s``: from its handing over until it was averaged, over all times; buckets
-    overlap, so theirs add up to more than the time that passes. ``exposed_s``: how much of the step's exposed time
-    passed until it was done, and no other that was done before. Both None where no time was taken.
+    `index` to `num_chunks`: as in its `BucketPlan`. `traffic`: of one all-reduce of it. `num_times`: how often it was
+    averaged. `in_flight_s`: from submit until it was averaged, over all times; buckets overlap, so theirs add up to
+    more than the time that passes. `exposed_s`: the part of the step's exposed time after the bucket that was done
+    before it, until it was done. Both None where no time was taken.
     """
 
     index: int
@@ -33,11 +33,11 @@ class BucketSummary:
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
-        """What makes it the same bucket."""
+        """The fields that are equal for the same bucket."""
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:
-        """Both times, of the same bucket."""
+        """Add the counts and times of the same bucket."""
         return dataclasses.replace(
             self,
             num_times=self.num_times + other.num_times,
@@ -48,15 +48,14 @@ class BucketSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class CommSummary:
-    """What one rank communicated since the last summary.
+    """The communication of one rank since the last summary.
 
-    ``num_steps``: backward passes that were averaged. ``num_buckets``, ``num_bytes``: handed to the sum, bytes as on
-    the wire, before any algorithm multiplies them. ``busy_s``: time with at least one bucket in flight. ``exposed_s``:
-    the part of it that backward did not hide, from the moment the last bucket of a step was handed over until every
-    bucket of that step was done. Both in seconds of wall clock; on CUDA of the device's, by events, where a bucket is
-    handed over when its gradients are there. None where no time was taken, as in summaries of older checkpoints.
-    ``least_bytes_across``, ``bytes_across``, ``bytes_inside``: on the links of
-    the busiest node for these buckets, see ``Traffic``. ``buckets``: one by one, by index; those averaged since.
+    `num_steps`: backward passes that were averaged. `num_buckets`, `num_bytes`: submitted, bytes as on the wire, before
+    any algorithm multiplies them. `busy_s`: time with at least one bucket in flight. `exposed_s`: the part of it that
+    backward did not hide, from the submit of a step's last bucket until every bucket of that step was done. Both in
+    seconds of wall clock; on CUDA of the device's, by events, from when a bucket's gradients are there. None where no
+    time was taken, as in summaries of older checkpoints. `least_bytes_across`, `bytes_across`, `bytes_inside`: on the
+    links of the busiest node for these buckets, see `Traffic`. `buckets`: those averaged since, by index.
 
     Summaries of successive times add up.
     """
@@ -85,43 +84,25 @@ class CommSummary:
         """Least bytes between nodes by the time in flight; None on one node, or where no time was taken."""
         return self.least_bytes_across / self.busy_s if self.busy_s and self.least_bytes_across else None
 
-    def achieved(self, *, bytes_per_s: float) -> float | None:
-        """Part of the time in flight that a link of ``bytes_per_s`` between nodes needs at least: 1 is the bound.
-
-        None where no time was taken. At most 1 while the link keeps to its word.
-
-        >>> CommSummary(num_steps=1, num_buckets=1, num_bytes=10, busy_s=2.0, exposed_s=0.0,
-        ...             least_bytes_across=10.0).achieved(bytes_per_s=10.0)
-        0.5
-        """
-        return self.least_bytes_across / bytes_per_s / self.busy_s if self.busy_s else None
-
     def __add__(self, other: CommSummary) -> CommSummary:
-        """Both times."""
+        """Add the counts and times of two summaries."""
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
-            seen = buckets.get(bucket.contents)
+            seen = buckets.get(bucket.contents)  # a plan that changed makes another bucket of the same index
             buckets[bucket.contents] = bucket if seen is None else seen + bucket
-        return CommSummary(
-            num_steps=self.num_steps + other.num_steps,
-            num_buckets=self.num_buckets + other.num_buckets,
-            num_bytes=self.num_bytes + other.num_bytes,
-            busy_s=_sum(self.busy_s, other.busy_s),
-            exposed_s=_sum(self.exposed_s, other.exposed_s),
-            least_bytes_across=self.least_bytes_across + other.least_bytes_across,
-            bytes_across=self.bytes_across + other.bytes_across,
-            bytes_inside=self.bytes_inside + other.bytes_inside,
-            buckets=tuple(sorted(buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
-        )
+        names = [field.name for field in dataclasses.fields(self) if field.name != "buckets"]
+        sums: dict[str, Any] = {name: _sum(getattr(self, name), getattr(other, name)) for name in names}
+        by_index = sorted(buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))
+        return CommSummary(**sums, buckets=tuple(by_index))
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dictionaries only: for a checkpoint."""
+        """Return numbers, strings, lists and dictionaries only, for a checkpoint."""
         state = asdict(self)
         return {**state, "buckets": list(state["buckets"])}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> CommSummary:
-        """What ``state_dict`` wrote.
+        """Read what `state_dict` wrote.
 
         >>> one = CommSummary(buckets=(BucketSummary(index=0, numel=2, num_bytes=4, dtype="float16", algorithm="flat",
         ...                                          num_chunks=1),))
@@ -133,4 +114,4 @@ class CommSummary:
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
+    return None if one is None or other is None else one + other  # a sum with an unknown part is unknown

@@ -1,6 +1,6 @@
-"""How much was communicated, for how long, how much of that a step had to wait for; and, if asked, when what happened.
+"""Counters of communication, and if asked for a timeline of it.
 
-``CommTrace(keep_events=True)`` remembers every bucket and stage and writes them as a timeline that Perfetto
+`CommTrace(keep_events=True)` records every bucket and stage and writes them as a timeline that Perfetto
 (https://ui.perfetto.dev) and Chrome (chrome://tracing) show: one process per rank, one row per stage and column.
 """
 
@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
@@ -22,42 +23,14 @@ MOST_EVENTS = 500_000
 """A timeline ends after so many events (about 100 MB of JSON); the counters go on."""
 
 
-class BucketLike(Protocol):
-    """What timeline and counters say of a bucket; it can be hashed."""
-
-    @property
-    def index(self) -> int:
-        """Place in the step."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-
-    @property
-    def num_bytes(self) -> int:
-        """On the wire."""
-
-    @property
-    def dtype(self) -> str:
-        """On the wire, without ``torch.``."""
-
-    @property
-    def algorithm(self) -> str:
-        """That carries it."""
-
-    @property
-    def num_chunks(self) -> int:
-        """In which it is carried."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """When what happened to one bucket on a device, which tells only afterwards; in seconds.
+    """The times of one bucket on a device, which are known only afterwards; in seconds.
 
-    ``ready_s``: its gradients were there. ``done_s``: it was averaged. ``stages``: (name, begin, end, bytes) of each.
+    `ready_s`: its gradients were there. `done_s`: it was averaged. `stages`: (name, begin, end, bytes) of each.
     """
 
-    bucket: BucketLike
+    bucket: BucketPlan
     traffic: Traffic
     is_last: bool
     ready_s: float
@@ -66,7 +39,7 @@ class DeviceTimes:
 
 
 class _Counts:
-    """Of one bucket: its traffic, how often it was averaged, seconds in flight and exposed."""
+    """The traffic of one bucket, how often it was averaged, seconds in flight and exposed."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -75,9 +48,9 @@ class _Counts:
 
 
 class CommTrace:
-    """Counters that a hook's and an engine's threads may write while another thread drains them.
+    """Counters that the threads of an engine may write while another thread drains them.
 
-    ``clock`` returns seconds. ``keep_events`` is for ``write``.
+    `clock` returns seconds. `keep_events` is for `write`.
 
     >>> ticks = iter([0.0, 2.0, 6.0])
     >>> trace = CommTrace(clock=lambda: next(ticks))
@@ -107,10 +80,10 @@ class CommTrace:
         self._num_steps = self._num_buckets = self._num_bytes = 0
         self._busy_s = self._exposed_s = 0.0
         self._least_across = self._across = self._inside = 0.0
-        self._by_bucket: dict[BucketLike, _Counts] = {}
+        self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def look_first(self, look: Callable[[], None]) -> None:
-        """Call ``look`` before counts are read: it tells by ``replay`` what a device has done."""
+        """Call `look` before counts are read: it replays what a device has done."""
         self._look = look
 
     def _look_first(self) -> None:
@@ -120,7 +93,7 @@ class CommTrace:
     def begin(
         self, *, num_bytes: int, is_last: bool, traffic: Traffic = NO_TRAFFIC, at_s: float | None = None
     ) -> float:
-        """A bucket was handed over. Each call is followed by one of ``end``. Returns the time: ``at_s``, or now."""
+        """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now."""
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
             self._count(num_bytes, is_last, traffic)
@@ -129,23 +102,25 @@ class CommTrace:
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
             if is_last:
-                self._exposed_since_s = self._last_end_s = now_s
+                self._exposed_since_s = self._last_end_s = now_s  # backward is over: from here on a step waits
             return now_s
 
     def end(
         self,
-        bucket: BucketLike | None = None,
+        bucket: BucketPlan | None = None,
         began_s: float = 0.0,
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
     ) -> None:
-        """A bucket was averaged, or given up (None), now or ``at_s``; ``began_s``: when it was handed over."""
+        """Count a bucket that was averaged, or given up (None), now or at `at_s`; `began_s`: when it was submitted."""
         with self._lock:
-            self._num_in_flight -= 1
-            if self._num_in_flight and bucket is None:
+            self._num_in_flight -= 1  # several buckets in flight count their time once
+            if self._num_in_flight and bucket is None:  # given up: the last of them ends the time
                 return
             now_s = self._clock() if at_s is None else at_s
             if bucket is not None:
+                # Exposed time is what passes after the step's last bucket was submitted. It is given to the buckets in
+                # the order in which they are done: each gets the time since the one before.
                 self._event(f"bucket {bucket.index}", "buckets", began_s, now_s, bucket)
                 counts = self._by_bucket.setdefault(bucket, _Counts(traffic))
                 counts.num_times += 1
@@ -153,7 +128,7 @@ class CommTrace:
                 if self._exposed_since_s is not None:
                     counts.exposed_s += now_s - self._last_end_s
                     self._last_end_s = now_s
-            if self._num_in_flight == 0:
+            if self._num_in_flight == 0:  # the last one in flight stops the clock
                 self._add_times(now_s)
                 self._busy_since_s = self._exposed_since_s = None
 
@@ -167,7 +142,6 @@ class CommTrace:
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
         """Count buckets that a device has averaged, each begun and ended when it was there.
 
-        >>> from lightning_hybrid.comm.plan import BucketPlan
         >>> trace, kind = CommTrace(), dict(numel=2, dtype="float16", num_bytes=4, algorithm="flat", num_chunks=1)
         >>> one, two = (BucketPlan(index=index, **kind) for index in range(2))
         >>> trace.replay([DeviceTimes(bucket=one, traffic=NO_TRAFFIC, is_last=False, ready_s=0.0, done_s=3.0),
@@ -177,7 +151,7 @@ class CommTrace:
         (1, 6.0, 4.0)
         """
         moments = [moment for each in buckets for moment in ((each.ready_s, False, each), (each.done_s, True, each))]
-        with self._lock:  # whoever drains meanwhile reads the host's clock
+        with self._lock:  # a drain meanwhile would read the host's clock
             for at_s, is_end, each in sorted(moments, key=lambda moment: moment[:2]):
                 if is_end:
                     self.end(each.bucket, each.ready_s, each.traffic, at_s=at_s)
@@ -187,55 +161,47 @@ class CommTrace:
                     self.begin(num_bytes=each.bucket.num_bytes, is_last=each.is_last, traffic=each.traffic, at_s=at_s)
 
     @property
-    def total_busy_s(self) -> float:
-        """Seconds with a bucket in flight since the beginning, whoever drains; without what still is."""
-        return self.total_busy[0]
-
-    @property
     def total_busy(self) -> tuple[float, int]:
-        """The same, and the steps in which that was."""
+        """Seconds with a bucket in flight since the beginning, drained or not, and the steps in which that was."""
         self._look_first()
         with self._lock:
             num_steps = self._drained.num_steps + self._num_steps
             return (self._drained.busy_s or 0.0) + self._busy_s, num_steps
 
     def now_s(self) -> float:
-        """Seconds on this trace's clock."""
+        """Read this trace's clock, in seconds."""
         return self._clock()
 
-    def stage(self, bucket: BucketLike, stage: str, column: int, began_s: float, num_bytes: int) -> None:
-        """A stage of a piece of ``num_bytes`` ended."""
+    def stage(self, bucket: BucketPlan, stage: str, column: int, began_s: float, num_bytes: int) -> None:
+        """Record that a stage of a chunk of `num_bytes` ended."""
         if self.keep_events:
             with self._lock:
                 self._stage(bucket, stage, column, began_s, self._clock(), num_bytes)
 
-    def _stage(self, bucket: BucketLike, stage: str, column: int, begin_s: float, end_s: float, num_bytes: int) -> None:
+    def _stage(self, bucket: BucketPlan, stage: str, column: int, begin_s: float, end_s: float, num_bytes: int) -> None:
         row = f"{bucket.algorithm}.{column} {stage}"
         self._event(f"bucket {bucket.index}", row, begin_s, end_s, bucket, num_bytes)
 
     def _event(
-        self, name: str, row: str, begin_s: float, end_s: float, bucket: BucketLike | None, num_bytes: int | None = None
+        self, name: str, row: str, begin_s: float, end_s: float, bucket: BucketPlan | None, num_bytes: int | None = None
     ) -> None:
         if not self.keep_events or len(self._events) >= MOST_EVENTS:
             return
         args: dict[str, Any] = {}
         if bucket is not None:
-            args = {
-                "bytes": bucket.num_bytes if num_bytes is None else num_bytes,
-                "algorithm": bucket.algorithm,
-            }
+            args = {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
         event = {"name": name, "row": row, "ph": "X", "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6, "args": args}
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
-        """The timeline so far, as JSON in Chrome's trace format; times in microseconds of this host's clock.
+        """Write the timeline so far as JSON in Chrome's trace format; times in microseconds of this host's clock.
 
-        On CUDA they are the device's, set beside this clock at the first bucket: the device may have been behind by
+        On CUDA they are the device's, set equal to this clock at the first bucket: the device may have been behind by
         what was queued then.
         """
         self._look_first()
         with self._lock:
-            events = list(self._events)
+            events = list(self._events)  # a copy: threads go on adding
         rows = {row: tid for tid, row in enumerate(sorted({event["row"] for event in events}))}
         named = [("process_name", 0, f"rank {rank}"), *(("thread_name", tid, row) for row, tid in rows.items())]
         lines: list[dict[str, Any]] = [
@@ -244,11 +210,11 @@ class CommTrace:
         for event in events:
             lines.append({**event, "pid": rank, "tid": rows[event["row"]]})
             del lines[-1]["row"]
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # the folder of a run may not be there yet
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
     def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
-        """Write ``rank<r>.json`` into the folder; with a warning where it takes none, as a run is not lost for that."""
+        """Write `rank<r>.json` into the folder, or warn where it cannot be written: a run is not lost for that."""
         path = Path(folder) / f"rank{rank}.json"
         try:
             self.write(path, rank=rank)
@@ -256,37 +222,32 @@ class CommTrace:
             warnings.warn(f"`trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2)
 
     def drain(self) -> CommSummary:
-        """The counts since the last drain. Times of buckets still in flight are split at this moment.
+        """Return the counts since the last drain. Times of buckets still in flight are split at this moment.
 
-        On CUDA a step counts once the device is through with it, which nobody waits for: often in the next drain.
+        On CUDA a step counts once the device is through with it, and nothing waits for that: often in the next drain.
         """
         self._look_first()
         with self._lock:
             summary = self._summary()
-            self._drained += summary
+            self._drained += summary  # `total` counts over all drains
             self._reset()
             return summary
 
     def total(self) -> CommSummary:
-        """The counts since the beginning, whoever drains."""
+        """Return the counts since the beginning, however often drained."""
         self._look_first()
         with self._lock:
             return self._drained + self._summary()
 
     def _summary(self) -> CommSummary:
-        if self._num_in_flight:
+        if self._num_in_flight:  # what is in flight counts up to now here, and from now on in the next summary
             now_s = self._clock()
             self._add_times(now_s)
             self._busy_since_s = now_s
             self._exposed_since_s = None if self._exposed_since_s is None else now_s
         buckets = (
             BucketSummary(
-                index=bucket.index,
-                numel=bucket.numel,
-                num_bytes=bucket.num_bytes,
-                dtype=bucket.dtype,
-                algorithm=bucket.algorithm,
-                num_chunks=bucket.num_chunks,
+                **vars(bucket),
                 traffic=counts.traffic,
                 num_times=counts.num_times,
                 in_flight_s=counts.in_flight_s,

@@ -1,8 +1,8 @@
-"""Whether communication still takes what it took when its plan was chosen: a plan that is stale should be chosen anew.
+"""Whether communication still takes the time it took when its plan was chosen; if not, the plan is stale.
 
-Each step's seconds x with a bucket in flight are compared with a level learned first, in logarithms, by cumulative sums
-in both directions (Page 1954, Biometrika 41): with z = log(x / level), and sigma the scatter of the steps that taught
-it,
+Each step's seconds x with a bucket in flight are compared with a baseline learned first, in logarithms, by cumulative
+sums in both directions (CUSUM: Page 1954, Biometrika 41): with z = log(x / baseline), and sigma the scatter of the
+steps from which it was learned,
 
     up   = max(0, up   + clip(z) - slack)        changed where either reaches the limit
     down = max(0, down - clip(z) - slack)
@@ -10,11 +10,10 @@ it,
     slack = max(sigma, log 1.05)    limit = max(15 sigma, 1)    clip: to +- max(3 sigma, 0.5)
 
 Changes below 5 %, and below the scatter, are left alone; a step that hangs does not count for more than half of the
-limit. By simulation, with normal noise and the level learned from 50 steps
-(tests/comm/tuning/test_change_detector.py): no false alarm
-in 60 runs of 10,000 steps, at a scatter of 5 to 30 %; at 5 %, twice or half the time is noticed after 3 steps and 20 %
-more after 8, at 20 % twice the time after 9. That is why it waits for more than the 10 sigma and half a sigma of
-textbooks, which are for a level that is known: with one learned from 30 steps every other run had a false alarm.
+limit. By simulation, with normal noise and the baseline learned from 50 steps (its test): no false alarm in 60 runs of
+10,000 steps, at a scatter of 5 to 30 %; at 5 %, twice or half the time is noticed after 3 steps and 20 % more after 8,
+at 20 % twice the time after 9. That is why it waits for more than the 10 sigma and half a sigma of textbooks, which are
+for a known baseline: with one learned from 30 steps every other run had a false alarm.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from collections import deque
 from dataclasses import dataclass
 
 NUM_LEARNED = 50
-"""Steps that teach the level."""
+"""Steps from which the baseline is learned."""
 
 SLACK, LIMIT, CLIP = math.log(1.05), 1.0, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What a step takes: the median, and the scatter of logarithms (1.4826 times the median absolute deviation)."""
+    """The time of a step: its median, and the scatter of its logarithm (1.4826 times the median absolute deviation)."""
 
     seconds: float
     sigma: float
 
     @classmethod
     def of(cls, times_s: list[float]) -> Baseline:
-        """Of steps that are alike.
+        """Learn it from steps under one plan.
 
         >>> Baseline.of([1.0, 1.0, 1.0, 50.0])
         Baseline(seconds=1.0, sigma=0.0)
@@ -50,36 +49,36 @@ class Baseline:
 
 
 class ChangeDetector:
-    """Watches one number per step. ``level``: None learns it from the first steps.
+    """A watch on one number per step. `baseline`: None learns it from the first steps.
 
-    >>> drift = ChangeDetector(Baseline(seconds=1.0, sigma=0.02))
-    >>> for _ in range(1000): drift.add(1.04)
-    >>> drift.has_changed
+    >>> detector = ChangeDetector(Baseline(seconds=1.0, sigma=0.02))
+    >>> for _ in range(1000): detector.add(1.04)
+    >>> detector.has_changed
     False
-    >>> for _ in range(5): drift.add(2.0)
-    >>> drift.has_changed, round(drift.ratio, 1)
+    >>> for _ in range(5): detector.add(2.0)
+    >>> detector.has_changed, round(detector.ratio, 1)
     (True, 2.0)
     """
 
-    def __init__(self, level: Baseline | None = None) -> None:
-        self.level = level
+    def __init__(self, baseline: Baseline | None = None) -> None:
+        self.baseline = baseline
         self._learned: list[float] = []
         self._up = self._down = 0.0
         self._recent: deque[float] = deque(maxlen=3)  # the fewest steps in which a change is noticed
         self.has_changed = False
 
     def add(self, time_s: float) -> None:
-        """The seconds of one step more; what is not above zero and finite says nothing."""
-        if self.has_changed or not 0 < time_s < math.inf:
+        """Add the seconds of one step; a value that is not above zero and finite is left out."""
+        if self.has_changed or not 0 < time_s < math.inf:  # found once is enough
             return
-        if self.level is None:
+        if self.baseline is None:
             self._learned.append(time_s)
             if len(self._learned) == NUM_LEARNED:
-                self.level = Baseline.of(self._learned)
+                self.baseline = Baseline.of(self._learned)
             return
-        sigma = self.level.sigma
+        sigma = self.baseline.sigma
         most = max(3 * sigma, CLIP)
-        z = min(most, max(-most, math.log(time_s / self.level.seconds)))
+        z = min(most, max(-most, math.log(time_s / self.baseline.seconds)))  # one step that hangs is no change
         slack = max(sigma, SLACK)
         self._up, self._down = max(0.0, self._up + z - slack), max(0.0, self._down - z - slack)
         self._recent.append(time_s)
@@ -87,7 +86,7 @@ class ChangeDetector:
 
     @property
     def ratio(self) -> float:
-        """Time of a step over the level: of the last three, by their median."""
-        if self.level is None or not self._recent:
+        """Time of a step over the baseline: the median of the last three."""
+        if self.baseline is None or not self._recent:
             return 1.0
-        return statistics.median(self._recent) / self.level.seconds
+        return statistics.median(self._recent) / self.baseline.seconds

@@ -1,8 +1,8 @@
-"""Plans found by tuning, kept on disk: one JSON file for each kind of cluster and set of gradients.
+"""The cache of tuned plans: one JSON file for each kind of cluster and set of gradients.
 
-What makes a case the same is its *facts*: how ranks are spread over nodes, device, backend, network, versions, buckets.
-Their hash is the file's name, and they are in the file, to be compared when it is read. A file is written beside itself
-and moved into place, so that nobody reads half of one; a file that cannot be read is named, and otherwise ignored.
+The cache key says how ranks are spread over nodes, device, backend, network, versions and buckets. Its hash is the
+file's name, and it is in the file (as `facts`), to be compared when it is read. A file is written under another name
+and moved into place, so that no half of one is ever read; a file that cannot be read is named, and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.comm.tuning.change_detector import Baseline
@@ -29,23 +29,24 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPlan:
-    """A plan that tuning chose. ``ratio``: time of a step over that under the plan it began with.
+    """A plan that tuning chose.
 
-    ``level``: seconds per step with a bucket in flight under ``plan``; None where the run ended before it was known.
+    `ratio`: time of a step over that under the plan it began with. `baseline`: seconds per step with a bucket in flight
+    under `plan`; None where the run ended before it was known.
     """
 
     plan: CommPlan
     ratio: float
     num_steps: int
-    level: Baseline | None = None
+    baseline: Baseline | None = None
 
 
-def facts_of(
+def cache_key(
     topology: Topology, buckets: Iterable[BucketPlan], device: torch.device, *, start: CommPlan, dtype_across: object
 ) -> dict[str, Any]:
-    """What must be alike for a plan to be used again; numbers, strings, lists and dictionaries only.
+    """Return what must be equal for a plan to be used again; numbers, strings, lists and dictionaries only.
 
-    ``start``: the plan that tuning would begin with. The network is told by the interfaces of this host.
+    `start`: the plan that tuning would begin with. The network is known by the interfaces of this host.
     """
     return {
         "format": FORMAT,
@@ -62,7 +63,7 @@ def facts_of(
 
 
 def network_key() -> dict[str, Any]:
-    """Interfaces of this host that are up, with the rate that each claims in Mbit/s (-1: none), and InfiniBand's.
+    """Return this host's interfaces that are up, with their nominal rate in Mbit/s (-1: none), and InfiniBand's.
 
     >>> "lo" in network_key()
     False
@@ -80,60 +81,63 @@ def network_key() -> dict[str, Any]:
 
 
 def default_folder() -> Path:
-    """Where plans are kept if nobody says otherwise."""
+    """Return the folder of the cache by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_hybrid" / "plans"
 
 
-def path_of(folder: Path, facts: Mapping[str, Any]) -> Path:
-    """The file of a case.
+def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
+    """Return the file of a cache key.
 
     >>> path_of(Path("plans"), {"a": 1}).name == path_of(Path("plans"), {"a": 2}).name
     False
     """
-    return folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    return folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
-def write_plan(folder: Path, facts: Mapping[str, Any], kept: CachedPlan) -> Path:
-    """Keep a plan; returns its file. Raises ``OSError`` where the folder cannot be written."""
-    path = path_of(folder, facts)
+def write_plan(folder: Path, key: Mapping[str, Any], cached: CachedPlan) -> Path:
+    """Write a plan; returns its file.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    path = path_of(folder, key)
     values = {
-        "facts": facts,
-        "plan": json.loads(kept.plan.to_json()),
-        "ratio": kept.ratio,
-        "num_steps": kept.num_steps,
-        "level": None if kept.level is None else {"seconds": kept.level.seconds, "sigma": kept.level.sigma},
+        "facts": key,
+        "plan": json.loads(cached.plan.to_json()),
+        "ratio": cached.ratio,
+        "num_steps": cached.num_steps,
+        "level": None if cached.baseline is None else asdict(cached.baseline),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-    os.replace(file.name, path)
+    with atomic_path(path, has_rivals=True) as part:
+        part.write_text(json.dumps(values, indent=2) + "\n")
     return path
 
 
-def read_plan(folder: Path, facts: Mapping[str, Any]) -> CachedPlan | None:
-    """The plan kept for this case; None where there is none.
+def read_plan(folder: Path, key: Mapping[str, Any]) -> CachedPlan | None:
+    """Read the plan of this cache key; None where there is none.
 
-    Raises ``ValueError`` that names a file which is there and cannot be used.
+    Raises:
+        ValueError: naming a file that is there and cannot be used.
     """
-    path = path_of(folder, facts)
+    path = path_of(folder, key)
     try:
         values = json.loads(path.read_text())
-        if values["facts"] != json.loads(json.dumps(facts)):
+        if values["facts"] != json.loads(json.dumps(key)):  # as JSON, in which tuples are lists
             raise ValueError("its facts are of another case")
         level = values["level"]
         return CachedPlan(
             plan=CommPlan.from_json(json.dumps(values["plan"])),
             ratio=float(values["ratio"]),
             num_steps=int(values["num_steps"]),
-            level=None if level is None else Baseline(seconds=float(level["seconds"]), sigma=float(level["sigma"])),
+            baseline=None if level is None else Baseline(seconds=float(level["seconds"]), sigma=float(level["sigma"])),
         )
-    except FileNotFoundError:
+    except FileNotFoundError:  # the usual case: this was never tuned
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"`{path}` holds no plan that can be used ({type(error).__name__}: {error}): it is left alone, and the "
-            "plan is tuned anew. Remove the file, or set `strategy.tune_cache_dir` to another folder."
+            "plan is tuned again. Remove the file, or set `strategy.tune_cache_dir` to another folder."
         ) from error
 
 

@@ -1,12 +1,12 @@
-"""Tuning in training: which plans to try in the next steps, and which to keep. Decisions only; ``tuning.py`` acts.
+"""Which plans to try in the next steps of training, and which to take. Decisions only; session.py acts.
 
-    start -- race --> other algorithms -- race --> other chunks -- race --> other numbers of groups -- race --> flat
+    start --> other algorithms --> other chunks --> other numbers of groups --> flat
 
-A race (race.py) replaces the plan in force by one that takes less time beyond noise, and by nothing else: where plans
-are equal, the start stays, which is the model's choice. The plan that comes out has been tried against ``flat``
-directly, so that it is not slower than that beyond noise. Tried plans differ in algorithm, chunks and groups only: the
-same gradients are summed in the same dtype, in another order of additions. Buckets stay as they are, as DDP would have
-to be built anew to change them, and with it the state of its reducer.
+Each arrow is a comparison (sequential_test.py). It replaces the plan in force by one that takes less time beyond noise,
+and by nothing else: where plans are equal, the start stays, which is the model's choice. The plan that comes out has
+been tried against `flat` directly, so that it is not slower than that beyond noise. Tried plans differ in algorithm,
+chunks and groups only: the same gradients are summed in the same dtype, in another order of additions. Buckets stay as
+they are, as DDP would have to be built again to change them, and with it the state of its reducer.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from lightning_hybrid.comm.plan import Algorithm, BucketPlan, CommPlan, NodeShape
-from lightning_hybrid.comm.tuning.sequential_test import SIGN_TEST, PairedComparison, SequentialSignTest
+from lightning_hybrid.comm.tuning.sequential_test import PairedComparison
 
 MOST_STEPS = 300
 """Steps of trials, at most."""
 
 Neighbours = Callable[[CommPlan], Sequence[CommPlan]]
-"""The plans to race against one."""
+"""The plans to compare with one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One step under a plan. The first one under each is not counted: its groups connect."""
+    """A step under a plan. The first one under each is not counted: its groups connect."""
 
     plan: CommPlan
     is_counted: bool
@@ -35,11 +35,11 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """What came of it.
+    """The result of tuning.
 
-    ``num_steps``: of trials, those not counted too. ``ratio``: time of a step over that under the start plan, medians
-    of races multiplied. ``extra_s``: what the trials took beyond as many steps of the plan in force.
-    ``is_complete``: False where the steps ran out.
+    `num_steps`: of trials, those not counted too. `ratio`: time of a step over that under the start plan, medians of
+    comparisons multiplied. `extra_s`: what the trials took beyond as many steps of the plan in force.
+    `is_complete`: False where the steps ran out.
     """
 
     plan: CommPlan
@@ -50,21 +50,20 @@ class TuningResult:
 
 
 class PlanTrials:
-    """Races plans against each other until nothing is left to try or the steps run out.
+    """Comparisons of plans with each other, until nothing is left to try or the steps run out.
 
-    Arguments:
+    Args:
         start: the plan to begin with.
-        neighbours: of each race in turn: what to try against the plan in force. It may give plans already tried.
+        neighbours: for each comparison in turn, what to try against the plan in force. It may give plans already tried.
         safeguard: what the outcome must not be slower than, tried last; None: nothing.
-        test: decides each race.
-        most_steps: of trials in all. Where they run out, a race that is not decided leaves the plan in force, unless a
-            challenger of it has won already.
+        most_steps: of trials in all. Where they run out, a comparison that is not decided leaves the plan in force,
+            unless a challenger of it has won already.
 
     >>> plans = {"auto": 1.0, "two_level": 0.8, "flat": 2.0}                     # seconds of a step under each
-    >>> tuner = PlanTrials(CommPlan(), [lambda plan: [CommPlan(algorithm="flat"), CommPlan(algorithm="two_level")]])
-    >>> while trials := tuner.trials():
-    ...     tuner.record([plans[trial.plan.algorithm] for trial in trials])
-    >>> tuner.result.plan.algorithm, tuner.result.ratio, tuner.result.num_steps
+    >>> tuning = PlanTrials(CommPlan(), [lambda plan: [CommPlan(algorithm="flat"), CommPlan(algorithm="two_level")]])
+    >>> while steps := tuning.trials():
+    ...     tuning.record([plans[step.plan.algorithm] for step in steps])
+    >>> tuning.result.plan.algorithm, tuning.result.ratio, tuning.result.num_steps
     ('two_level', 0.8, 26)
     """
 
@@ -74,17 +73,15 @@ class PlanTrials:
         neighbours: Sequence[Neighbours],
         *,
         safeguard: CommPlan | None = None,
-        test: SequentialSignTest = SIGN_TEST,
         most_steps: int = MOST_STEPS,
     ) -> None:
         self._plan = start
         self._neighbours = list(neighbours)
         self._safeguard = safeguard
-        self._test = test
         self._most_steps = most_steps
-        self._race: PairedComparison[CommPlan] | None = None
+        self._comparison: PairedComparison[CommPlan] | None = None
         self._warmed = {start}
-        self._raced: set[tuple[CommPlan, CommPlan]] = set()
+        self._compared: set[tuple[CommPlan, CommPlan]] = set()
         self._seen = {start}
         self._pending: tuple[Trial, ...] = ()
         self._num_steps, self._ratio, self._extra_s = 0, 1.0, 0.0
@@ -92,71 +89,76 @@ class PlanTrials:
         self._is_done = False
 
     def trials(self) -> tuple[Trial, ...]:
-        """The next two rounds: plans of the steps to come, in order; empty where tuning is over.
+        """Return the next two rounds: plans of the steps to come, in order; empty where tuning is over.
 
-        Two, so that ranks need to agree half as often. The same again until ``record``.
+        Two, so that ranks need to agree half as often. The same again until `record`.
         """
         while not self._pending and not self._is_done:
-            if self._race is None and not self._begin_race():
+            if self._comparison is None and not self._begin_comparison():
                 self._is_done = True
                 break
-            assert self._race is not None
-            order = self._race.order()
-            first = [Trial(plan=plan, is_counted=False) for plan in order if plan not in self._warmed]
-            if not order:
-                self._end_race()
-            elif self._num_steps + len(first) + 2 * len(order) > self._most_steps:
-                self._end_race()
+            assert self._comparison is not None
+            order = self._comparison.order()
+            first = [Trial(plan=plan, is_counted=False) for plan in order if plan not in self._warmed]  # groups connect
+            if not order:  # all challengers have won or lost
+                self._end_comparison()
+            elif self._num_steps + len(first) + 2 * len(order) > self._most_steps:  # no steps left for two whole rounds
+                self._end_comparison()
                 self._is_complete, self._is_done = False, True
             else:
+                # The second round is the first one mirrored, so that what changes steadily meets all plans equally.
                 self._pending = (*first, *(Trial(plan=plan, is_counted=True) for plan in (*order, *order[::-1])))
         return self._pending
 
     def record(self, times_s: Sequence[float]) -> None:
-        """The times of the trials, in their order. Raises ``ValueError`` for another number of times."""
+        """Record the times of the trials, in their order.
+
+        Raises:
+            ValueError: for another number of times.
+        """
         trials = self._pending
-        if len(times_s) != len(trials) or self._race is None:
+        if len(times_s) != len(trials) or self._comparison is None:
             raise ValueError(f"`times_s` (={list(times_s)}) must hold a time for each of {len(trials)} trials")
         counted = [(trial.plan, time_s) for trial, time_s in zip(trials, times_s, strict=True) if trial.is_counted]
         half = len(counted) // 2
         for of_round in (dict(counted[:half]), dict(counted[half:])):
-            if order := self._race.order():  # what the first round has decided needs no second
-                self._race.record([of_round[plan] for plan in order])
-        in_force_s = sum(time_s for plan, time_s in counted if plan == self._plan) / 2
+            if order := self._comparison.order():  # what the first round has decided needs no second
+                self._comparison.record([of_round[plan] for plan in order])
+        in_force_s = sum(time_s for plan, time_s in counted if plan == self._plan) / 2  # it is in both rounds
         self._extra_s += sum(times_s) - len(trials) * in_force_s
         self._num_steps += len(trials)
         self._warmed |= {trial.plan for trial in trials}
         self._pending = ()
 
-    def _begin_race(self) -> bool:
-        """Whether there is something left to try."""
+    def _begin_comparison(self) -> bool:
+        """Begin the next comparison; returns False where nothing is left to try."""
         while self._neighbours:
             found = [plan for plan in dict.fromkeys(self._neighbours.pop(0)(self._plan)) if plan not in self._seen]
             if found:
                 return self._start(found)
-        guard = self._safeguard
-        if guard is not None and guard != self._plan and (self._plan, guard) not in self._raced:
+        guard = self._safeguard  # flat, at the end: never slower than the plain all-reduce
+        if guard is not None and guard != self._plan and (self._plan, guard) not in self._compared:
             return self._start([guard])
         return False
 
     def _start(self, challengers: Sequence[CommPlan]) -> bool:
-        self._race = PairedComparison(self._plan, challengers, self._test)
+        self._comparison = PairedComparison(self._plan, challengers)
         self._seen |= set(challengers)
-        self._raced |= {(self._plan, challenger) for challenger in challengers}
+        self._compared |= {(self._plan, challenger) for challenger in challengers}
         return True
 
-    def _end_race(self) -> None:
-        race, self._race = self._race, None
-        assert race is not None
-        winner = race.winner
+    def _end_comparison(self) -> None:
+        comparison, self._comparison = self._comparison, None
+        assert comparison is not None
+        winner = comparison.winner
         if winner != self._plan:
-            self._ratio *= race.ratio(winner)
-            self._raced.add((winner, self._plan))  # it has won against what was in force
+            self._ratio *= comparison.ratio(winner)  # gains of successive comparisons multiply
+            self._compared.add((winner, self._plan))  # it has won against what was in force
             self._plan = winner
 
     @property
     def result(self) -> TuningResult:
-        """What is known so far; all of it once ``trials`` is empty."""
+        """What is known so far; all of it once `trials` is empty."""
         return TuningResult(
             plan=self._plan,
             num_steps=self._num_steps,
@@ -166,37 +168,35 @@ class PlanTrials:
         )
 
 
-def tuner_for(
+def trials_for(
     start: CommPlan,
     buckets: Sequence[BucketPlan],
     topology: NodeShape,
     *,
     on_cuda: bool = False,
-    test: SequentialSignTest = SIGN_TEST,
     most_steps: int = MOST_STEPS,
 ) -> PlanTrials:
-    """The tuner of a model's buckets on a topology: algorithms, then chunks, then groups, then flat.
+    """Make the trials of a model's buckets on a topology: algorithms, then chunks, then groups, then flat.
 
-    ``buckets``: of the model as it is trained; of their plans only the contents count.
+    `buckets`: of the model as it is trained; of their plans only the contents count.
     """
 
-    def among(kinds: Neighbours) -> Neighbours:
-        return lambda plan: distinct([plan, *kinds(plan)], buckets, topology, on_cuda=on_cuda)[1:]
+    def without_equal(neighbours: Neighbours) -> Neighbours:
+        return lambda plan: distinct([plan, *neighbours(plan)], buckets, topology, on_cuda=on_cuda)[1:]
 
     flat = replace(start, algorithm="flat")
-    is_flat = len(distinct([start, flat], buckets, topology, on_cuda=on_cuda)) == 1
-    kinds = (lambda plan: other_algorithms(plan, topology), other_chunks, other_groups)
+    is_flat = len(distinct([start, flat], buckets, topology, on_cuda=on_cuda)) == 1  # nothing to guard against
+    found = (lambda plan: other_algorithms(plan, topology), other_chunks, other_groups)
     return PlanTrials(
         start,
-        [among(kind) for kind in kinds],
+        [without_equal(neighbours) for neighbours in found],
         safeguard=None if is_flat else flat,
-        test=test,
         most_steps=most_steps,
     )
 
 
 def other_algorithms(plan: CommPlan, topology: NodeShape) -> list[CommPlan]:
-    """The plan with each algorithm that fits the topology.
+    """Return the plan with each algorithm that fits the topology.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> uneven = Topology(rank=0, nodes=((0, 1), (2,)))
@@ -208,19 +208,19 @@ def other_algorithms(plan: CommPlan, topology: NodeShape) -> list[CommPlan]:
 
 
 def other_chunks(plan: CommPlan) -> list[CommPlan]:
-    """The plan with chunks of half, twice and four times the size."""
+    """Return the plan with chunks of half, twice and four times the size."""
     return [replace(plan, chunk_bytes=max(1, int(plan.chunk_bytes * factor))) for factor in (0.5, 2, 4)]
 
 
 def other_groups(plan: CommPlan) -> list[CommPlan]:
-    """The plan with one, two and four sets of groups, but for its own number."""
+    """Return the plan with one, two and four sets of groups, but for its own number."""
     return [replace(plan, num_parallel_groups=num) for num in (1, 2, 4) if num != plan.num_parallel_groups]
 
 
 def distinct(
     plans: Sequence[CommPlan], buckets: Sequence[BucketPlan], topology: NodeShape, *, on_cuda: bool = False
 ) -> list[CommPlan]:
-    """Without those that do the same with these buckets as one before them."""
+    """Leave out plans that do the same with these buckets as one before them."""
     found: dict[Any, CommPlan] = {}
     for plan in plans:
         found.setdefault(effect(plan, buckets, topology, on_cuda=on_cuda), plan)
@@ -230,9 +230,9 @@ def distinct(
 def effect(
     plan: CommPlan, buckets: Sequence[BucketPlan], topology: NodeShape, *, on_cuda: bool = False
 ) -> tuple[tuple[str, int, int], ...]:
-    """What a plan does with each bucket: algorithm, chunks, and over how many sets of groups they go round.
+    """Return what a plan does with each bucket: algorithm, chunks, and over how many sets of groups they go round.
 
-    On CUDA there is one set of groups, only hierarchies cut buckets, and ``parallel_flat`` is ``flat``.
+    On CUDA there is one set of groups, only hierarchies cut buckets, and `parallel_flat` is `flat`.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
@@ -256,21 +256,21 @@ def effect(
         return tuple(
             ("flat", 1, 1) if each.algorithm in whole else (each.algorithm, each.num_chunks, 1) for each in planned
         )
-    num_pieces = {
+    num_chunks = {
         name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)
     }
     return tuple(
         (
             each.algorithm,
             each.num_chunks,
-            min(plan.num_columns(each.algorithm, topology), num_pieces[each.algorithm]),
+            min(plan.num_columns(each.algorithm, topology), num_chunks[each.algorithm]),
         )
         for each in planned
     )
 
 
 def changes(before: CommPlan, after: CommPlan) -> str:
-    """What differs, in words.
+    """Say what differs between two plans.
 
     >>> changes(CommPlan(), CommPlan(algorithm="flat"))
     '`algorithm` flat instead of auto'
@@ -278,14 +278,14 @@ def changes(before: CommPlan, after: CommPlan) -> str:
     'nothing is changed'
     """
     pairs = [(field.name, getattr(before, field.name), getattr(after, field.name)) for field in fields(before)]
-    told = [f"`{name}` {now} instead of {then}" for name, then, now in pairs if then != now]
-    return ", ".join(told) or "nothing is changed"
+    found = [f"`{name}` {now} instead of {then}" for name, then, now in pairs if then != now]
+    return ", ".join(found) or "nothing is changed"
 
 
-def report(start: CommPlan, tuned: TuningResult, *, change_s: float = 0.0) -> str:
-    """The outcome in a line. ``change_s``: what building groups and agreeing took, beside the steps.
+def result_line(start: CommPlan, tuned: TuningResult, *, change_s: float = 0.0) -> str:
+    """Write the result in a line. `change_s`: what building groups and agreeing took, outside of the steps.
 
-    >>> report(CommPlan(), TuningResult(plan=CommPlan(), num_steps=60, ratio=1.0, extra_s=2.5, is_complete=True))
+    >>> result_line(CommPlan(), TuningResult(plan=CommPlan(), num_steps=60, ratio=1.0, extra_s=2.5, is_complete=True))
     'comm: plan tuned in 60 steps, which took 2.5 s more for it: nothing is faster beyond noise; plan e69c'
     """
     found = (

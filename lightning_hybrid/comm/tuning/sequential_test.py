@@ -1,11 +1,11 @@
-"""Whether a step takes less time one way than another, told from few steps: the decisions of a tuner, and no more.
+"""Whether a step takes less time one way than another, decided from few steps by paired comparison.
 
-    round 0     incumbent  A  B  C             every step another arm, so that whatever else changes on the machine
-    round 1     C  B  A  incumbent             or in the network meets all alike; the mirrored order takes off what
-    round 2     incumbent  A  C                changes steadily; whoever has lost is tried no more
+    round 0     incumbent  A  B  C             every step another arm, so that all other changes on the machine or in
+    round 1     C  B  A  incumbent             the network meet every arm; the mirrored order takes off what changes
+    round 2     incumbent  A  C                steadily; an arm that has lost is tried no more
 
 Each round pairs one step of every challenger with the incumbent's of the same round. A pair is *faster* where the
-challenger took less time by more than ``least_gain``; ties and small gains count as slower. The signs go through Wald's
+challenger took less time by more than `least_gain`; ties and small gains count as slower. The signs go through Wald's
 sequential test of a proportion (Wald 1945, Annals of Mathematical Statistics 16), which needs fewest pairs of all tests
 of its error probabilities. It asks nothing of the distribution of step times, whose tail is heavy, but that a pair of
 arms that do not differ be faster as likely as slower. What is always slower costs four steps.
@@ -24,25 +24,26 @@ Arm = TypeVar("Arm", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialSignTest:
-    """When a challenger is faster: a sequential test of how often its pairs are.
+    """A sequential test of how often a challenger's pairs are faster.
 
         evidence = sum over pairs of    log(2 p) if faster, log(2 (1 - p)) if slower          p -> share_if_faster
 
-    It wins once that reaches log((1 - miss) / error), and has lost at log(miss / (1 - error)) or after ``most_pairs``.
+    It wins once that reaches log((1 - miss) / error), and has lost at log(miss / (1 - error)) or after `most_pairs`.
 
-    Arguments:
+    Args:
         error: probability that one wins whose pairs are faster in half of the cases.
-        miss: that one does not whose pairs are faster in ``share_if_faster`` of them, were there no ``most_pairs``.
+        miss: that one does not whose pairs are faster in `share_if_faster` of them, were there no `most_pairs`.
         share_if_faster: 0.8: of two plans whose steps scatter by 2 % (standard deviation) the one that takes 3 % less
             time is faster by half a percent in 0.81 of the pairs.
         most_pairs: of each challenger.
         least_gain: what part of the incumbent's time a pair must save to count as faster; below, changing is not worth
             it.
 
-    Both probabilities hold up to the overshoot at the limits; ``outcome`` is exact. All five values are ours: a plan
-    that is 3 % better is what must be found.
+    Both probabilities hold up to the overshoot at the limits; `outcome` is exact. All five values are our choice: a
+    plan that is 3 % better is what must be found.
 
-    Raises ``ValueError`` for a value outside these.
+    Raises:
+        ValueError: if a value is outside these.
 
     >>> test = SequentialSignTest()
     >>> for share in (0.2, 0.5, 0.8, 0.95):
@@ -67,10 +68,10 @@ class SequentialSignTest:
         if not 0 <= self.least_gain < 1:
             raise ValueError(f"`least_gain` (={self.least_gain}) must be a part of a step's time, from 0 to below 1.")
         if self.most_pairs < 1:
-            raise ValueError(f"`most_pairs` (={self.most_pairs}) must be 1 or more: nothing is told from no pair.")
+            raise ValueError(f"`most_pairs` (={self.most_pairs}) must be 1 or more: nothing follows from no pair.")
 
-    def verdict(self, num_faster: int, num_slower: int) -> bool | None:
-        """Whether a challenger with so many pairs has won (True) or lost (False); None: not told yet."""
+    def decide(self, num_faster: int, num_slower: int) -> bool | None:
+        """Return whether a challenger with so many pairs has won (True) or lost (False); None: not decided yet."""
         p = self.share_if_faster
         evidence = num_faster * math.log(2 * p) + num_slower * math.log(2 * (1 - p))
         if evidence >= math.log((1 - self.miss) / self.error):
@@ -80,20 +81,20 @@ class SequentialSignTest:
         return None
 
     def outcome(self, share_faster: float) -> tuple[float, float]:
-        """Exactly, for a challenger of whose pairs this share is faster: probability that it wins, pairs on average."""
+        """Compute for a challenger of whose pairs this share is faster: probability that it wins, pairs on average."""
         wins = mean_pairs = 0.0
         chances = {0: 1.0}  # number of faster pairs so far -> probability of being there, undecided
         for num_pairs in range(1, self.most_pairs + 1):
-            following: dict[int, float] = {}
+            following: dict[int, float] = {}  # chances after one pair more
             for num_faster, chance in chances.items():
                 for is_faster, share in ((1, share_faster), (0, 1 - share_faster)):
                     now = num_faster + is_faster
-                    verdict = self.verdict(now, num_pairs - now)
-                    if verdict is None:
+                    has_won = self.decide(now, num_pairs - now)
+                    if has_won is None:
                         following[now] = following.get(now, 0.0) + chance * share
                     else:
-                        wins += chance * share * verdict
-                        mean_pairs += chance * share * num_pairs
+                        wins += chance * share * has_won
+                        mean_pairs += chance * share * num_pairs  # decided after this pair
             chances = following
         return wins, mean_pairs
 
@@ -103,7 +104,7 @@ SIGN_TEST = SequentialSignTest()
 
 @dataclass
 class _Count:
-    """Of one challenger. ``log_ratios``: of its times to the incumbent's, pair by pair."""
+    """The pairs of one challenger. `log_ratios`: of its times to the incumbent's, pair by pair."""
 
     num_faster: int = 0
     num_slower: int = 0
@@ -111,12 +112,12 @@ class _Count:
 
 
 class PairedComparison(Generic[Arm]):
-    """One incumbent against challengers.
+    """A comparison of one incumbent with challengers.
 
-    >>> race, takes_s = PairedComparison("a", ["b", "c"]), {"a": 1.0, "b": 0.5, "c": 2.0}
-    >>> while order := race.order():
-    ...     race.record([takes_s[arm] for arm in order])
-    >>> race.winner, race.ratio("b"), race.num_steps
+    >>> comparison, takes_s = PairedComparison("a", ["b", "c"]), {"a": 1.0, "b": 0.5, "c": 2.0}
+    >>> while order := comparison.order():
+    ...     comparison.record([takes_s[arm] for arm in order])
+    >>> comparison.winner, comparison.ratio("b"), comparison.num_steps
     ('b', 0.5, 24)
     """
 
@@ -127,7 +128,7 @@ class PairedComparison(Generic[Arm]):
         self.num_steps = self._num_rounds = 0
 
     def order(self) -> tuple[Arm, ...]:
-        """The arms of the next round, one step each; empty where all is decided."""
+        """Return the arms of the next round, one step each; empty where all is decided."""
         if not self._open:
             return ()
         arms = (self.incumbent, *self._open)
@@ -135,15 +136,16 @@ class PairedComparison(Generic[Arm]):
 
     @property
     def _open(self) -> tuple[Arm, ...]:
-        return tuple(arm for arm in self._counts if self._verdict(arm) is None)
+        return tuple(arm for arm in self._counts if self._has_won(arm) is None)
 
-    def _verdict(self, arm: Arm) -> bool | None:
-        return self.test.verdict(self._counts[arm].num_faster, self._counts[arm].num_slower)
+    def _has_won(self, arm: Arm) -> bool | None:
+        return self.test.decide(self._counts[arm].num_faster, self._counts[arm].num_slower)
 
     def record(self, times_s: Sequence[float]) -> None:
-        """The times of a round, in its order. A time that is not above zero and finite counts as slower.
+        """Record the times of a round, in its order. A time that is not above zero and finite counts as slower.
 
-        Raises ``ValueError`` for another number of times.
+        Raises:
+            ValueError: for another number of times.
         """
         arms = self.order()
         if len(times_s) != len(arms):
@@ -151,24 +153,24 @@ class PairedComparison(Generic[Arm]):
         self._num_rounds += 1
         self.num_steps += len(arms)
         taken_s = dict(zip(arms, times_s, strict=True))
-        of_incumbent_s = taken_s.pop(self.incumbent)
+        of_incumbent_s = taken_s.pop(self.incumbent)  # of the same round: one pair for each challenger
         for arm, time_s in taken_s.items():
             count = self._counts[arm]
             is_time = 0 < time_s < math.inf and 0 < of_incumbent_s < math.inf
             if is_time and time_s < (1 - self.test.least_gain) * of_incumbent_s:
                 count.num_faster += 1
             else:
-                count.num_slower += 1
+                count.num_slower += 1  # ties too: a change must pay
             if is_time:
                 count.log_ratios.append(math.log(time_s / of_incumbent_s))
 
     @property
     def winner(self) -> Arm:
-        """Of those that are faster so far, the one that saves most by the median of its pairs; else the incumbent."""
-        won = [arm for arm in self._counts if self._verdict(arm)]
+        """The arm that saves most by the median of its pairs, of those that have won; else the incumbent."""
+        won = [arm for arm in self._counts if self._has_won(arm)]
         return min(won, key=self.ratio, default=self.incumbent)
 
     def ratio(self, arm: Arm) -> float:
-        """Time of a challenger over the incumbent's, by the median of their pairs; 1 where there are none."""
+        """Return the time of a challenger over the incumbent's: the median of their pairs; 1 where there are none."""
         log_ratios = self._counts[arm].log_ratios if arm in self._counts else []
         return math.exp(statistics.median(log_ratios)) if log_ratios else 1.0

@@ -1,14 +1,14 @@
-"""The plan of communication is tuned while training runs: what ``tune.py`` decides is measured and done here.
+"""Tunes the plan of communication while training runs: measures and carries out what plan_trials.py decides.
 
     step 0 ... 4     nothing: memory is allocated, DDP rebuilds its buckets
-    then             a plan kept on disk for this case is taken, or
+    then             a plan from the cache is taken, or
                      trials: every step another plan, and after each round
                          all ranks    each step's largest time over ranks; step and plan compared    all-reduce
                          rank 0       decides what to try next, or which plan it is                  broadcast
-    then             communication's time is watched: where it changes beyond noise the plan is tuned again, at most
-                     twice, and then one warning says that it is stale
+    then             communication's time is monitored: where it changes beyond noise the plan is tuned again, at
+                     most twice, and then one warning says that it is stale
 
-The unit is the optimizer step, from the begin of its first batch to the end of its last ``optimizer_step``: what
+The unit is the optimizer step, from the begin of its first batch to the end of its last `optimizer_step`: what
 happens between steps (validation, checkpoints, waiting for the next batch) is not in its time. A plan changes between
 two steps, on every rank after the same one, when no bucket is in flight; all that changes is the order of additions.
 """
@@ -29,52 +29,50 @@ from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.health.consensus import max_over_ranks
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.comm.tuning.change_detector import Baseline, ChangeDetector
-from lightning_hybrid.comm.tuning.plan_cache import CachedPlan, facts_of, read_plan, write_plan
+from lightning_hybrid.comm.tuning.plan_cache import CachedPlan, cache_key, read_plan, write_plan
 from lightning_hybrid.comm.tuning.plan_trials import (
     MOST_STEPS,
     PlanTrials,
     Trial,
     changes,
     other_algorithms,
-    report,
-    tuner_for,
+    result_line,
+    trials_for,
 )
-from lightning_hybrid.comm.tuning.sequential_test import SIGN_TEST, SequentialSignTest
 
 NUM_WARMUP_STEPS = 5
 CHECK_STEPS = 25
-"""How often rank 0 tells whether communication's time has changed."""
+"""How many steps apart rank 0 says whether communication's time has changed."""
 MOST_RETUNES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Rank 0's, for all ranks. ``trials``: of the next steps; where there are none ``plan`` it is from now on.
+    """Rank 0's decision for all ranks. `trials`: of the next steps; without any, `plan` is used from now on.
 
-    ``level``: of communication's time, where the plan was kept with it.
+    `baseline`: of communication's time, where the cache has one.
     """
 
     plan: CommPlan
     trials: tuple[Trial, ...] = ()
-    level: Baseline | None = None
+    baseline: Baseline | None = None
 
     @property
     def digest(self) -> str:
-        """Differs where plans do."""
+        """Hash that differs where plans do."""
         plans = [self.plan, *(trial.plan for trial in self.trials)]
         return hashlib.sha256(" ".join(plan.plan_hash for plan in plans).encode()).hexdigest()
 
 
 class TuningSession:
-    """Tunes the plan of an engine. ``before_batch`` and ``after_optimizer_step`` are called by every rank alike.
+    """The tuning of an engine's plan. Every rank must call `before_batch` and `after_optimizer_step` in the same order.
 
-    Arguments:
+    Args:
         engine: of a world of several ranks.
-        cache_folder: where plans are kept; None: nowhere.
+        cache_folder: of tuned plans; None: no cache.
         most_steps: of trials; for each time that the plan is tuned.
-        test: decides whether a plan is faster.
-        tell: gets a line for the user; called on rank 0.
-        on_plan: called on every rank where a plan is taken for good.
+        report: gets a line for the user; called on rank 0.
+        on_plan: called on every rank when a plan is taken for good.
         clock: seconds.
     """
 
@@ -84,15 +82,14 @@ class TuningSession:
         *,
         cache_folder: Path | None,
         most_steps: int = MOST_STEPS,
-        test: SequentialSignTest = SIGN_TEST,
-        tell: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
         on_plan: Callable[[CommPlan], None] = lambda plan: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
         self._folder = cache_folder
-        self._most_steps, self._test = most_steps, test
-        self._tell, self._on_plan, self._clock = tell, on_plan, clock
+        self._most_steps = most_steps
+        self._report, self._on_plan, self._clock = report, on_plan, clock
         self._is_first_rank = engine.topology.rank == 0
         self._start = self._began_with = engine.plan
         self._began_s: float | None = None
@@ -101,16 +98,16 @@ class TuningSession:
         self._do: Callable[[float], None] = self._warm_up
         self._trials: tuple[Trial, ...] = ()
         self._times_s: list[float] = []
-        self._tuner: PlanTrials | None = None  # rank 0's
-        self._kept: CachedPlan | None = None
-        self._drift = ChangeDetector()
+        self._plan_trials: PlanTrials | None = None  # on rank 0 only
+        self._cached: CachedPlan | None = None
+        self._detector = ChangeDetector()
         self._busy_s = self._change_s = 0.0
         self._num_busy = 0
-        self._word: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._stale_copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._prepare()
 
     def _prepare(self) -> None:
-        """On CUDA a communicator takes memory for good, so all that trials may need are there before the steps are."""
+        """Make all groups that trials may need, on CUDA: a communicator takes memory for good, so before steps do."""
         if self._engine.device.type == "cuda":
             self._engine.prepare(other_algorithms(self._engine.plan, self._engine.topology))
 
@@ -120,7 +117,7 @@ class TuningSession:
         return bool(self._trials)
 
     def before_batch(self) -> None:
-        """Between two steps: change the plan if it is to change. Collective where it is the first batch of a step."""
+        """Change the plan between two steps, if it is to change. Collective for the first batch of a step."""
         if self._began_s is not None and self._ended_s is not None:
             step_s, self._began_s, self._ended_s = self._ended_s - self._began_s, None, None
             self._num_steps += 1
@@ -131,7 +128,7 @@ class TuningSession:
             self._began_s = self._clock()
 
     def after_optimizer_step(self) -> None:
-        """The step's time ends here, or at the next call before a batch begins (with several optimizers)."""
+        """End the step's time here, or at the next call before a batch begins (with several optimizers)."""
         if self.is_trying and self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
         self._ended_s = self._clock()
@@ -150,67 +147,67 @@ class TuningSession:
         if len(self._times_s) < len(self._trials):
             self._engine.adopt(self._trials[len(self._times_s)].plan)
             return
-        times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)
+        times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)  # the slowest rank counts
         self._follow(self._from_first_rank(lambda: self._next_decision(times_s)))
 
-    def _watch(self, step_s: float) -> None:
+    def _monitor(self, step_s: float) -> None:
         busy_s = self._new_busy_s()
         self._num_watched += 1
         if self._is_first_rank and self._num_watched > 2:  # until then groups connect, and the counter begins
-            is_new = self._drift.level is None
-            self._drift.add(busy_s)
-            if is_new and self._drift.level is not None and self._kept is not None:
-                self._write(replace(self._kept, level=self._drift.level))
+            is_new = self._detector.baseline is None
+            self._detector.add(busy_s)
+            if is_new and self._detector.baseline is not None and self._cached is not None:
+                self._write(replace(self._cached, baseline=self._detector.baseline))
         if self._num_watched % CHECK_STEPS == 0:
             self._check()
 
     def _new_busy_s(self) -> float:
-        """Seconds of communication since the last call; on CUDA per step that the device finished since, 0 if none."""
-        trace, before_s, num_before = self._engine.trace, self._busy_s, self._num_busy
-        self._busy_s = trace.total_busy_s
-        if self._engine.device.type != "cuda":
-            return self._busy_s - before_s
-        self._busy_s, self._num_busy = trace.total_busy
-        return (self._busy_s - before_s) / max(1, self._num_busy - num_before)
+        """Return seconds of communication since the last call; on CUDA per step that the device finished, 0 if none."""
+        before_s, num_before = self._busy_s, self._num_busy
+        self._busy_s, self._num_busy = self._engine.trace.total_busy
+        num_new = self._num_busy - num_before if self._engine.device.type == "cuda" else 1
+        return (self._busy_s - before_s) / max(1, num_new)
 
     def _rest(self, step_s: float) -> None:
         pass
 
     def _check(self) -> None:
-        """Rank 0 says whether the plan is stale."""
+        """Tune again if rank 0 finds the plan stale, or warn if that was done often enough."""
         if not self._is_stale():
             return
         if self._num_retunes == MOST_RETUNES:
             self._do = self._rest
             if self._is_first_rank:
-                warnings.warn(f"comm: {self._change()}, and it has been tuned anew {MOST_RETUNES} times", stacklevel=2)
+                warnings.warn(f"comm: {self._change()}, and it has been tuned again {MOST_RETUNES} times", stacklevel=2)
             return
         self._num_retunes += 1
         self._prepare()
         if self._is_first_rank:
-            self._tell(f"comm: {self._change()}; it is tuned anew, from step {self._num_steps} on")
+            self._report(f"comm: {self._change()}; it is tuned again, from step {self._num_steps} on")
         max_over_ranks([], self._place(), self._engine.device)
         self._follow(self._from_first_rank(lambda: self._begin(self._engine.plan)))
 
     def _is_stale(self) -> bool:
-        """Rank 0's word, on all ranks; on CUDA that of the last check, which is there: nobody waits for the device."""
+        """Return what rank 0 found; on CUDA at the last check, which is there by now: no host waits for the device."""
         device = self._engine.device
-        word = torch.full((1,), int(self._drift.has_changed), device=device)
-        dist.broadcast(word, src=0)
+        is_stale = torch.full((1,), int(self._detector.has_changed), device=device)
+        dist.broadcast(is_stale, src=0)
         if device.type != "cuda":
-            return bool(word.item())
-        earlier = self._word
-        self._word = torch.empty_like(word, device="cpu", pin_memory=word.is_cuda), torch.cuda.Event()
-        self._word[0].copy_(word, non_blocking=True)
-        self._word[1].record(torch.cuda.current_stream(device))
-        if earlier is None:
+            return bool(is_stale.item())
+        earlier = self._stale_copy
+        self._stale_copy = torch.empty_like(is_stale, device="cpu", pin_memory=is_stale.is_cuda), torch.cuda.Event()
+        self._stale_copy[0].copy_(is_stale, non_blocking=True)
+        self._stale_copy[1].record(torch.cuda.current_stream(device))
+        if earlier is None:  # the first check has nothing to read yet
             return False
         earlier[1].synchronize()
         return bool(earlier[0].item())
 
     def _change(self) -> str:
         plan = self._engine.plan.plan_hash[:4]
-        return f"communication takes {self._drift.ratio:.2f} of what it took when plan {plan} was chosen: it is stale"
+        return (
+            f"communication takes {self._detector.ratio:.2f} of what it took when plan {plan} was chosen: it is stale"
+        )
 
     # ---- rank 0 decides, all follow ---------------------------------------------------------------------------------
 
@@ -219,13 +216,13 @@ class TuningSession:
 
     def _from_first_rank(self, decide: Callable[[], Decision]) -> Decision:
         device = self._engine.device
-        told: list[tuple[Decision, str] | None] = [None]
+        sent: list[tuple[Decision, str] | None] = [None]
         if self._is_first_rank:
             decision = decide()
-            told = [(decision, decision.digest)]
-        dist.broadcast_object_list(told, src=0, device=device if device.type == "cuda" else None)
-        assert told[0] is not None
-        decision, digest = told[0]
+            sent = [(decision, decision.digest)]
+        dist.broadcast_object_list(sent, src=0, device=device if device.type == "cuda" else None)
+        assert sent[0] is not None
+        decision, digest = sent[0]
         if decision.digest != digest:
             rank = self._engine.topology.rank
             raise RuntimeError(
@@ -241,56 +238,55 @@ class TuningSession:
         if decision.trials:
             self._do = self._try
             return
-        self._engine.free_unused()
+        self._engine.free_unused()  # threads and groups of plans that lost
         self._on_plan(plan)
-        self._drift, self._num_watched, self._word = ChangeDetector(decision.level), 0, None
-        self._do = self._watch
+        self._detector, self._num_watched, self._stale_copy = ChangeDetector(decision.baseline), 0, None
+        self._do = self._monitor
 
     def _first_decision(self) -> Decision:
-        kept = self._read()
-        if kept is None:
+        cached = self._read()
+        if cached is None:
             return self._begin(self._start)
-        self._tell(
-            f"comm: plan as tuned in an earlier run in {kept.num_steps} steps: {changes(self._start, kept.plan)}; "
-            f"plan {kept.plan.plan_hash[:4]}"
+        self._report(
+            f"comm: plan as tuned in an earlier run in {cached.num_steps} steps: "
+            f"{changes(self._start, cached.plan)}; plan {cached.plan.plan_hash[:4]}"
         )
-        self._kept = kept
-        return Decision(plan=kept.plan, level=kept.level)
+        self._cached = cached
+        return Decision(plan=cached.plan, baseline=cached.baseline)
 
     def _begin(self, plan: CommPlan) -> Decision:
         engine = self._engine
-        self._tuner = tuner_for(
+        self._plan_trials = trials_for(
             plan,
             engine.buckets,
             engine.topology,
             on_cuda=engine.device.type == "cuda",
-            test=self._test,
             most_steps=self._most_steps,
         )
         self._began_with, self._change_s = plan, 0.0
         return self._decision()
 
     def _next_decision(self, times_s: Sequence[float]) -> Decision:
-        assert self._tuner is not None
-        self._tuner.record(times_s)
+        assert self._plan_trials is not None
+        self._plan_trials.record(times_s)
         return self._decision()
 
     def _decision(self) -> Decision:
-        assert self._tuner is not None
-        trials, found = self._tuner.trials(), self._tuner.result
+        assert self._plan_trials is not None
+        trials, found = self._plan_trials.trials(), self._plan_trials.result
         if not trials:
-            self._tell(report(self._began_with, found, change_s=self._change_s))
-            self._kept = None  # a run with more steps shall try the rest
+            self._report(result_line(self._began_with, found, change_s=self._change_s))
+            self._cached = None  # a run with more steps shall try the rest
             if found.is_complete:
-                self._kept = CachedPlan(plan=found.plan, ratio=found.ratio, num_steps=found.num_steps)
-                self._write(self._kept)
+                self._cached = CachedPlan(plan=found.plan, ratio=found.ratio, num_steps=found.num_steps)
+                self._write(self._cached)
         return Decision(plan=found.plan, trials=trials)
 
     # ---- on disk ----------------------------------------------------------------------------------------------------
 
     def _read(self) -> CachedPlan | None:
         engine = self._engine
-        self._facts = facts_of(
+        self._key = cache_key(
             engine.topology,
             engine.buckets,
             engine.device,
@@ -298,17 +294,17 @@ class TuningSession:
             dtype_across=engine.dtype_across_nodes,
         )
         try:
-            return None if self._folder is None else read_plan(self._folder, self._facts)
+            return None if self._folder is None else read_plan(self._folder, self._key)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
             return None
 
-    def _write(self, kept: CachedPlan) -> None:
-        """With a warning and no more where the folder cannot be written: training goes on."""
+    def _write(self, cached: CachedPlan) -> None:
+        """Write a plan to the cache, or warn where the folder cannot be written: training goes on."""
         if self._folder is None:
             return
         try:
-            write_plan(self._folder, self._facts, kept)
+            write_plan(self._folder, self._key, cached)
         except OSError as error:
             warnings.warn(
                 f"`tune_cache_dir` (={str(self._folder)!r}) cannot be written, so the next run tunes again: {error}",

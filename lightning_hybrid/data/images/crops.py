@@ -1,4 +1,4 @@
-"""What the network sees of an image: a random resized crop in training, a centre crop in evaluation."""
+"""The crop of an image that the network sees: random in training, the centre in evaluation."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Box(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """How an image becomes a square.
+    """The steps from an image to a square.
 
-    `box` is cut out and resized to `height` x `width`; of that the square is taken whose upper left corner is at `top`,
-    `left`; then it is flipped left to right, or not.
+    `box` is cut out and resized to `height` x `width`; from that comes the square whose upper left corner is at `top`,
+    `left`; with `flip` it is flipped left to right.
     """
 
     box: Box
@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
 
 def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
-    """The random numbers of one image in one epoch: uniform in [0, 1), the same on any rank and in any order.
+    """Draw the random numbers of one image in one epoch: uniform in [0, 1), the same on any rank and in any order.
 
     A counter-based generator (Philox, Salmon et al. 2011) needs no state: its key is (seed, epoch), its counter the
     image.
@@ -65,7 +65,7 @@ def random_box(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> Box:
-    """A rectangle of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842; sequence as in torchvision).
+    """Choose a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842; sequence as in torchvision).
 
         try k:  area_k   = height * width * uniform(area)                 draw 3 + 2k
                 aspect_k = exp(uniform(log aspect))                       draw 4 + 2k
@@ -75,17 +75,18 @@ def random_box(
     fits, its aspect ratio brought into the range. Draw 2 is the flip's.
 
     Args:
-        height: Of the image.
-        width: Of the image.
-        draws: Uniform in [0, 1), :data:`NUM_DRAWS` of them.
-        area: Least and most, as fractions of the image's.
-        aspect: Least and most width / height.
+        height: Height of the image.
+        width: Width of the image.
+        draws: `NUM_DRAWS` numbers, uniform in [0, 1).
+        area: Least and largest area, as fractions of the image's.
+        aspect: Least and largest width / height.
 
     >>> random_box(100, 200, [0.5] * 23, area=(0.25, 0.25), aspect=(1.0, 1.0))
     Box(top=15, left=65, height=71, width=71)
     >>> random_box(10, 200, [0.5] * 23, area=(1.0, 1.0), aspect=(0.75, 1.25))
     Box(top=0, left=94, height=10, width=12)
     """
+    # Uniform in the logarithm: 4:3 is as likely as 3:4.
     log_least, log_most = math.log(aspect[0]), math.log(aspect[1])
     for k in range(3, NUM_DRAWS, 2):
         pixels = height * width * (area[0] + (area[1] - area[0]) * draws[k])
@@ -103,26 +104,26 @@ def random_box(
 
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
-    """Bilinear with antialiasing, in uint8, within one grey level of Pillow: `"1 3 height width"`, channels_last."""
-    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # in this way its strides say channels_last
+    """Resize bilinearly with antialiasing, in uint8, within one grey level of Pillow: `"1 3 height width"`."""
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # strides of channels_last, which the result has too
     return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
 
 
 def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
-    """Fill `row`, uint8 `"3 image_size image_size"`, with what `frame` shows of `pixels`."""
+    """Fill `row`, uint8 `"3 image_size image_size"`, with the crop `frame` of `pixels`."""
     top, left, height, width = frame.box
     size = row.shape[-1]
-    view = resized(pixels[top : top + height, left : left + width], height=frame.height, width=frame.width)
-    view = view[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
-    row.copy_(view.flip(-1) if frame.flip else view)
+    crop = resized(pixels[top : top + height, left : left + width], height=frame.height, width=frame.width)
+    crop = crop[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
+    row.copy_(crop.flip(-1) if frame.flip else crop)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainView:
-    """Random resized crop, flipped half of the time: a function of (seed, epoch, image).
+class TrainCrop:
+    """The random resized crop of training, flipped half of the time: a function of (seed, epoch, image).
 
     Raises:
-        ValueError: A range that is empty or out of bounds.
+        ValueError: A range is empty or out of bounds.
     """
 
     image_size: int
@@ -144,7 +145,7 @@ class TrainView:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Of an image of `height` x `width` pixels."""
+        """Choose the crop of an image of `height` x `width` pixels."""
         draws = draws_of(seed=self.seed, epoch=epoch, image=image)
         box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
         is_flipped = self.flip and bool(draws[2] < 0.5)
@@ -152,15 +153,15 @@ class TrainView:
 
 
 MAX_ASPECT = 64
-"""Of what evaluation resizes before it cuts the middle out; ours: far beyond any photograph."""
+"""Evaluation resizes no image longer than this times its short side. Our choice: far beyond any photograph."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalView:
-    """The short side resized to `eval_resize`, then the centre of `image_size` (as in torchvision).
+class EvalCrop:
+    """The crop of evaluation: the short side resized to `eval_resize`, then the centre (as in torchvision).
 
     Raises:
-        ValueError: The crop is larger than what it is cut from.
+        ValueError: The crop is larger than the resized image.
     """
 
     image_size: int
@@ -174,21 +175,22 @@ class EvalView:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Of an image of `height` x `width` pixels; the same in every epoch."""
+        """Choose the crop of an image of `height` x `width` pixels; the same in every epoch."""
         whole = _middle(height, width)
         height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
+        # round(), not //, as torchvision's CenterCrop.
         top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
         return Frame(whole, height, width, top=top, left=left, flip=False)
 
 
 def _middle(height: int, width: int) -> Box:
-    """Of an image longer than `MAX_ASPECT` times its short side: the rest would take gigabytes once it is resized."""
+    """Cut an image to `MAX_ASPECT` times its short side: a longer one would take gigabytes after resizing."""
     most = MAX_ASPECT * min(height, width)
     return Box(max(0, (height - most) // 2), max(0, (width - most) // 2), min(height, most), min(width, most))
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
-    """Height and width after the shorter of them became `short_side`; the longer is rounded down, as in torchvision.
+    """Scale height and width so that the shorter is `short_side`; round the longer down, as in torchvision.
 
     >>> short_side_resized(375, 500, short_side=256)
     (256, 341)

@@ -1,16 +1,16 @@
 """Decoding by NVIDIA's DALI, a batch at a time: on the GPU (nvJPEG) where there is one, else on the CPU.
 
-DALI is given our bytes in our order with our crops, so an epoch, its resume and its stand-ins for broken images are
-those of the threads. Pixels differ by up to one grey level, as both round after resizing; more in the outermost ring of
-a crop that was made smaller, where the filter reaches over the edge: DALI repeats the edge's pixels, Pillow and torch
-leave them out. On a GPU nvJPEG's arithmetic is not libjpeg's, either.
+DALI gets our bytes in our order with our crops, so that an epoch, its resume and the replacement of broken images are
+those of `decode_threads`. Pixels differ by up to one grey level, as both round after resizing; more in the outermost
+ring of a crop that was made smaller, where the filter reaches over the edge: DALI repeats the edge's pixels, Pillow and
+torch leave them out. On a GPU nvJPEG's arithmetic is not libjpeg's, either.
 
-    threads of ours    read -> size from the header -> frame (see `views`)
+    our threads        read -> size from the header -> frame (see `crops`)
     DALI's             decode the box alone -> resize -> square -> flip
 
-What is no plain JPEG, whole and of 8-bit grey or RGB, is decoded here as ever, and DALI gets its pixels. Damage that
-only decoding finds makes DALI's whole pipeline fail, without a word on which image it is: then the batches that it was
-given are decoded here, which finds and counts the broken one, and a new pipeline goes on behind them.
+A file that is no plain JPEG, whole and of 8-bit grey or RGB, is decoded here, and DALI gets its pixels. Damage that
+only decoding finds makes DALI's whole pipeline fail, and DALI does not say at which image: then the batches that it was
+given are decoded here, which finds and counts the broken image, and a new pipeline continues after them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ JPEG_END = b"\xff\xd9"
 
 
 class Encoded(NamedTuple):
-    """An image file that DALI decodes as we would, and the size of its image."""
+    """An image file that DALI decodes as we do, and the size of its image."""
 
     data: bytes
     height: int
@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A row of a batch before it is decoded. `image`: that was asked for; `data`: uint8."""
+    """A row of a batch before it is decoded: index of the image, bytes of the file (uint8), crop, label."""
 
     image: int
     data: NDArray[np.uint8]
@@ -59,12 +59,12 @@ class Prepared(NamedTuple):
 
 
 def decodable(data: bytes, *, decoder: str) -> Encoded:
-    r"""The file itself if it is a plain JPEG, else its pixels behind the shortest header that DALI reads (PPM).
+    r"""Return the file itself if it is a plain JPEG, else its pixels behind the shortest header that DALI reads (PPM).
 
     Files cut short end without JPEG's last marker, and go through `decoder`, which refuses them.
 
     Raises:
-        CorruptImageError: Not an image, or cut short.
+        CorruptImageError: The file is no image, or cut short.
 
     >>> buffer = io.BytesIO()
     >>> Image.new("RGB", (3, 2)).save(buffer, format="PNG")
@@ -84,21 +84,21 @@ def decodable(data: bytes, *, decoder: str) -> Encoded:
 
 
 def prepared(index: int, *, rows: DecodedImages, epoch: int) -> Prepared:
-    """What DALI needs for an image, or for the one that stands in for it."""
+    """Read an image, or the one that replaces it, and prepare it for DALI."""
     (data, height, width), label = rows.find(index, partial(decodable, decoder=rows.decoder))
-    frame = rows.view.frame(height, width, image=index, epoch=epoch)
+    frame = rows.crop.frame(height, width, image=index, epoch=epoch)
     return Prepared(index, np.frombuffer(data, dtype=np.uint8), frame, label)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaliStaff:
-    """As `image_loader.Staff`, with DALI for decoding.
+class DaliFiller:
+    """A `BatchFiller` that decodes by DALI.
 
     A pipeline is built for each epoch and evaluation (0.1 s on a CPU), and ends with its generator.
 
     Args:
-        num_threads: Of DALI; as many of ours read files.
-        num_batches_ahead: Decoded or being decoded while the consumer works; so many more are read.
+        num_threads: Threads of DALI; as many of our threads read files.
+        num_batches_ahead: Batches that are decoded while the consumer works; so many more are read.
         device_id: The GPU that decodes, and where images then are; None: the CPU.
     """
 
@@ -108,20 +108,20 @@ class DaliStaff:
 
     @property
     def pin_memory(self) -> bool:
-        """No: images that go to a GPU are made there."""
+        """False: images that go to a GPU are made there."""
         return False
 
     def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
-        """Batches of the images in `shares`.
+        """Yield batches of the images in `shares`.
 
-        Raises (when iterated):
+        Raises:
             CorruptImageError: As `DecodedImages`, when its batch is due.
             RuntimeError: DALI fails twice in a row, on batches without a broken image.
         """
         if not isinstance(rows, DecodedImages):
             raise TypeError(f"`rows` (={type(rows).__name__}) must be image files to decode: DecodedImages.")
         readers = ThreadPoolExecutor(self.num_threads, thread_name_prefix="read")
-        # Nobody else's, so that the host waits for copies of images and for nothing of the step under way.
+        # A stream of its own, so that the host waits for copies of images and not for the training step.
         stream = None if self.device_id is None else torch.cuda.Stream(self.device_id)
         feed = _Feed(_ahead(readers, shares, partial(prepared, rows=rows, epoch=epoch), self.num_batches_ahead))
         try:
@@ -133,7 +133,9 @@ class DaliStaff:
                 except RuntimeError as error:
                     if not may_fail:
                         raise
-                    log.warning("%s\nThe batches under way are decoded without it.", error)
+                    # Decode here what DALI has been given: that finds the broken image. Only if it was found may the
+                    # next pipeline fail as well, else DALI itself is at fault.
+                    log.warning("%s\nThe batches in progress are decoded without it.", error)
                     pipeline, num_corrupt = None, len(rows.corrupt)
                     load = partial(rows.load, epoch=epoch)
                     for indices in feed.take_all():
@@ -177,7 +179,7 @@ class DaliStaff:
 
 
 class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
-    """What DALI asks for its next batch. Of the batches it was given and has not returned, it keeps images and labels.
+    """The source that DALI takes batches from. `given` holds indices and labels of those it has not returned yet.
 
     An error in reading looks to DALI like the end of the epoch, so that the batches before it still come.
     """
@@ -206,7 +208,7 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         return [row.data for row in batch], starts, shapes, sizes, corners, flips
 
     def take_all(self) -> list[list[int]]:
-        """The images of what DALI was given and will not return; forget it."""
+        """Return the images of the batches that DALI will not return any more, and forget these batches."""
         taken = [indices for indices, _ in self.given]
         self.given.clear()
         return taken
@@ -215,18 +217,18 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
 def _ahead(
     readers: ThreadPoolExecutor, shares: Iterator[Indices], prepare: Callable[[int], Prepared], num_batches: int
 ) -> Iterator[list[Prepared]]:
-    """Batches in order, while `num_batches` more are being prepared."""
-    under_way: deque[list[Future[Prepared]]] = deque()
+    """Yield batches in order, while `num_batches` more are being prepared."""
+    pending: deque[list[Future[Prepared]]] = deque()
     for share in shares:
-        under_way.append([readers.submit(prepare, int(index)) for index in share])
-        if len(under_way) > num_batches:
-            yield [row.result() for row in under_way.popleft()]
-    while under_way:
-        yield [row.result() for row in under_way.popleft()]
+        pending.append([readers.submit(prepare, int(index)) for index in share])
+        if len(pending) > num_batches:
+            yield [row.result() for row in pending.popleft()]
+    while pending:
+        yield [row.result() for row in pending.popleft()]
 
 
 def _received(decoded: Any, buffers: HostBuffers, num_images: int, stream: torch.cuda.Stream | None) -> Tensor:
-    """A copy in memory of torch's, as DALI uses its own again for the next batch; on the device of `stream`, if any."""
+    """Copy a batch to torch's memory, on the device of `stream`, if any: DALI reuses its own for the next batch."""
     from nvidia.dali.plugin.pytorch import feed_ndarray
 
     if stream is None:
@@ -248,14 +250,14 @@ def _decoded_here(
     buffers: HostBuffers,
     stream: torch.cuda.Stream | None,
 ) -> Batch:
-    """A batch that DALI does not decode, as and where it would have left it."""
+    """Decode a batch without DALI; the result is where DALI would have put it."""
     images = buffers.take(len(indices))
     labels = torch.tensor(list(readers.map(load, indices, images)))
     return (images, labels) if stream is None else (images.to(stream.device), labels.pin_memory())
 
 
 def _next_of(pipeline: Any) -> Any | None:
-    """The images of the next batch; None at the end."""
+    """Run the pipeline for the images of the next batch; None at the end."""
     try:
         (images,) = pipeline.run()
     except StopIteration:

@@ -1,4 +1,4 @@
-"""What the data modules of large images have in common: loaders for any number of ranks, and the work on the device."""
+"""The base of data modules of large images: loaders for any number of ranks, and normalisation on the device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import recounting
 from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.images.source import RowSource
-from lightning_hybrid.data.normalize import NormaliseOnDevice
+from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.order import Batch, EpochOrder
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
-    """Loaders over `train_rows` and `eval_rows`, which :meth:`setup` of a subclass provides.
+    """A data module over `train_rows` and `eval_rows`, which `setup` of a subclass provides.
 
-    Batches leave the loader as uint8. `DevicePrefetcher` normalises them on the device; under a
-    strategy without it, `on_after_batch_transfer` does the same when Lightning has moved them. The bits are the same.
+    Batches leave the loader as uint8. `DevicePrefetcher` normalises them on the device; under a strategy without it,
+    `on_after_batch_transfer` does the same after Lightning has moved them. The bits are the same.
 
     Args:
         global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
-        seed: Of the order of images and of augmentation. Every rank must have the same.
+        seed: Seed of the order of images and of augmentation. Every rank must have the same.
         eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
-        num_threads: That decode, for each rank; None: its share of the machine's cores.
-        num_batches_ahead: Of the consumer.
-        mean: Of the grey levels of red, green and blue, as fractions of 255.
-        std: Their standard deviation, alike.
+        num_threads: Threads that decode, for each rank; None: its share of the machine's cores.
+        num_batches_ahead: Batches that are made while the consumer works.
+        mean: Mean grey levels of red, green and blue, as fractions of 255.
+        std: Standard deviations of these grey levels, as fractions of 255.
     """
 
     train_rows: RowSource
@@ -60,16 +60,16 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         self.eval_batch_size_per_rank = eval_batch_size_per_rank
         self.num_threads = num_threads
         self.num_batches_ahead = num_batches_ahead
-        self.on_device = NormaliseOnDevice(mean=mean, std=std)
+        self.on_device = NormalizeOnDevice(mean=mean, std=std)
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Provide `train_rows` and `eval_rows`; every rank does."""
+        """Provide `train_rows` and `eval_rows`, on every rank."""
 
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
 
-    def _staff(self) -> BatchFiller:
+    def _filler(self) -> BatchFiller:
         trainer = self.trainer
         return DecodeThreads(
             num_threads=self._num_threads(),
@@ -78,7 +78,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Batches of this rank; Lightning tells the loader the epoch."""
+        """Make the loader of this rank; Lightning sets its epoch."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,
@@ -91,29 +91,29 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         return ImageTrainLoader(
             self.train_rows,
             order,
-            staff=self._staff(),
+            filler=self._filler(),
             on_device=self.on_device,
             on_other_accumulation=recounting(trainer),
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
-        """The share of this rank in the validation images, each of which comes once."""
+        """Make the loader of this rank's share of the validation images, each of which comes once."""
         trainer = self.trainer
         return ImageEvalLoader(
             self.eval_rows,
             world_size=trainer.world_size if trainer else 1,
             rank=trainer.global_rank if trainer else 0,
             batch_size_per_rank=self.eval_batch_size_per_rank,
-            staff=self._staff(),
+            filler=self._filler(),
             on_device=self.on_device,
         )
 
     def test_dataloader(self) -> ImageEvalLoader:
-        """The validation images: ImageNet's test labels are not public, and every published accuracy is on these."""
+        """Return the validation images: ImageNet's test labels are not public; published accuracies are on these."""
         return self.val_dataloader()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Under a strategy without prefetcher: normalise, and cast to the precision's input dtype."""
+        """Normalise, and cast to the precision's input dtype, under a strategy without prefetcher."""
         normalised = self.on_device(batch)
         if normalised is batch or self.trainer is None:
             return normalised
@@ -122,7 +122,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
 
 def share_of_cores(num_ranks: int) -> int:
-    """Threads for one of `num_ranks` processes on this machine: its share of the usable cores, at least 1.
+    """Count the threads for one of `num_ranks` processes on this machine: its share of the usable cores, at least 1.
 
     >>> share_of_cores(10**6)
     1

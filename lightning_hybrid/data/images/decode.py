@@ -1,4 +1,4 @@
-"""Bytes of an image file -> RGB pixels: simplejpeg where it is installed, Pillow for the rest."""
+"""Decoding of image files to RGB pixels: simplejpeg where it is installed, Pillow for the rest."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BATCH_DECODER = "dali"  # of whole batches: see `lightning_hybrid.data.images.da
 
 
 MAX_PIXELS = 89_478_485
-"""Of an image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB)."""
+"""The largest image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB)."""
 
 
 class CorruptImageError(ValueError):
-    """The bytes are not an image, or not all of one."""
+    """Bytes that are not an image, or not all of one."""
 
 
 def default_decoder() -> str:
-    """The faster of :data:`DECODERS` that is installed."""
+    """Return the faster of `DECODERS` that is installed."""
     return "pillow" if simplejpeg is None else "simplejpeg"
 
 
@@ -37,7 +37,7 @@ def check_decoder(decoder: str) -> None:
     """Refuse a decoder that is not there.
 
     Raises:
-        ValueError: It has another name, or is not installed.
+        ValueError: The name is unknown, or the decoder is not installed.
 
     >>> check_decoder("libjpeg")
     Traceback (most recent call last):
@@ -71,14 +71,14 @@ def has_dali() -> bool:
 
 
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
-    """RGB pixels of an image file: uint8 `"height width 3"`.
+    """Decode an image file to RGB pixels: uint8 `"height width 3"`.
 
-    `simplejpeg` gives the same bits as Pillow, as both run libjpeg-turbo with exact transforms, in less time. What it
-    refuses goes to Pillow: other formats under a JPEG's name (ImageNet has a PNG), and what libjpeg warns of.
-    Grey becomes three equal channels, CMYK is converted, 16 bits keep their upper 8, transparency is dropped.
+    `simplejpeg` gives the same bits as Pillow, as both run libjpeg-turbo with exact transforms, in less time. Files
+    that it refuses go to Pillow: other formats under a JPEG's name (ImageNet has a PNG), and damage that libjpeg warns
+    of. Grey becomes three equal channels, CMYK is converted, of 16 bits the upper 8 stay, transparency is dropped.
 
     Raises:
-        CorruptImageError: Not an image, cut short, or of more than `MAX_PIXELS`.
+        CorruptImageError: The file is no image, cut short, or has more than `MAX_PIXELS`.
     """
     if not data:
         raise CorruptImageError("the file is empty")
@@ -94,7 +94,7 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
 
 
 def _check_size(height: int, width: int) -> None:
-    """A few bytes can claim to be an image of gigabytes: refuse by the header, before memory is taken for it."""
+    """Refuse a large image by its header, before memory is taken: a few bytes can claim to be gigabytes of pixels."""
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
             f"{height} x {width} pixels are more than {MAX_PIXELS}, and take {height * width * 3} bytes"
@@ -116,7 +116,7 @@ def _decode_with_pillow(data: bytes) -> Pixels:
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:
-    """JPEG of RGB pixels, baseline, chroma halved both ways, as nearly all of ImageNet is."""
+    """Encode RGB pixels as baseline JPEG, chroma halved both ways, as nearly all of ImageNet is."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="JPEG", quality=quality, subsampling="4:2:0")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Threads that fill the next batches while the consumer works on this one."""
+"""Threads that fill the next batches while the consumer works on the present one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.order import Batch, Indices
 
 LoadRow = Callable[[int, Tensor], int]
@@ -20,7 +21,7 @@ LoadRow = Callable[[int, Tensor], int]
 
 @dataclass
 class _Filling:
-    """A batch on its way: threads fill its rows."""
+    """A batch whose rows threads fill."""
 
     indices: Indices
     images: Tensor
@@ -37,15 +38,15 @@ class ThreadedBatches(Iterator[Batch]):
     and resizing release Python's lock, so threads do what worker processes do, without their start-up and copies.
 
     - An error in a row reaches the consumer when its batch is due, and ends the iteration.
-    - :meth:`close`, the end of the iteration, garbage collection and the end of the program stop the threads.
+    - `close`, the end of the iteration, garbage collection and the end of the program stop the threads.
     - In a forked process there are no threads: to iterate there is an error, not a wait without end.
 
     Args:
         shares: The images of each batch.
         load_row: Fills one row and returns its label.
-        take_buffer: Memory for the images of one batch of the given number of rows.
+        take_buffer: Gives memory for the images of one batch of the given number of rows.
         num_threads: At least 1.
-        num_batches_ahead: At least 1; so many buffers are filled or full beside those that the consumer holds.
+        num_batches_ahead: At least 1; so many buffers are in use besides those that the consumer holds.
 
     >>> import numpy as np
     >>> def load_row(index, row):
@@ -68,12 +69,12 @@ class ThreadedBatches(Iterator[Batch]):
         num_batches_ahead: int,
     ) -> None:
         for name, value in (("num_threads", num_threads), ("num_batches_ahead", num_batches_ahead)):
-            if value < 1:
-                raise ValueError(f"`{name}` (={value}) must be at least 1: nobody would fill a batch. Set {name}=1.")
+            require_whole(name, value, f"with none no batch would be filled. Set {name}=1")
         self._work = _Work(iter(shares), load_row, take_buffer, num_batches_ahead)
         torch_threads = torch.get_num_threads()
         self._work.start(num_threads)
-        torch.set_num_threads(torch_threads)  # the threads' own 1 would become that of threads started from here on
+        # torch hands the number last set, here the threads' 1, to every thread that starts later.
+        torch.set_num_threads(torch_threads)
         self._finalizer = weakref.finalize(self, self._work.stop)  # also at the end of the program
 
     def __next__(self) -> Batch:
@@ -89,7 +90,7 @@ class ThreadedBatches(Iterator[Batch]):
 
 
 class _Work:
-    """What the threads share. It does not know the iterator, so that the iterator can be collected."""
+    """The state that the threads share. It does not refer to the iterator, so that the iterator can be collected."""
 
     def __init__(
         self,
@@ -102,7 +103,8 @@ class _Work:
         self.take_buffer = take_buffer
         self.room = threading.Semaphore(num_batches_ahead)
         self.begun: queue.SimpleQueue[_Filling | Exception | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()  # of `rows`; whoever holds it may wait for room
+        # Two locks: the thread that holds `lock` may wait for room, which comes only while others finish their rows.
+        self.lock = threading.Lock()  # of `rows`
         self.counting = threading.Lock()  # of `rows_left`
         self.stopped = False
         self.threads: list[threading.Thread] = []
@@ -110,7 +112,7 @@ class _Work:
         self.rows = self._rows(shares)
 
     def _rows(self, shares: Iterator[Indices]) -> Iterator[tuple[_Filling, int]]:
-        """Every row of every batch, in order; advanced by one thread at a time."""
+        """Yield every row of every batch, in order; one thread at a time advances it."""
         try:
             for indices in shares:
                 self.room.acquire()
@@ -149,11 +151,11 @@ class _Work:
             if job is None:
                 return
             self._fill(*job)
-            del job  # it would keep a batch from being recycled while this thread waits
+            del job  # else it would hold the buffer of a batch while this thread waits
 
     def _fill(self, filling: _Filling, row: int) -> None:
         try:
-            if filling.error is None:
+            if filling.error is None:  # after an error the other rows are only counted: nothing reads the batch
                 filling.labels[row] = self.load_row(int(filling.indices[row]), filling.images[row])
         except Exception as error:
             filling.error = error
@@ -167,7 +169,7 @@ class _Work:
         if self.process_id != os.getpid():
             raise RuntimeError(
                 "the threads of this iterator live in the process that made it, and this is a fork of it: iterate over "
-                "the loader anew here"
+                "the loader again here"
             )
         if self.stopped:
             raise StopIteration
@@ -186,8 +188,8 @@ class _Work:
         if self.process_id != os.getpid():
             return
         self.stopped = True
-        self.room.release()  # for the one that may wait
-        if threading.current_thread() in self.threads:  # the collector runs here: others may wait for this thread
+        self.room.release()  # for a thread that may wait
+        if threading.current_thread() in self.threads:  # garbage collection runs in this one, which cannot join itself
             return
         for thread in self.threads:
             thread.join()

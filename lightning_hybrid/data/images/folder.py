@@ -1,4 +1,4 @@
-"""ImageNet as it is unpacked: a folder per split, in it a folder per class, in it image files."""
+"""ImageNet as it is unpacked: a folder per split with a folder per class with image files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMED = 3  # in an error
 class ImageFolder(ImageSource):
     """The images of `folder/<class>/<name>.JPEG` (or .jpg, .png); classes are numbered in order of their names.
 
-    Files of other kinds and hidden files are passed over. Names are kept as bytes, 20 of them per image.
+    Other files and hidden files are ignored. Names are stored as bytes, 20 of them per image.
 
     Raises:
         ValueError: Images lie outside of class folders, a class folder holds none, archives are still packed, or there
@@ -64,17 +64,17 @@ class ImageFolder(ImageSource):
         self._names: NDArray[np.bytes_] = np.array(names)
 
     def read(self, index: int) -> bytes:
-        """As :meth:`ImageSource.read`."""
+        """Read the image file."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 
     def name(self, index: int) -> str:
-        """Path of the file."""
+        """Return the path of the file."""
         return f"{self.folder}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
 
 
 def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
-    """Refuse a root without its splits, telling what is there instead.
+    """Refuse a root without its splits, and say what is there instead.
 
     Raises:
         ValueError: There is no such folder, or a split is missing.
@@ -108,9 +108,9 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
     """
     only = [(sorted({*one} - {*other}), name) for one, other, name in ((train, val, "train"), (val, train, "val"))]
     if tuple(train) != tuple(val):
-        told = "; ".join(f"{_some(names)} only in {split}/" for names, split in only if names)
+        found = "; ".join(f"{_some(names)} only in {split}/" for names, split in only if names)
         raise ValueError(
-            f"`root` (={root}) must have the same classes in train/ and val/: {told}. Labels are numbered in order of "
+            f"`root` (={root}) must have the same classes in train/ and val/: {found}. Labels are numbered in order of "
             "the class names, so the accuracy would mean nothing. Complete the set."
         )
     if len(train) != num_classes:
@@ -121,7 +121,7 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
 
 
 def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Names in a folder, sorted: folders, images, archives; hidden ones left out."""
+    """List the names in a folder, sorted: folders, images, archives; without hidden ones."""
     folders, images, archives = [], [], []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -141,7 +141,7 @@ def _is_image(name: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few of many names.
+    """Join the first few of many names.
 
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

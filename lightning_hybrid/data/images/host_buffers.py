@@ -1,4 +1,4 @@
-"""Memory for batches on the host, used again as soon as nobody looks at it."""
+"""Memory for batches on the host, which is used again as soon as no tensor is on it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Ours: more than a loader and its consumer have under way; the rest of what somebody collected goes back to the system.
+# Our choice: more than a loader and its consumer hold at a time; memory of further batches goes back to the system.
 MAX_FREE = 8
 
 
 class HostBuffers:
-    """Batches of uint8 images `"batch channels height width"`, channels_last, of at most `max_images` images.
+    """A pool of batches of uint8 images `"batch channels height width"`, channels_last, of at most `max_images` images.
 
-    Memory returns to the pool when the last tensor on it is gone, whoever held it: consumers may keep batches as long
-    as they like, and a loop that does not keeps using the same few blocks (fresh pages cost as much as a copy).
-    Pinned memory comes from torch's caching allocator, which does the same and also waits for copies to the device that
-    are under way.
+    Memory returns to the pool when the last tensor on it is gone: consumers may hold batches as long as they like, and
+    a loop that does not hold them uses the same few blocks again (fresh pages cost as much as a copy). Pinned memory
+    comes from torch's caching allocator, which does the same and also waits for copies to the device.
 
     >>> buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
     >>> images = buffers.take(2)
@@ -43,7 +42,7 @@ class HostBuffers:
         return _make, (self.max_images, self.image_size, self.pin_memory)
 
     def take(self, num_images: int) -> Tensor:
-        """Memory of a batch; what is in it is left over from others."""
+        """Return memory for a batch; its content is left over from other batches."""
         shape = (num_images, self.image_size, self.image_size, 3)
         if self.pin_memory:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True).permute(0, 3, 1, 2)
@@ -51,8 +50,9 @@ class HostBuffers:
             block = self._free.pop() if self._free else None
         if block is None:
             block = np.empty((self.max_images, *shape[1:]), dtype=np.uint8)
-        lent = block[:num_images]  # torch holds this view, and nothing else does, as long as a tensor is on it
-        weakref.finalize(lent, self._free.append, block).atexit = False
+        # Only torch holds this view, as long as a tensor is on it: its end is the end of the last tensor.
+        lent = block[:num_images]
+        weakref.finalize(lent, self._free.append, block).atexit = False  # at exit there is nothing to return to
         return torch.from_numpy(lent).permute(0, 3, 1, 2)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.images.crops import EvalView, TrainView
-from lightning_hybrid.data.images.dali import DaliStaff
+from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
+from lightning_hybrid.data.images.dali import DaliFiller
 from lightning_hybrid.data.images.datamodule import ImageDataModule
 from lightning_hybrid.data.images.decode import BATCH_DECODER, check_decoder, default_decoder
 from lightning_hybrid.data.images.folder import ImageFolder, check_root, check_same_classes
@@ -18,33 +18,28 @@ from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
 
 
 class ImageNetDataModule(ImageDataModule):
-    """`root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`, or shards in `root/train` and `root/val`.
+    """A data module of `root/{train,val}/<class>/*.JPEG`, or of shards in `root/train` and `root/val`.
 
     Training: random resized crop and flip, new ones each epoch. Evaluation: short side to `eval_resize`, centre crop.
 
+    The arguments that are not listed here are those of `ImageDataModule`.
+
     Args:
         root: The folder above `train` and `val`. `recipes/pack.py` makes shards, which are found by their index.
-        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
-        seed: Of the order of images and of augmentation. Every rank must have the same.
-        num_classes: Of the network; the set must have as many.
-        image_size: Pixels of a side of what the network sees.
+        num_classes: Classes of the network; the set must have as many.
+        image_size: Pixels of a side of the network's input.
         eval_resize: Pixels of the short side that evaluation cuts its centre from.
-        area: Least and most area of a training crop, as fractions. 0.08 to 1 (Szegedy et al. 2014); NVIDIA's MLPerf
+        area: Least and largest area of a training crop, as fractions. 0.08 to 1 (Szegedy et al. 2014); NVIDIA's MLPerf
             submissions used 0.05 to 1.
-        aspect: Least and most width / height of a training crop.
+        aspect: Least and largest width / height of a training crop.
         flip: Flip half of the training crops left to right.
-        mean: Of the grey levels of red, green and blue, as fractions of 255.
-        std: Their standard deviation, alike.
-        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
-        num_threads: That decode, for each rank; None: its share of the machine's cores.
-        num_batches_ahead: Of the consumer.
         max_corrupt_images: So many unreadable images per rank and split are replaced by others and logged; see
-            `DecodedImages`. The default is ours: what a copy may lose, and no more than 1 in 80,000 of ImageNet.
+            `DecodedImages`. The default is our choice: losses of a copy, and no more than 1 in 80,000 of ImageNet.
         decoder: `simplejpeg` or `pillow`, in threads on the CPU; None: the faster of them that is installed. `dali`: on
-            the GPU where Lightning uses one, else on the CPU; see `lightning_hybrid.data.images.dali` for what differs.
+            the GPU where Lightning uses one, else on the CPU; `lightning_hybrid.data.images.dali` says what differs.
 
     Raises:
-        ValueError: The set is incomplete or has other classes (in `setup`, before any step), or an argument is wrong.
+        ValueError: An argument is wrong; or, in `setup`, the set is incomplete or has other classes.
     """
 
     def __init__(
@@ -84,14 +79,14 @@ class ImageNetDataModule(ImageDataModule):
             require_whole(name, value, f"it is counted. Set data.{name}={least} or more", least=least)
         self.decoder = decoder or default_decoder()
         check_decoder(self.decoder)
-        self.train_view = TrainView(
+        self.train_crop = TrainCrop(
             image_size=image_size,
             seed=seed,
             area=(area[0], area[1]),
             aspect=(aspect[0], aspect[1]),
             flip=flip,
         )
-        self.eval_view = EvalView(image_size=image_size, eval_resize=eval_resize)
+        self.eval_crop = EvalCrop(image_size=image_size, eval_resize=eval_resize)
         self.root = Path(root)
         self.num_classes = num_classes
         self.image_shape = (3, image_size, image_size)
@@ -99,24 +94,24 @@ class ImageNetDataModule(ImageDataModule):
         check_root(self.root)
 
     def setup(self, stage: str) -> None:
-        """List the images of both splits; every rank does, once."""
+        """List the images of both splits, once, on every rank."""
         if hasattr(self, "train_rows"):
             return
         train, val = (open_images(self.root / split) for split in ("train", "val"))
         check_same_classes(self.root, train.classes, val.classes, num_classes=self.num_classes)
-        self.train_rows = self._decoded(train, self.train_view)
-        self.eval_rows = self._decoded(val, self.eval_view)
+        self.train_rows = self._decoded(train, self.train_crop)
+        self.eval_rows = self._decoded(val, self.eval_crop)
 
-    def _decoded(self, images: ImageSource, view: Crop) -> DecodedImages:
-        # DALI is a staff of its own; what it does not read itself is decoded like anything else
+    def _decoded(self, images: ImageSource, crop: Crop) -> DecodedImages:
+        # With DALI too some images are decoded here: those in formats that it does not read.
         decoder = default_decoder() if self.decoder == BATCH_DECODER else self.decoder
-        return DecodedImages(images, view, decoder=decoder, max_corrupt_images=self.max_corrupt_images)
+        return DecodedImages(images, crop, decoder=decoder, max_corrupt_images=self.max_corrupt_images)
 
-    def _staff(self) -> BatchFiller:
+    def _filler(self) -> BatchFiller:
         if self.decoder != BATCH_DECODER:
-            return super()._staff()
+            return super()._filler()
         device = self.trainer.strategy.root_device if self.trainer else None
-        return DaliStaff(
+        return DaliFiller(
             num_threads=self._num_threads(),
             num_batches_ahead=self.num_batches_ahead,
             device_id=device.index if device is not None and device.type == "cuda" else None,
@@ -124,7 +119,7 @@ class ImageNetDataModule(ImageDataModule):
 
 
 def open_images(folder: Path) -> ImageSource:
-    """The images of one split, whichever way they are stored.
+    """Open the images of one split, stored as shards or as files.
 
     Raises:
         ValueError: They are incomplete.

@@ -1,4 +1,4 @@
-"""Loaders of images that are read and decoded as they are needed, by threads, a bounded number of batches ahead."""
+"""Loaders of images that are read and decoded on demand, a bounded number of batches ahead."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoa
 
 
 class BatchFiller(Protocol):
-    """Who decodes for a loader: :class:`Staff`, or `lightning_hybrid.data.images.dali.DaliStaff`."""
+    """The decoding part of a loader: `DecodeThreads`, or `lightning_hybrid.data.images.dali.DaliFiller`."""
 
     @property
     def pin_memory(self) -> bool:
         """Whether batches on the host are page-locked."""
 
     def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
-        """Batches of the images in `shares`, in their order; what works ahead ends with the generator."""
+        """Yield batches of the images in `shares`, in their order; threads end with the generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeThreads:
-    """How a loader works, whatever it loads: no influence on what comes out.
+    """A `BatchFiller` of threads on the CPU. Its settings have no influence on the batches.
 
     Args:
-        num_threads: That fill batches, beside the consumer's own.
-        num_batches_ahead: Filled or being filled while the consumer works.
-        pin_memory: Page-locked batches, from which copies to a GPU run beside its work.
+        num_threads: Threads that fill batches, next to the consumer's.
+        num_batches_ahead: Batches that are filled while the consumer works.
+        pin_memory: Use page-locked memory, from which copies to a GPU run during its work.
     """
 
     num_threads: int
@@ -41,7 +41,7 @@ class DecodeThreads:
     pin_memory: bool = False
 
     def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
-        """Batches of the images in `shares`; the threads end with the generator."""
+        """Yield batches of the images in `shares`; the threads end with the generator."""
         batches = ThreadedBatches(
             shares,
             partial(rows.load, epoch=epoch),
@@ -58,32 +58,31 @@ class DecodeThreads:
 class ImageTrainLoader(ResumableLoader):
     """One rank's share of shuffled epochs, resumable after any batch: order and state are `ResumableLoader`'s.
 
-    `on_device(batch)`, where given, is what remains to be done on the device: `DevicePrefetcher` and the data modules
-    call it.
+    `on_device(batch)` is the rest of the work, on the device: `DevicePrefetcher` and the data modules call it.
 
     Yields:
         `(images, labels)`: images uint8 `"batch 3 image_size image_size"`, channels_last; labels int64 `"batch"`.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self,
         rows: RowSource,
         order: EpochOrder,
         *,
-        staff: BatchFiller,
+        filler: BatchFiller,
         on_device: Callable[[Batch], Batch],
         on_other_accumulation: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(order, on_other_accumulation=on_other_accumulation)
-        self.rows, self.staff, self.on_device = rows, staff, on_device
+        self.rows, self.filler, self.on_device = rows, filler, on_device
         self._buffers = HostBuffers(
-            max_images=order.batch_size_per_rank, image_size=rows.image_size, pin_memory=staff.pin_memory
+            max_images=order.batch_size_per_rank, image_size=rows.image_size, pin_memory=filler.pin_memory
         )
 
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
-        return self.staff.fill(shares, self.rows, self._buffers, epoch=epoch)
+        return self.filler.fill(shares, self.rows, self._buffers, epoch=epoch)
 
 
 class ImageEvalLoader:
@@ -93,7 +92,7 @@ class ImageEvalLoader:
         ValueError: There are more ranks than images.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -102,19 +101,19 @@ class ImageEvalLoader:
         world_size: int,
         rank: int,
         batch_size_per_rank: int,
-        staff: BatchFiller,
+        filler: BatchFiller,
         on_device: Callable[[Batch], Batch],
     ) -> None:
-        self.rows, self.staff, self.on_device = rows, staff, on_device
+        self.rows, self.filler, self.on_device = rows, filler, on_device
         self.shares = eval_shares(
             num_images=rows.num_images, world_size=world_size, rank=rank, batch_size_per_rank=batch_size_per_rank
         )
         self._buffers = HostBuffers(
-            max_images=max(map(len, self.shares)), image_size=rows.image_size, pin_memory=staff.pin_memory
+            max_images=max(map(len, self.shares)), image_size=rows.image_size, pin_memory=filler.pin_memory
         )
 
     def __len__(self) -> int:
         return len(self.shares)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.staff.fill(iter(self.shares), self.rows, self._buffers, epoch=0)
+        return self.filler.fill(iter(self.shares), self.rows, self._buffers, epoch=0)

@@ -1,11 +1,11 @@
 """Packed images: a few large files of image files one after the other, and an index.
 
-    index.npz          where each image is and what it shows, see `ShardIndex`
+    index.npz          place and label of each image, see `ShardIndex`
     shard-00000.bin    the image files, back to back
     shard-00001.bin    ...
 
-No more than that: one `pread` finds an image, in any order, from any thread or process. The index is read without
-pickle. Each image and each shard has a CRC-32.
+One `pread` reads an image, in any order, from any thread or process. The index is read without pickle. Each image and
+each shard has a CRC-32.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hybrid.atomic_file import atomic_path, sync
 from lightning_hybrid.data.images.decode import CorruptImageError
 from lightning_hybrid.data.images.source import ImageSource
 
@@ -28,7 +29,7 @@ INDEX_NAME = "index.npz"
 
 
 def shard_name(shard: int) -> str:
-    """File name of a shard.
+    """Return the file name of a shard.
 
     >>> shard_name(7)
     'shard-00007.bin'
@@ -38,11 +39,19 @@ def shard_name(shard: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIndex:
-    """Where each image is and what it shows; one row per image, in the order in which they are stored.
+    """Place and label of each image; one row per image, in the order in which they are stored.
 
-    shards: int32, number of the file. offsets: int64, bytes from its start. num_bytes: int32. crc32s: uint32, of the
-    image file. labels: int64, into `classes`. names: bytes, for messages. shard_num_bytes and shard_crc32s: of whole
-    files. about: how the shards were made, JSON.
+    Attributes:
+        shards: Number of the file.
+        offsets: Bytes from the start of the file.
+        num_bytes: Bytes of the image file.
+        crc32s: CRC-32 of the image file.
+        labels: Index into `classes`.
+        names: Names for messages.
+        shard_num_bytes: Bytes of each shard.
+        shard_crc32s: CRC-32 of each shard.
+        classes: Names of the classes.
+        about: How the shards were made, JSON.
     """
 
     shards: NDArray[np.int32]
@@ -57,49 +66,46 @@ class ShardIndex:
     about: str
 
     def save(self, path: Path) -> None:
-        """Write whole or not at all."""
+        """Write the index, whole or not at all."""
         arrays: dict[str, Any] = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
         arrays["format_version"] = np.asarray(FORMAT_VERSION)
-        unfinished = path.with_suffix(".unfinished")
-        with open(unfinished, "wb") as file:
+        with atomic_path(path) as part, part.open("wb") as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            sync(file)
 
     @classmethod
     def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
-        """One index of several shards, from the indices of each; their number is that of the file."""
-        told = {
+        """Join the indices of single shards."""
+        joined = {
             field.name: np.concatenate([getattr(part, field.name) for part in parts])
             for field in fields(cls)
             if field.name not in ("classes", "about")
         }
-        return cls(**told, classes=parts[0].classes, about=parts[0].about)
+        return cls(**joined, classes=parts[0].classes, about=parts[0].about)
 
     @classmethod
     def load(cls, path: Path) -> ShardIndex:
-        """Read what :meth:`save` wrote.
+        """Read an index that `save` wrote.
 
         Raises:
-            ValueError: It is damaged, of another version, or says what cannot be.
+            ValueError: It is damaged, of another version, or contradicts itself.
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-                told = {name: arrays[name] for name in arrays.files}
+                found = {name: arrays[name] for name in arrays.files}
         except Exception as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
             raise ValueError(f"{path} (index of shards) is damaged ({error}): pack the images again.") from error
-        version = told.pop("format_version", np.asarray(-1))
+        version = found.pop("format_version", np.asarray(-1))
         version = int(version) if version.shape == () and version.dtype.kind in "iu" else -1
-        if version != FORMAT_VERSION or told.keys() != {field.name for field in fields(cls)}:
+        if version != FORMAT_VERSION or found.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
                 f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
-                "again with the recipes/pack.py beside this package."
+                "again with the recipes/pack.py of this version."
             )
-        _check_arrays(path, told)
-        told["classes"] = tuple(str(name) for name in told["classes"])
-        told["about"] = str(told["about"])
-        index = cls(**told)
+        _check_arrays(path, found)
+        found["classes"] = tuple(str(name) for name in found["classes"])
+        found["about"] = str(found["about"])
+        index = cls(**found)
         if len(index.labels) and not (index.labels.min() >= 0 and index.labels.max() < len(index.classes)):
             raise ValueError(
                 f"{path} (index of shards) has labels from {index.labels.min()} to {index.labels.max()}, which must be "
@@ -116,11 +122,7 @@ def _refuse(path: Path, name: str, rule: str) -> None:
 
 
 def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Refuse an index whose rows point outside of the shards: it would be read without end, or beyond it.
-
-    Raises:
-        ValueError: It names file and field.
-    """
+    """Refuse an index whose arrays have wrong types or lengths, with file and field in the error."""
     for name in _INTEGERS:
         if arrays[name].dtype.kind not in "iu" or arrays[name].ndim != 1:
             _refuse(path, name, f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers")
@@ -140,11 +142,7 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def _check_bounds(path: Path, index: ShardIndex) -> None:
-    """Refuse rows that point outside of the shards.
-
-    Raises:
-        ValueError: It names file and field.
-    """
+    """Refuse rows that point outside of the shards, with file and field in the error."""
     arrays, num_images, num_shards = vars(index), len(index.labels), len(index.shard_num_bytes)
     shards, offsets, num_bytes = (arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes"))
     if num_images and not (shards.min() >= 0 and shards.max() < num_shards):
@@ -186,36 +184,36 @@ class ShardedImages(ImageSource):
             path = folder / shard_name(shard)
             found = path.stat().st_size if path.is_file() else None
             if found != num_bytes:
-                told = "is missing" if found is None else f"has {found} bytes"
+                fault = "is missing" if found is None else f"has {found} bytes"
                 raise ValueError(
-                    f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {told}, and "
+                    f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {fault}, and "
                     f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run recipes/pack.py again."
                 )
         self._files: dict[tuple[int, int], int] = {}  # (process, shard) -> descriptor
 
     def read(self, index: int) -> bytes:
-        """As :meth:`ImageSource.read`."""
+        """Read the image file and compare its checksum."""
         at, num_bytes = int(self.index.offsets[index]), int(self.index.num_bytes[index])
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
-            told = f"{len(data)} of {num_bytes} bytes are there" if len(data) != num_bytes else "its checksum differs"
-            raise CorruptImageError(told)
+            fault = f"{len(data)} of {num_bytes} bytes are there" if len(data) != num_bytes else "its checksum differs"
+            raise CorruptImageError(fault)
         return data
 
     def name(self, index: int) -> str:
-        """Shard, and the name the image had before it was packed."""
+        """Return the shard, and the name the image had before it was packed."""
         name = os.fsdecode(bytes(self.index.names[index]))
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
     def _file(self, shard: int) -> int:
-        key = (os.getpid(), shard)
+        key = (os.getpid(), shard)  # a forked process opens its own, so that neither closes the other's
         descriptor = self._files.get(key)
         if descriptor is None:
             descriptor = os.open(self.folder / shard_name(shard), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            kept = self._files.setdefault(key, descriptor)
-            if kept != descriptor:  # another thread was first
+            first = self._files.setdefault(key, descriptor)
+            if first != descriptor:  # another thread was faster
                 os.close(descriptor)
-            return kept
+            return first
         return descriptor
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +231,7 @@ def holds_shards(folder: Path) -> bool:
 
 
 def damaged_shards(folder: Path) -> list[str]:
-    """Names of the shards whose bytes are not those that were packed: reads every byte."""
+    """Read every byte, and return the names of the shards whose bytes are not those that were packed."""
     images = ShardedImages(folder)
     paths = [folder / shard_name(shard) for shard in range(len(images.index.shard_crc32s))]
     crc32s = zip(paths, images.index.shard_crc32s, strict=True)
@@ -241,7 +239,7 @@ def damaged_shards(folder: Path) -> list[str]:
 
 
 def crc32_of(blocks: Iterable[bytes]) -> int:
-    """CRC-32 of bytes that come in pieces.
+    """Compute the CRC-32 of bytes that come in blocks.
 
     >>> crc32_of([b"ab", b"c"]) == crc32_of([b"abc"])
     True
@@ -252,7 +250,7 @@ def crc32_of(blocks: Iterable[bytes]) -> int:
     return crc32
 
 
-def _blocks(path: Path, num_bytes: int = 2**20) -> Iterable[bytes]:
+def _blocks(path: Path) -> Iterable[bytes]:
     with open(path, "rb") as file:
-        while block := file.read(num_bytes):
+        while block := file.read(2**20):
             yield block

@@ -1,4 +1,4 @@
-"""Where images come from, as bytes and labels by index; and how they, and the broken ones, become rows of a batch."""
+"""Sources of images, as bytes and labels by index, and how images, also broken ones, become rows of a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource(ABC):
-    """Images as they are stored, and what they show; read from several threads at once."""
+    """Stored images and their labels; several threads read at once."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]  # into `classes`
@@ -31,31 +31,31 @@ class ImageSource(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The image file.
+        """Read the image file.
 
         Raises:
             OSError: It cannot be read.
-            CorruptImageError: It is not what was stored.
+            CorruptImageError: It differs from what was stored.
         """
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What to call the image in a message, such as its path."""
+        """Return a name of the image for messages, such as its path."""
 
 
 class Crop(Protocol):
-    """What the network sees of an image; see `lightning_hybrid.data.images.crops`."""
+    """The choice of the part of an image that the network sees; see `lightning_hybrid.data.images.crops`."""
 
     @property
     def image_size(self) -> int:
         """Pixels of a side of the row."""
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Of an image of `height` x `width` pixels."""
+        """Choose the crop of an image of `height` x `width` pixels."""
 
 
 class RowSource(ABC):
-    """Images that can be put into a row of a batch; from several threads at once."""
+    """Images that can be put into a row of a batch, by several threads at once."""
 
     num_images: int
     image_size: int
@@ -66,46 +66,43 @@ class RowSource(ABC):
 
 
 class DecodedImages(RowSource):
-    """Images of a source, decoded and viewed.
+    """Images of a source, decoded and cropped.
 
-    An image that cannot be read or decoded does not stop the run, and every batch keeps its shape on every rank: the
-    next image of the set that can be read stands in for it, with its own label and the view that the broken one would
-    have had. That is a function of the set alone, so ranks and resumed runs agree. Each broken image is logged once and
-    counted on the rank that met it; more than `max_corrupt_images` of them end the run.
-
-    Raises (in `load` and `find`):
-        CorruptImageError: There are more.
+    An image that cannot be read or decoded does not stop the run, and every batch has its shape on every rank: the
+    next image of the set that can be read replaces it, with its own label and the crop of the broken one. That is a
+    function of the set alone, so that ranks and resumed runs agree. Each broken image is logged once and counted on the
+    rank that met it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load` or `find`.
     """
 
-    def __init__(self, source: ImageSource, view: Crop, *, decoder: str, max_corrupt_images: int) -> None:
+    def __init__(self, source: ImageSource, crop: Crop, *, decoder: str, max_corrupt_images: int) -> None:
         if max_corrupt_images < 0:
             raise ValueError(
                 f"`max_corrupt_images` (={max_corrupt_images}) must not be negative: it counts images. Set "
                 "data.max_corrupt_images=0 to end the run at the first."
             )
-        self.source, self.view, self.decoder = source, view, decoder
-        self.num_images, self.image_size = len(source), view.image_size
+        self.source, self.crop, self.decoder = source, crop, decoder
+        self.num_images, self.image_size = len(source), crop.image_size
         self.max_corrupt_images = max_corrupt_images
         self.corrupt: dict[int, str] = {}
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """As :meth:`Rows.load`."""
+        """Decode and crop an image; see `RowSource`."""
         pixels, label = self.find(index, partial(decode_rgb, decoder=self.decoder))
-        render_crop(pixels, row, self.view.frame(*pixels.shape[:2], image=index, epoch=epoch))
+        render_crop(pixels, row, self.crop.frame(*pixels.shape[:2], image=index, epoch=epoch))
         return label
 
     def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
-        """What `decode` makes of an image, or of the one that stands in for it; and its label."""
+        """Apply `decode` to an image, or to the one that replaces it; return the result and the label."""
         for step in range(self.num_images):
-            stand_in = (index + step) % self.num_images
-            if stand_in in self.corrupt:
+            candidate = (index + step) % self.num_images
+            if candidate in self.corrupt:  # known already: it is neither read nor counted twice
                 continue
             try:
-                found = decode(self.source.read(stand_in))
+                found = decode(self.source.read(candidate))
             except (CorruptImageError, OSError) as error:
-                self._count(stand_in, error)
+                self._count(candidate, error)
                 continue
-            return found, int(self.source.labels[stand_in])
+            return found, int(self.source.labels[candidate])
         raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
 
     def _count(self, index: int, error: Exception) -> None:

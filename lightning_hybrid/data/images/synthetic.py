@@ -1,4 +1,4 @@
-"""Images of noise in ImageNet's shape and number: they show what everything but reading and decoding costs."""
+"""Images of noise in ImageNet's shape and number: training without the cost of reading and decoding."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NUM_TRAIN, NUM_VAL = 1_281_167, 50_000  # of ImageNet (ILSVRC 2012)
 
 
 class StoredRows(RowSource):
-    """`num_images` images of which `num_stored` are different: image i is stored image `i mod num_stored`.
+    """A set of `num_images` images of which `num_stored` are different: image i is stored image `i mod num_stored`.
 
-    Its label is `i mod num_stored mod num_classes`, so a network can learn them by heart. Which images they are depends
-    on the seed alone, and an epoch changes nothing.
+    Its label is `i mod num_stored mod num_classes`, so that a network can learn them by heart. The images depend on the
+    seed alone, not on the epoch.
 
     >>> rows = StoredRows(num_images=10, num_stored=4, num_classes=3, image_size=2, seed=0)
     >>> row = torch.empty(3, 2, 2, dtype=torch.uint8)
@@ -29,6 +29,12 @@ class StoredRows(RowSource):
     """
 
     def __init__(self, *, num_images: int, num_stored: int, num_classes: int, image_size: int, seed: int) -> None:
+        for name, value in (
+            ("num_stored_images", num_stored),
+            ("num_classes", num_classes),
+            ("num_images", num_images),
+        ):
+            require_whole(name, value, f"there must be something to read. Set data.{name}=1 or more")
         self.num_images, self.num_classes, self.image_size = num_images, num_classes, image_size
         levels = np.random.default_rng([seed, 0]).integers(
             0, 256, size=(min(num_stored, num_images), image_size, image_size, 3), dtype=np.uint8
@@ -36,32 +42,28 @@ class StoredRows(RowSource):
         self._images = torch.from_numpy(levels).permute(0, 3, 1, 2)
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """As :meth:`Rows.load`: one copy."""
+        """Copy a stored image; see `RowSource`."""
         stored = index % len(self._images)
         row.copy_(self._images[stored])
         return stored % self.num_classes
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """Noise in place of images, with the loaders of :class:`ImageNetDataModule`: same batches, order, state, transfer.
+    """A data module of noise, with the loaders of `ImageNetDataModule`: same batches, order, state, transfer.
 
     Nothing is read or decoded, so it measures a network's throughput where data must not limit it, and tests recipes
     without a data set. Accuracy on it means nothing.
 
+    The arguments that are not listed here are those of `ImageDataModule`.
+
     Args:
-        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
-        seed: Of the noise and of the order of images. Every rank must have the same.
-        num_classes: Of the network.
+        seed: Seed of the noise and of the order of images. Every rank must have the same.
+        num_classes: Classes of the network.
         image_size: Pixels of a side.
-        num_train_images: In an epoch; ImageNet's number by default.
-        num_val_images: In an evaluation; ImageNet's number by default.
-        num_stored_images: That are different, in memory: 256 of 224 x 224 are 38.5 MB on each rank (ours: several
+        num_train_images: Images of an epoch; ImageNet's number by default.
+        num_val_images: Images of an evaluation; ImageNet's number by default.
+        num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice: several
             times a processor's cache, and quickly made).
-        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
-        num_threads: That copy, for each rank; None: its share of the machine's cores.
-        num_batches_ahead: Of the consumer.
-        mean: Of the grey levels of red, green and blue, as fractions of 255.
-        std: Their standard deviation, alike.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
 
     def setup(self, stage: str) -> None:
-        """Draw the noise; every rank does, once."""
+        """Draw the noise, once, on every rank."""
         if hasattr(self, "train_rows"):
             return
         self.train_rows, self.eval_rows = (

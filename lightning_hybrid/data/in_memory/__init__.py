@@ -1,1 +1,1 @@
-"""Small image sets that fit into memory: digits and glyphs."""
+"""Small image sets that fit in memory: digits and glyphs."""

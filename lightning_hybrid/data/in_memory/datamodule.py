@@ -1,4 +1,4 @@
-"""A LightningDataModule around image sets that fit in memory: what digits and glyphs have in common."""
+"""The base of data modules whose image sets fit in memory: digits and glyphs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normali
 
 
 class InMemoryDataModule(pl.LightningDataModule):
-    """Three image sets in memory, for any number of ranks; a subclass says which.
+    """A data module of three image sets in memory, for any number of ranks; a subclass provides them.
 
     Args:
-        num_train: Training images.
-        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds. What one rank takes at a
-            time follows from it and the trainer.
-        seed: Of the order of images and of augmentation. Every rank must have the same.
+        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds. The batch of one rank
+            follows from it and the trainer.
+        seed: Seed of the order of images and of augmentation. Every rank must have the same.
         shift_pixels: Training images move by up to this many pixels, each in its own direction; 0 = off.
         eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
 
@@ -27,30 +26,28 @@ class InMemoryDataModule(pl.LightningDataModule):
             shift leaves nothing of an image; a batch is empty.
     """
 
+    num_train: int
     num_classes: int
     image_shape: tuple[int, int, int]  # "channels height width"
 
     def __init__(
-        self, *, num_train: int, global_batch_size: int, seed: int, shift_pixels: int, eval_batch_size_per_rank: int
+        self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 128
     ) -> None:
         super().__init__()
         require_whole("global_batch_size", global_batch_size, "a step takes images. Set global_batch_size=1 or more")
         require_whole("seed", seed, "NumPy's generators take no other. Set data.seed=0", least=0)
-        if global_batch_size > num_train:
+        if global_batch_size > self.num_train:
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "
-                f"(={num_train}): an epoch would have no step. Set global_batch_size={num_train} or less."
+                f"(={self.num_train}): an epoch would have no step. Set global_batch_size={self.num_train} or less."
             )
         if not 0 <= shift_pixels < self.image_shape[1]:
             raise ValueError(
                 f"`shift_pixels` (={shift_pixels}) must be from 0 to less than the {self.image_shape[1]} pixels of an "
                 "image: beyond that nothing is left of it. Set data.shift_pixels=1."
             )
-        if eval_batch_size_per_rank < 1:
-            raise ValueError(
-                f"`eval_batch_size_per_rank` (={eval_batch_size_per_rank}) must be at least 1: it counts images. Set "
-                "data.eval_batch_size_per_rank=128."
-            )
+        why = "it counts images. Set data.eval_batch_size_per_rank=128"
+        require_whole("eval_batch_size_per_rank", eval_batch_size_per_rank, why)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shift_pixels = shift_pixels
@@ -58,12 +55,12 @@ class InMemoryDataModule(pl.LightningDataModule):
 
     @abstractmethod
     def load(self) -> dict[str, ImageSet]:
-        """The sets `train`, `val` and `test`, the same on every rank."""
+        """Return the sets `train`, `val` and `test`, the same on every rank."""
 
     def setup(self, stage: str) -> None:
-        """Load the sets; every rank does."""
+        """Load the sets, on every rank."""
         self.image_sets = self.load()
-        self.normalise = Normalize.fitted_to(self.image_sets["train"].images)
+        self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def _ranks(self) -> dict[str, int]:
         trainer = self.trainer
@@ -72,7 +69,7 @@ class InMemoryDataModule(pl.LightningDataModule):
         return {"world_size": trainer.world_size, "rank": trainer.global_rank}
 
     def train_dataloader(self) -> TrainLoader:
-        """Batches of this rank; Lightning tells the loader the epoch."""
+        """Make the loader of this rank; Lightning sets its epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],
@@ -80,7 +77,7 @@ class InMemoryDataModule(pl.LightningDataModule):
             accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
             seed=self.seed,
             shift_pixels=self.shift_pixels,
-            normalise=self.normalise,
+            normalize=self.normalize,
             on_other_accumulation=recounting(trainer),
             **self._ranks(),
         )
@@ -89,14 +86,14 @@ class InMemoryDataModule(pl.LightningDataModule):
         return EvalLoader(
             self.image_sets[name],
             batch_size_per_rank=self.eval_batch_size_per_rank,
-            normalise=self.normalise,
+            normalize=self.normalize,
             **self._ranks(),
         )
 
     def val_dataloader(self) -> EvalLoader:
-        """The share of this rank in the validation images."""
+        """Make the loader of this rank's share of the validation images."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> EvalLoader:
-        """The share of this rank in the test images."""
+        """Make the loader of this rank's share of the test images."""
         return self._eval_loader("test")

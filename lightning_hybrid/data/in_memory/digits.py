@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: a real image set of 57 KB that comes with its library, so nothing is downloaded.
+"""Scikit-learn's handwritten digits: a real image set of 57 KB that comes with its library, without a download.
 
     1,797 grey images of 8 x 8 pixels, 10 classes (UCI "Optical Recognition of Handwritten Digits", CC BY 4.0)
     -> 16 x 16, uint8 -> fixed stratified split: 1,257 train, 180 validation, 360 test
@@ -24,10 +24,10 @@ NUM_TRAIN, NUM_VAL, NUM_TEST = 1257, 180, 360
 SPLIT_SEED = 0  # of the split alone: the three sets are the same in every run
 
 
-def load_split() -> dict[str, ImageSet]:
-    """The three image sets, by name: `train`, `val`, `test`. The same ones every time.
+def digits_split() -> dict[str, ImageSet]:
+    """Load the image sets `train`, `val` and `test`: the same ones every time.
 
-    >>> {name: len(image_set.labels) for name, image_set in load_split().items()}
+    >>> {name: len(image_set.labels) for name, image_set in digits_split().items()}
     {'train': 1257, 'val': 180, 'test': 360}
     """
     digits = load_digits()
@@ -47,22 +47,12 @@ def load_split() -> dict[str, ImageSet]:
 
 
 class DigitsDataModule(InMemoryDataModule):
-    """Handwritten digits, 16 x 16, for any number of ranks; arguments as in `InMemoryDataModule`."""
+    """A data module of handwritten digits, 16 x 16; arguments as in `InMemoryDataModule`."""
 
+    num_train = NUM_TRAIN
     num_classes = NUM_CLASSES
     image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
 
-    def __init__(
-        self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 128
-    ) -> None:
-        super().__init__(
-            num_train=NUM_TRAIN,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            shift_pixels=shift_pixels,
-            eval_batch_size_per_rank=eval_batch_size_per_rank,
-        )
-
     def load(self) -> dict[str, ImageSet]:
-        """See `load_split`."""
-        return load_split()
+        """Load the sets; see `digits_split`."""
+        return digits_split()

@@ -4,9 +4,9 @@
     22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
     each image: a character turned, sheared, scaled, moved, with other greys and noise -> 32 x 32, uint8
 
-There is as much of it as one likes and nothing is downloaded, so a batch can be large and still a small part of an
-epoch. It says nothing about ImageNet accuracy. The fonts of the three sets are different files; families are shared on
-purpose: upright DejaVu Serif is in the training set, its italic in the test.
+The set can have any size and nothing is downloaded, so that a batch can be large and still a small part of an epoch. It
+says nothing about ImageNet accuracy. The fonts of the three sets are different files; families are shared on purpose:
+upright DejaVu Serif is in the training set, its italic in the test.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ FONTS = {
     "val": "DejaVuSans-Oblique DejaVuSerif-Bold STIXGeneralItalic cmtt10".split(),
     "test": "DejaVuSansMono-BoldOblique DejaVuSerif-Italic STIXGeneralBol cmss10".split(),
 }
-"""All of matplotlib's that hold every character. `*Display`, STIX's `NonUni` and `Siz`, `cmex`, `cmsy` do not."""
+"""All fonts of matplotlib that have every character. `*Display`, STIX's `NonUni` and `Siz`, `cmex`, `cmsy` do not."""
 
-# Ours: readable by eye. The size of a character is that of its capital letters, in parts of the image.
+# Our choice: readable by eye. The size of a character is that of its capital letters, in parts of the image.
 _SIZE, _TURN_RAD, _SHEAR, _SHIFT = (0.45, 0.8), 0.25, 0.2, 0.15
 _INK, _PAPER, _NOISE = (0.5, 1.0), (0.0, 0.3), 0.12
 _MASK_SIZE, _MASK_POINTS = 96, 64
 
 
 def _mask(font_name: str, character: str) -> Tensor:
-    """A character in the middle of a square, fp32, 0 = paper, 1 = ink."""
+    """Draw a character in the middle of a square: fp32, 0 = paper, 1 = ink."""
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
         raise ValueError(f"`font` (={font_name}) must hold {character!r}: its images would be blank. Take it out.")
@@ -67,7 +67,7 @@ def _uniform(size: tuple[int, ...], low: float, high: float, generator: torch.Ge
 
 
 def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
-    """Each mask turned, sheared, scaled and moved by its own numbers, in `IMAGE_SIZE`."""
+    """Turn, shear, scale and move each mask by random numbers of its own; the result has `IMAGE_SIZE`."""
     num = len(masks)
     angle = _uniform((num,), -_TURN_RAD, _TURN_RAD, generator)
     capital = 0.72 * _MASK_POINTS / _MASK_SIZE  # height of a capital letter in a mask
@@ -77,6 +77,7 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
     lean = torch.eye(2).repeat(num, 1, 1)
     lean[:, 0, 1] = shear
     matrix = zoom[:, None, None] * (turn @ lean)
+    # affine_grid maps places of the result to places of the mask, -1 to 1: zoom and shift are those of the way back.
     shift = _uniform((num, 2, 1), -2 * _SHIFT, 2 * _SHIFT, generator)
     places = F.affine_grid(
         torch.cat([matrix, matrix @ shift], 2), [num, 1, IMAGE_SIZE, IMAGE_SIZE], align_corners=False
@@ -85,7 +86,7 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
-    """Images of one set's fonts; classes and fonts take turns, so each has its share to within one image.
+    """Render images of one set's fonts; classes and fonts alternate, so that their counts differ by at most one.
 
     Deterministic in its arguments, on one machine and version of torch.
 
@@ -105,32 +106,22 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
 
 
 @lru_cache(maxsize=1)
-def load_split() -> dict[str, ImageSet]:
-    """The three image sets, by name: `train`, `val`, `test`; made once per process, about 25 MB."""
+def glyphs_split() -> dict[str, ImageSet]:
+    """Make the image sets `train`, `val` and `test`, once per process: about 25 MB."""
     sizes = {"train": NUM_TRAIN, "val": NUM_VAL, "test": NUM_TEST}
     return {name: rendered(name, num_images=num, seed=seed) for seed, (name, num) in enumerate(sizes.items())}
 
 
 class GlyphsDataModule(InMemoryDataModule):
-    """Generated characters, 32 x 32, for any number of ranks; arguments as in `InMemoryDataModule`."""
+    """A data module of generated characters, 32 x 32; arguments as in `InMemoryDataModule`."""
 
+    num_train = NUM_TRAIN
     num_classes = NUM_CLASSES
     image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
 
-    def __init__(
-        self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 512
-    ) -> None:
-        super().__init__(
-            num_train=NUM_TRAIN,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            shift_pixels=shift_pixels,
-            eval_batch_size_per_rank=eval_batch_size_per_rank,
-        )
-
     def load(self) -> dict[str, ImageSet]:
-        """See `load_split`."""
-        return load_split()
+        """Make the sets; see `glyphs_split`."""
+        return glyphs_split()
 
     def setup(self, stage: str) -> None:
         """Make the images, and say that they are synthetic."""

@@ -21,14 +21,14 @@ class ImageSet(NamedTuple):
 
 
 class Normalize(NamedTuple):
-    """uint8 grey levels -> fp32 `(level - mean) / std`."""
+    """The map of uint8 grey levels to fp32 `(level - mean) / std`."""
 
     mean: float
     std: float
 
     @classmethod
     def fitted_to(cls, images: Tensor) -> Normalize:
-        """With the mean and standard deviation of these (training) images."""
+        """Take the mean and standard deviation of these (training) images."""
         levels = images.double()
         return cls(mean=levels.mean().item(), std=levels.std().item())
 
@@ -46,7 +46,7 @@ class TrainLoader(ResumableLoader):
         `(images, labels)`: images fp32 `"batch 1 16 16"`, normalised; labels int64 `"batch"`.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TrainLoader(ResumableLoader):
         accumulate_grad_batches: int,
         seed: int,
         shift_pixels: int,
-        normalise: Normalize,
+        normalize: Normalize,
         on_other_accumulation: Callable[[int], None] | None = None,
     ) -> None:
         order = EpochOrder(
@@ -72,17 +72,18 @@ class TrainLoader(ResumableLoader):
         super().__init__(order, on_other_accumulation=on_other_accumulation)
         self.image_set = image_set
         self.shift_pixels = shift_pixels
-        self.normalise = normalise
+        self.normalize = normalize
 
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
         shifts = self._shifts(epoch)
         for share in shares:
             indices = torch.from_numpy(share)
             images, labels = (stored[indices] for stored in self.image_set)
-            yield self.normalise(shifted(images, shifts[indices])), labels
+            yield self.normalize(shifted(images, shifts[indices])), labels
 
     def _shifts(self, epoch: int) -> Tensor:
-        """How far each image of the set moves in this epoch: int64 `"sample 2"`, rows then columns."""
+        """Draw how far each image of the set moves in this epoch: int64 `"sample 2"`, rows then columns."""
+        # For the whole set, and indexed by image: the same whichever rank reads the image, and when.
         generator = np.random.default_rng([self.order.seed, epoch, 1])
         size = (len(self.image_set.labels), 2)
         return torch.from_numpy(generator.integers(-self.shift_pixels, self.shift_pixels + 1, size=size))
@@ -95,10 +96,10 @@ class EvalLoader:
         ValueError: There are more ranks than images.
     """
 
-    reads_ahead = True  # and hands out new memory: see `DevicePrefetcher`
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
-        self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalise: Normalize
+        self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalize: Normalize
     ) -> None:
         self.image_set = image_set
         self.shares = eval_shares(
@@ -107,7 +108,7 @@ class EvalLoader:
             rank=rank,
             batch_size_per_rank=batch_size_per_rank,
         )
-        self.normalise = normalise
+        self.normalize = normalize
 
     def __len__(self) -> int:
         return len(self.shares)
@@ -115,11 +116,11 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         for share in self.shares:
             images, labels = (stored[torch.from_numpy(share)] for stored in self.image_set)
-            yield self.normalise(images), labels
+            yield self.normalize(images), labels
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Each image moved by its own whole pixels (rows down, columns right); what comes in from outside is black.
+    """Move each image by its own whole pixels (rows down, columns right); pixels from outside are black.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> shifted(image, torch.tensor([[1, 0]]))
@@ -130,6 +131,7 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     margin = int(shifts.abs().max()) if len(shifts) else 0
     if margin == 0:
         return images
+    # Each image reads rows and columns of its own from a copy with black margins.
     padded = F.pad(images, (margin,) * 4)
     rows = torch.arange(height) + margin - shifts[:, 0, None]
     columns = torch.arange(width) + margin - shifts[:, 1, None]

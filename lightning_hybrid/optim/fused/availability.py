@@ -1,4 +1,4 @@
-"""Where fused steps are possible."""
+"""Which devices have fused steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 @functools.cache
 def has_kernels(device_type: str) -> bool:
-    """Whether fused steps are possible on this type of device; warns, once, of what is missing for them.
+    """Whether this type of device has fused steps; warns once if something is missing for them.
 
     On the CPU the first call builds the passes, unless the user's cache has them; on CUDA it compiles and launches a
     small kernel, which takes a C compiler, Python's headers, and a GPU that Triton knows.
@@ -34,10 +34,10 @@ def has_kernels(device_type: str) -> bool:
 
             lars.try_out()
         except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
-            told = " ".join(f"{type(error).__name__}: {error}".split())
+            text = " ".join(f"{type(error).__name__}: {error}".split())
             cure = "It needs a C compiler (`apt install gcc`), Python's headers (python3-dev) and a GPU of its list"
             _warn(
-                f"(=True or None) on CUDA needs kernels that triton can build, and a first one failed ({told:.300})",
+                f"(=True or None) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})",
                 cure,
             )
             return False

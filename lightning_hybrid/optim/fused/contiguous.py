@@ -1,4 +1,4 @@
-"""Tensors as stretches of memory, which is all that the fused passes know of them."""
+"""Tensors as contiguous memory, which is all that the fused passes know of them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from torch import Tensor
 
 
 class ContiguousViews:
-    """The tensors of one kind for the fused passes: where they are, and stand-ins for those that have gaps.
+    """The tensors of a tensor group as the fused passes read them: addresses, and stand-ins for tensors with gaps.
 
-        load()       before the passes: where the gradients are; stand-ins get the values of their tensors
-        unload()     after them: tensors get the values of their stand-ins; autograd and versions know of the writes
+        load()       before the passes: reads the addresses of gradients; copies tensors to their stand-ins
+        unload()     after them: copies stand-ins to their tensors; autograd and version counters see the writes
 
-    `lists`: parameters, then lists as long or empty: optimizer state, copies. A tensor that does not fill a stretch of
-    memory, or does it in another order of its elements than the rest of its place, has a stand-in; so has a gradient in
-    another order. That costs copies of them.
+    A tensor needs a contiguous stand-in if it has gaps, or if its elements have another memory order than its
+    parameter's state and copy; so does a gradient in another order. Stand-ins cost copies.
+
+    Args:
+        lists: Parameters, then lists that are as long or empty: optimizer state, copies.
     """
 
     def __init__(self, *lists: Sequence[Tensor]) -> None:
         self.lists = [list(one) for one in lists]
         self.dense = [list(one) for one in lists]
         self.grads: list[Tensor] = []
-        self._addresses = addresses(*lists)
+        self._addresses = data_ptrs(*lists)
+        # A parameter, its state and its copy are read by one index: if one of them has gaps, all get a stand-in.
         together = zip(*(one for one in self.lists if one), strict=True)
         scattered = [i for i, some in enumerate(together) if not is_dense(some)]
         for one in self.dense:
@@ -35,22 +38,23 @@ class ContiguousViews:
         self._versions: list[int] | None = None
 
     def have_moved(self) -> bool:
-        """Whether a tensor is no longer where it was when this was built, or a parameter not in that order."""
-        return self._addresses != addresses(*self.lists) or self._strides != strides(self.lists[0])
+        """Whether a tensor has another address than when this was built, or a parameter another memory order."""
+        return self._addresses != data_ptrs(*self.lists) or self._strides != strides(self.lists[0])
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
-        """Take the gradients and fill the stand-ins. Returns the addresses of the gradients."""
+        """Take the gradients, fill the stand-ins and return the addresses of the gradients."""
         for real, dense in self.pairs:
             dense.copy_(real)
         self.grads = list(grads)
+        # Nearly always all strides are equal: one comparison of two lists, and no look at single tensors.
         if strides(self.grads) != self._dense_strides:
             for i, (param, grad) in enumerate(zip(self.dense[0], self.grads, strict=True)):
                 if grad.stride() != param.stride() and not is_dense((param, grad)):
                     self.grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        return addresses(self.grads)
+        return data_ptrs(self.grads)
 
     def unload(self) -> None:
-        """Let the tensors have what was written, and be known as written. Gradients are let go."""
+        """Copy stand-ins to their tensors, raise the tensors' version counters, and drop the gradients."""
         for real, dense in self.pairs:
             real.copy_(dense)
         torch.autograd.graph.increment_version([tensor for one in self.lists for tensor in one])
@@ -58,9 +62,9 @@ class ContiguousViews:
         self.grads = []
 
     def changed(self) -> list[int]:
-        """The places of parameters that somebody may have written since the last `unload`: `_version` tells.
+        """Return the indices of parameters whose version rose since the last `unload`; before the first, all indices.
 
-        A write through `.data` does not show. All of them before the first.
+        A write through `.data` does not raise a version, and is not seen.
         """
         versions = self._versions_now()
         if versions == self._versions:
@@ -73,18 +77,18 @@ class ContiguousViews:
         return [tensor._version for tensor in self.lists[0]]
 
 
-def addresses(*lists: Sequence[Tensor]) -> list[int]:
-    """Where the tensors are, one list after the other."""
+def data_ptrs(*lists: Sequence[Tensor]) -> list[int]:
+    """Return the address of each tensor, one list after the other."""
     return [tensor.data_ptr() for one in lists for tensor in one]
 
 
 def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Of each tensor."""
+    """Return the strides of each tensor."""
     return [tensor.stride() for tensor in tensors]
 
 
 def is_dense(tensors: Iterable[Tensor]) -> bool:
-    """Whether each fills a stretch of memory, and all in one order of their elements.
+    """Whether no tensor has gaps in memory, and all have their elements in the same order.
 
     >>> image = torch.zeros(2, 3, 4, 5)
     >>> is_dense([image, image[:]]), is_dense([image, image.to(memory_format=torch.channels_last)])

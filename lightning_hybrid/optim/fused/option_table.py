@@ -1,4 +1,4 @@
-"""The options of parameter groups as numbers beside the tensors, for the fused steps."""
+"""The options of parameter groups as tables of numbers on the tensors' device, for the fused steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from torch import Tensor
 
 
 class OptionTable:
-    """The options of the groups as a float64 table with one column per tensor, on the tensors' device.
+    """The options of a tensor group: a float64 table with one column per tensor. `OptionTables` fills it.
 
         table (len(names), tensors)    options["weight_decay"] is a row; "lr" is the first
 
-    `names` are those of the rows, `line_of` gives a group's numbers in that order. `OptionTables` fills it. `lr` is its
-    first row, or made anew each step where the rate of a group is a tensor: that one is read on the device.
+    `lr` is the first row; where the rate of a group is a tensor, it is made each step, as that rate is read on the
+    device.
+
+    Args:
+        names: The names of the rows.
+        column_of: Gives the numbers of a parameter group in the order of `names`.
     """
 
-    def __init__(self, names: Sequence[str], line_of: Callable[[dict[str, Any]], list[float]]) -> None:
+    def __init__(self, names: Sequence[str], column_of: Callable[[dict[str, Any]], list[float]]) -> None:
         self._row_of = {name: row for row, name in enumerate(names)}
-        self.line_of = line_of
+        self.column_of = column_of
         self.table = self.lr = torch.empty(0)
         self.rows: tuple[Tensor, ...] = ()
 
@@ -29,58 +33,66 @@ class OptionTable:
         return len(self._row_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        """One number per tensor."""
+        """Return one option of each tensor."""
         return self.lr if name == "lr" else self.rows[self._row_of[name]]
 
 
 class OptionTables:
-    """The tables of several kinds of tensors of one device, in one stretch of memory: a change is one copy.
+    """The tables of all tensor groups of one device, in one block of memory: a change is one copy.
 
-    `kinds`: of each the options, and the group of each tensor. Tables keep their addresses, so that a captured graph
-    reads what is in them at replay.
+    Tables stay at their addresses, so that a captured graph reads what is in them at replay.
+
+    Args:
+        tensor_groups: The table of each tensor group, and the parameter group of each of its tensors.
+        device: Where the tables are.
     """
 
-    def __init__(self, kinds: Sequence[tuple[OptionTable, Sequence[dict[str, Any]]]], device: torch.device) -> None:
-        self._device, self._lines = device, list[Any]()
-        self._kinds: list[tuple[OptionTable, list[dict[str, Any]], Tensor]] = []
-        self._rate_places: list[Tensor | None] = [None] * len(kinds)
-        for options, groups_of_tensors in kinds:
+    def __init__(
+        self, tensor_groups: Sequence[tuple[OptionTable, Sequence[dict[str, Any]]]], device: torch.device
+    ) -> None:
+        self._device, self._columns = device, list[Any]()
+        # Per tensor group: its table, its distinct parameter groups, and the index of each tensor's among these.
+        self._tables: list[tuple[OptionTable, list[dict[str, Any]], Tensor]] = []
+        self._indices_on_device: list[Tensor | None] = [None] * len(tensor_groups)
+        for options, groups_of_tensors in tensor_groups:
             groups = list({id(group): group for group in groups_of_tensors}.values())
             index = {id(group): i for i, group in enumerate(groups)}
-            self._kinds.append((options, groups, torch.tensor([index[id(group)] for group in groups_of_tensors])))
+            self._tables.append((options, groups, torch.tensor([index[id(group)] for group in groups_of_tensors])))
         self._memory = torch.empty(self._ends()[-1], dtype=torch.float64, device=device)
-        for (options, _, _), table in zip(self._kinds, self._parts(self._memory), strict=True):
+        for (options, _, _), table in zip(self._tables, self._parts(self._memory), strict=True):
             options.table, options.rows = table, table.unbind()
 
     def take(self) -> None:
-        """Read the groups again; unchanged numbers stay on the device, changed ones go there without a wait."""
-        lines = [[options.line_of(group) for group in groups] for options, groups, _ in self._kinds]
-        if lines != self._lines:
+        """Read the parameter groups again; only changed numbers go to the device, and the host does not wait."""
+        # One comparison of Python numbers per step decides whether anything goes to the device at all.
+        columns = [[options.column_of(group) for group in groups] for options, groups, _ in self._tables]
+        if columns != self._columns:
             on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
-            for (_, _, places), some, part in zip(self._kinds, lines, self._parts(on_host), strict=True):
-                part.copy_(torch.tensor(some, dtype=torch.float64).T[:, places])
+            for (_, _, indices), some, part in zip(self._tables, columns, self._parts(on_host), strict=True):
+                part.copy_(torch.tensor(some, dtype=torch.float64).T[:, indices])
             to_device_(self._memory, on_host)
-            self._lines = lines
-        for kind, (options, groups, places) in enumerate(self._kinds):
+            self._columns = columns
+        for place, (options, groups, indices) in enumerate(self._tables):
             options.lr = options.rows[0]
             if any(isinstance(group["lr"], Tensor) for group in groups):
                 rates = torch.stack([_on_device(group["lr"], self._device) for group in groups])
-                options.lr = rates.index_select(0, self._places_on_device(kind, places))
+                options.lr = rates.index_select(0, self._on_device_once(place, indices))
 
     def _ends(self) -> list[int]:
-        """Where the tables begin and the last one ends: at even places, which are multiples of 16 bytes."""
-        sizes = [len(options) * len(places) for options, _, places in self._kinds]
+        """Return where the tables begin and the last one ends: at even indices, which are multiples of 16 bytes."""
+        sizes = [len(options) * len(indices) for options, _, indices in self._tables]
         return [0, *itertools.accumulate(size + size % 2 for size in sizes)]
 
     def _parts(self, memory: Tensor) -> Iterator[Tensor]:
-        for begin, (options, _, places) in zip(self._ends(), self._kinds, strict=False):
-            rows, columns = len(options), len(places)
+        for begin, (options, _, indices) in zip(self._ends(), self._tables, strict=False):
+            rows, columns = len(options), len(indices)
             yield memory[begin : begin + rows * columns].view(rows, columns)
 
-    def _places_on_device(self, kind: int, places: Tensor) -> Tensor:
-        if (known := self._rate_places[kind]) is None:
-            known = self._rate_places[kind] = torch.empty(places.shape, dtype=places.dtype, device=self._device)
-            to_device_(known, places)
+    def _on_device_once(self, place: int, indices: Tensor) -> Tensor:
+        if (known := self._indices_on_device[place]) is None:
+            known = torch.empty(indices.shape, dtype=indices.dtype, device=self._device)
+            self._indices_on_device[place] = known
+            to_device_(known, indices)
         return known
 
 
@@ -90,22 +102,22 @@ _LAMB = ("lr", "weight_decay", "eps", "trust_clip", "excluded_lr_mult")
 
 
 def lars_options() -> OptionTable:
-    """The options of LARS: numbers; then momentum_form (0, 1, 2), trust_ratio, -1 to climb, nesterov."""
-    return OptionTable((*_LARS, "momentum_form", "trust_ratio", "sign", "nesterov"), _lars_line)
+    """Make the table of LARS: numbers; then momentum_form (0, 1, 2), trust_ratio, -1 to climb, nesterov."""
+    return OptionTable((*_LARS, "momentum_form", "trust_ratio", "sign", "nesterov"), _lars_column)
 
 
-def _lars_line(group: dict[str, Any]) -> list[float]:
+def _lars_column(group: dict[str, Any]) -> list[float]:
     # Without momentum all forms agree; "lr_outside" multiplies as SGD does.
     form = _FORMS.index(group["momentum_form"]) if group["momentum"] != 0 else 1
     return [*_numbers(group, _LARS), form, *_switches(group), float(group["nesterov"])]
 
 
 def lamb_options() -> OptionTable:
-    """The options of LAMB: numbers; then trust_ratio, -1 to climb, both betas, bias_correction."""
-    return OptionTable((*_LAMB, "trust_ratio", "sign", "beta1", "beta2", "bias_correction"), _lamb_line)
+    """Make the table of LAMB: numbers; then trust_ratio, -1 to climb, both betas, bias_correction."""
+    return OptionTable((*_LAMB, "trust_ratio", "sign", "beta1", "beta2", "bias_correction"), _lamb_column)
 
 
-def _lamb_line(group: dict[str, Any]) -> list[float]:
+def _lamb_column(group: dict[str, Any]) -> list[float]:
     return [*_numbers(group, _LAMB), *_switches(group), *map(float, group["betas"]), float(group["bias_correction"])]
 
 
@@ -118,7 +130,7 @@ def _switches(group: dict[str, Any]) -> list[float]:
 
 
 def number(value: Any) -> float:
-    """An option as a number: none is inf, a bound that binds nothing; a tensor is 0, as it is read on the device.
+    """Convert an option: None to inf, a bound that binds nothing; a tensor to 0, as it is read on the device.
 
     >>> number(None), number(0.5), number(torch.tensor(0.5))
     (inf, 0.5, 0.0)

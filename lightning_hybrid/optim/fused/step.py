@@ -1,9 +1,9 @@
-"""The fused steps: few passes over memory for all tensors of a kind, whatever the number of tensors."""
+"""The fused steps: few passes over memory for all tensors of a tensor group, whatever their number."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,78 +14,92 @@ from lightning_hybrid.optim.fused.availability import has_kernels
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
 from lightning_hybrid.optim.grad_scaling import GradScaling
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, dense_gradients
+from lightning_hybrid.optim.gradients import dense_gradients
+
+
+class Stepped(Protocol):
+    """The part of a `LayerwiseOptimizer` that its fused step reads."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    copies: Mapping[Tensor, Tensor]
+
+    def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
+        """Return state tensors, made where they are missing."""
 
 
 class Engine(Protocol):
-    """Norms and step of tensors of one kind: in `cpu.passes` on the CPU, in `cuda.lars` on CUDA."""
+    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` and `cuda.lamb` on CUDA."""
 
     def has_moved(self) -> bool:
-        """Whether a tensor is no longer where it was when this was built."""
+        """Whether a tensor is no longer at the address it had when this was built."""
 
-    def measure(
+    def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """Take the norms; 1.0 if a gradient that is `needed` is inf or nan, else 0.0: float32, 0-dim, on the device.
+        """Compute the norms; return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
 
-        That may be the `verdict` of `scaling`, and is meaningless without one.
+        The result is float32 and 0-dim, on the device. It may be the `found_inf_out` of `scaling`, and means nothing
+        without one.
         """
 
-    def move(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step, with the gradients and the norms of `measure`."""
+    def update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the parameters, with the gradients and the norms of the last `norms`."""
 
 
 @dataclass
 class TensorGroup:
-    """Tensors that one kernel takes: alike in device, dtypes and the flags that their rule compiles in."""
+    """Tensors that one launch takes: equal in device, dtypes and the flags that their rule compiles in."""
 
     options: OptionTable
     flags: tuple[bool, ...]
-    places: list[int] = field(default_factory=list)  # among all parameters
+    indices: list[int] = field(default_factory=list)  # among all parameters
     params: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)  # of each tensor
+    groups: list[dict[str, Any]] = field(default_factory=list)  # the parameter group of each tensor
     engine: Any = None
 
 
 class FusedStep:
-    """What an optimizer keeps between fused steps: its tensors by kind, each kind with an engine. Abstract.
+    """The state of an optimizer between fused steps: its tensors by tensor group, each with an engine. Abstract.
 
-    As long as nothing changed but gradients and options, a step costs a few microseconds per tensor on the host.
+    As long as nothing changes but gradients and options, a step costs a few microseconds per tensor on the host.
     """
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """What of a group is compiled into its kernels."""
+        """Return the options of a parameter group that are compiled into its kernels."""
         raise NotImplementedError
 
     def options(self) -> OptionTable:
-        """The table of options of a kind."""
+        """Make the table of options of a tensor group."""
         raise NotImplementedError
 
-    def engine_of(self, kind: TensorGroup, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
-        """The engine for a kind of tensors, by their device; makes the optimizer state that is missing."""
+    def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
+        """Make the engine of a tensor group, by its device, and the optimizer state that is missing."""
         raise NotImplementedError
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Whether the norm of a gradient of the group is needed, even if nobody looks for inf and nan."""
+        """Whether the rule needs the norms of gradients of the group, even if nothing looks for inf and nan."""
         raise NotImplementedError
 
-    def before_move(self, kinds: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
-        """The scaling to move with, once all norms are there."""
+    def before_update(self, tensor_groups: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
+        """Return the scaling of the update, once all norms are there."""
         return scaling
 
     def __init__(self) -> None:
         self._signature: list[Any] = []
         self._owned: list[Any] = []
-        self._kinds: list[TensorGroup] = []
+        self._tensor_groups: list[TensorGroup] = []
         self._tables: list[OptionTables] = []  # one per device
 
-    def step(self, optimizer: LayerwiseOptimizer, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
-        """Move the parameters; gradients are read, never written. Returns the scaling with the verdict.
+    def step(self, optimizer: Stepped, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
+        """Update the parameters; gradients are read, never written.
 
-        None, and nothing was done: there are no kernels for a device. `is_checked`: find out here whether a gradient is
-        inf or nan, before anything is written. The sums of squares tell: inf and nan survive them. So a gradient past
-        1e18, scaled and in float32, counts as inf.
+        With `is_checked` the step finds out whether a gradient is inf or nan, before anything is written. It looks at
+        the sums of squares, which inf and nan survive; so a scaled float32 gradient past 1e18 counts as inf.
+
+        Returns:
+            The scaling with the `found_inf` of this step. None if a device has no kernels: then nothing was done.
         """
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
@@ -97,141 +111,146 @@ class FusedStep:
             return None
         for tables in self._tables:
             tables.take()
-        given = {} if scaling.verdict is None else {scaling.verdict.device: scaling.verdict}
-        verdicts = []
-        for kind in self._kinds:
-            device = kind.params[0].device
+        # First all norms, then all updates: one inf in the last tensor must keep the first from being written. The
+        # flags of a device share one tensor, so that the host reads nothing; those of several devices are combined.
+        flag_of = {} if scaling.found_inf_out is None else {scaling.found_inf_out.device: scaling.found_inf_out}
+        flags = []
+        for tensors in self._tensor_groups:
+            device = tensors.params[0].device
             here = scaling.to(device)
             if is_checked:
-                if device not in given:
-                    given[device] = torch.zeros((), device=device)
-                here = replace(here, verdict=given[device])
-            needed = [is_checked or self.is_needed(group) for group in kind.groups]
-            some = [grads[place] for place in kind.places]
-            verdicts.append(kind.engine.measure(some, kind.options, here, needed))
-        if is_checked and verdicts:
-            own = list({id(one): one for one in verdicts}.values())
-            found_inf = own[0]
-            if len(own) > 1:
-                found_inf = torch.stack([one.to(own[0].device, non_blocking=True) for one in own]).amax()
+                if device not in flag_of:
+                    flag_of[device] = torch.zeros((), device=device)
+                here = replace(here, found_inf_out=flag_of[device])
+            needed = [is_checked or self.is_needed(group) for group in tensors.groups]
+            own_grads = [grads[index] for index in tensors.indices]
+            flags.append(tensors.engine.norms(own_grads, tensors.options, here, needed))
+        if is_checked and flags:
+            distinct = list({id(flag): flag for flag in flags}.values())
+            found_inf = distinct[0]
+            if len(distinct) > 1:
+                found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in distinct]).amax()
             scaling = GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
-        moving = self.before_move(self._kinds, scaling)
-        for kind in self._kinds:
-            kind.engine.move(kind.options, moving.to(kind.params[0].device))
+        for_update = self.before_update(self._tensor_groups, scaling)
+        for tensors in self._tensor_groups:
+            tensors.engine.update(tensors.options, for_update.to(tensors.params[0].device))
         return scaling
 
-    def _is_same(self, optimizer: LayerwiseOptimizer, params: list[Tensor], grads: list[Any]) -> bool:
-        """Whether the tensors are those of the last step, where they were."""
+    def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
+        """Whether the tensors are those of the last step, at the same addresses."""
+        # By identity: `==` would compare elements.
         owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False
         if self._signature != self._signature_of(optimizer, grads):
             return False
-        return not any(kind.engine.has_moved() for kind in self._kinds)
+        return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
-    def _signature_of(self, optimizer: LayerwiseOptimizer, grads: list[Any]) -> list[Any]:
-        """What, beside the tensors themselves, decides about kinds."""
+    def _signature_of(self, optimizer: Stepped, grads: list[Any]) -> list[Any]:
+        """Return what decides about tensor groups besides the tensors themselves."""
         groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
         return [*groups, *(None if grad is None else grad.dtype for grad in grads)]
 
-    def _sort(self, optimizer: LayerwiseOptimizer, params: list[Tensor], grads: list[Any]) -> bool:
-        """Sort the tensors by kind and make the engines; False if there are none for a device."""
+    def _sort(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
+        """Sort the tensors into tensor groups and make the engines; False if a device has none."""
         if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
             return False
-        kinds: dict[Any, TensorGroup] = {}
+        found: dict[Any, TensorGroup] = {}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
-        for place, (group, param, grad) in enumerate(zip(groups, params, grads, strict=True)):
+        for index, (group, param, grad) in enumerate(zip(groups, params, grads, strict=True)):
             if grad is None:
                 continue
             copy, flags = optimizer.copies.get(param), self.flags(group)
+            # What one launch needs equal: copies of one dtype or none, dtypes, device, compiled options.
             key = (copy is None or copy.dtype, grad.dtype, param.dtype, param.device, flags)
-            if key not in kinds:
-                kinds[key] = TensorGroup(options=self.options(), flags=flags)
-            kind = kinds[key]
-            kind.places.append(place)
-            kind.params.append(param)
-            kind.groups.append(group)
+            if key not in found:
+                found[key] = TensorGroup(options=self.options(), flags=flags)
+            tensors = found[key]
+            tensors.indices.append(index)
+            tensors.params.append(param)
+            tensors.groups.append(group)
             if copy is not None:
-                kind.copies.append(copy)
-        for key, kind in kinds.items():
-            kind.engine = self.engine_of(kind, optimizer, key[1])
-        self._kinds = list(kinds.values())
+                tensors.copies.append(copy)
+        for key, tensors in found.items():
+            tensors.engine = self.engine_of(tensors, optimizer, key[1])
+        self._tensor_groups = list(found.values())
         by_device: dict[torch.device, list[TensorGroup]] = {}
-        for kind in self._kinds:
-            by_device.setdefault(kind.params[0].device, []).append(kind)
+        for tensors in self._tensor_groups:
+            by_device.setdefault(tensors.params[0].device, []).append(tensors)
         self._tables = [
-            OptionTables([(kind.options, kind.groups) for kind in some], device) for device, some in by_device.items()
+            OptionTables([(tensors.options, tensors.groups) for tensors in some], device)
+            for device, some in by_device.items()
         ]
         self._owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         self._signature = self._signature_of(optimizer, grads)
         return True
 
 
-def _state_tensors(optimizer: LayerwiseOptimizer) -> list[Any]:
+def _state_tensors(optimizer: Stepped) -> list[Any]:
     return [value for entry in optimizer.state.values() for value in entry.values()]
 
 
 class FusedLars(FusedStep):
-    """The fused step of LARS; a kind's only state are momentum buffers, or none without momentum."""
+    """The fused step of LARS; its only state is the momentum buffer, or none without momentum."""
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Whether there is momentum, and whether the denominator is joint."""
+        """Return whether there is momentum, and whether the denominator is joint."""
         return group["momentum"] != 0, group["denominator"] == "joint"
 
     def options(self) -> OptionTable:
-        """Those of LARS."""
+        """Make a table for LARS."""
         return lars_options()
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """For the trust ratio."""
+        """Whether the group has a trust ratio."""
         return group["trust_ratio"]
 
-    def engine_of(self, kind: TensorGroup, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
-        """See the base."""
-        states = optimizer.state_lists(kind.params, "momentum_buffer") if kind.flags[0] else []
-        tensors = (kind.params, states, kind.copies)
-        if kind.params[0].device.type == "cpu":
-            return NativeLars(*tensors, grad_dtype, is_joint=kind.flags[1])
+    def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
+        """Make the engine; see `FusedStep`."""
+        states = optimizer.state_lists(tensors.params, "momentum_buffer") if tensors.flags[0] else []
+        lists = (tensors.params, states, tensors.copies)
+        if tensors.params[0].device.type == "cpu":
+            return NativeLars(*lists, grad_dtype, is_joint=tensors.flags[1])
         from lightning_hybrid.optim.fused.cuda.lars import KernelLars  # needs triton
 
-        return KernelLars(*tensors, grad_dtype, is_joint=kind.flags[1])
+        return KernelLars(*lists, grad_dtype, is_joint=tensors.flags[1])
 
 
 class FusedLamb(FusedStep):
-    """The fused step of LAMB; a kind's state are both moments, and the counts of steps."""
+    """The fused step of LAMB; its state are both moments and the step counts."""
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """None."""
+        """Return nothing: LAMB compiles no option in."""
         return ()
 
     def options(self) -> OptionTable:
-        """Those of LAMB."""
+        """Make a table for LAMB."""
         return lamb_options()
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """For the bound on the norm of all gradients."""
+        """Whether the norm of all gradients is bounded."""
         return group["max_grad_norm"] is not None
 
-    def engine_of(self, kind: TensorGroup, optimizer: LayerwiseOptimizer, grad_dtype: torch.dtype) -> Engine:
-        """See the base."""
-        device = kind.params[0].device
-        for param in kind.params:
+    def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
+        """Make the engine; see `FusedStep`."""
+        device = tensors.params[0].device
+        for param in tensors.params:
             state = optimizer.state[param]
             state["step"] = state.get("step", torch.zeros(())).to(device, torch.float32)
-        states = optimizer.state_lists(kind.params, "exp_avg", "exp_avg_sq", "step")
-        tensors = (kind.params, states, kind.copies)
+        states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
+        lists = (tensors.params, states, tensors.copies)
         if device.type == "cpu":
-            return NativeLamb(*tensors, grad_dtype)
+            return NativeLamb(*lists, grad_dtype)
         from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb  # needs triton
 
-        return KernelLamb(*tensors, grad_dtype)
+        return KernelLamb(*lists, grad_dtype)
 
-    def before_move(self, kinds: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
-        """All gradients scaled by min(1, max_grad_norm / norm), if there is a bound: a part of the inverse scale."""
-        bound = kinds[0].groups[0]["max_grad_norm"] if kinds else None
+    def before_update(self, tensor_groups: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
+        """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound: as a part of the inverse scale."""
+        bound = tensor_groups[0].groups[0]["max_grad_norm"] if tensor_groups else None
         if bound is None:
             return scaling
-        squares = [kind.engine.grad_squares() for kind in kinds]
+        squares = [tensors.engine.grad_squares() for tensors in tensor_groups]
         norm = torch.stack([one.to(squares[0].device, non_blocking=True) for one in squares]).sum().sqrt()
         inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)

@@ -1,1 +1,1 @@
-"""Measures links and all-reduces, and fits the description of a cluster to them."""
+"""Measurements of links and all-reduces, and the description of a cluster that fits them."""

@@ -1,13 +1,11 @@
-"""From measured times to a described cluster: links by lines, then what software adds by the sums that were timed.
+"""From measured times to a described cluster: links by lines, then the costs of software by the timed sums.
 
-    links       `ping` inside and across, each a line with intervals (fit.py); a node's link by its `flows`
+    links       `ping` inside and across, each a line with intervals (link_fit.py); a node's link by its `flows`
     latency     of the wire: across less inside, as a message inside costs the same software and no wire
-    software    over Gloo: stage, message, segment, a core's rate and the share that one ring fills (cost_gloo.py);
-                over NCCL: the launch (cost_nccl.py). Fitted together, so that the simulator's times of the measured
-                sums have the least error; they stand in for each other and have no intervals
-    factors     what is left: of each algorithm, measured over modelled time of the larger sums
+    software    what the simulator needs so that its times of the measured sums have the least error (overhead_fit.py)
+    factors     the rest: for each algorithm, measured over modelled time of the larger sums
 
-Nothing is hidden: `Calibration.notes` names each link that is no line and how far the sums are off.
+`Calibration.notes` names each link that is no line, and the error of the predicted sums.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
 
 CLEARLY_MORE = 1.1
-"""Several flows must carry this many times what one does to count as more than noise: ours."""
+"""Several flows must carry this many times the bytes of one to count as more than noise. Our choice."""
 
 WELL_FITTED = 0.15
-"""A median error of sums beyond this is told: ours, near what the simulator reaches (recipes/records/simulate)."""
+"""A median error of sums beyond this is reported. Our choice: near the simulator's error on our records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAllReduce:
-    """A timed all-reduce and what the described cluster says of it."""
+    """A timed all-reduce and its time as the described cluster predicts it."""
 
     algorithm: str
     num_bytes: int
@@ -49,17 +47,23 @@ class TimedAllReduce:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """Predicted over measured time."""
         return self.predicted_s / self.measured_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A described cluster and what it stands on.
+    """A described cluster and the fits that it is made of.
 
-    ``inside``, ``across``: None where there are no two ranks of a node, or no two nodes. ``consent_s``: what a message
-    whose receiver does not wait yet takes more, by level. ``flow_bytes_per_s``: a node's rate by flows side by side.
-    ``add_bytes_per_s``: of a rank, by dtype, all adding at once. ``notes``: sentences for the user.
+    Attributes:
+        cluster: The description.
+        inside: The fitted link inside a node; None with one rank per node.
+        across: The fitted link between nodes; None with one node.
+        consent_s: Additional time of a message whose receiver does not wait yet, by level.
+        flow_bytes_per_s: Rate of a node by the number of flows at the same time.
+        add_bytes_per_s: Rate of additions of a rank, by dtype, while all ranks add.
+        sums: The timed all-reduces.
+        notes: Sentences for the user.
     """
 
     cluster: Cluster
@@ -73,19 +77,20 @@ class Calibration:
 
     @property
     def typical_error(self) -> float:
-        """Of the sums: the median of what the cluster is off."""
+        """Median error of the predicted sums."""
         return statistics.median(abs(found.ratio - 1) for found in self.sums)
 
     @property
     def worst(self) -> TimedAllReduce:
-        """The sum that is off most."""
+        """The sum with the largest error."""
         return max(self.sums, key=lambda found: abs(math.log(found.ratio)))
 
 
-def calibrate(samples: Measurements, world: MeasuredSetup) -> Calibration:
-    """The cluster that explains these times best.
+def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
+    """Fit the cluster that explains these times best.
 
-    Raises ``ValueError`` where too little was measured for a line, or no sum at all.
+    Raises:
+        ValueError: Too few sizes were measured for a line, or no sum at all.
     """
     fits = {place: fit_line(times_s) if (times_s := samples.of("ping", place)) else None for place in _LEVELS}
     measured = {
@@ -100,15 +105,15 @@ def calibrate(samples: Measurements, world: MeasuredSetup) -> Calibration:
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
     core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
-    bare = _bare_cluster(fits["inside"], fits["across"], flows, world, core_bytes_per_s=core_bytes_per_s)
-    fitted = fit_overheads(bare, measured, world, most_bytes_per_s=core_bytes_per_s)
-    cluster = replace(fitted, factors=residual_factors(fitted, measured, world))
+    bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
+    fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
+    cluster = replace(fitted, factors=residual_factors(fitted, measured, setup))
     sums = tuple(
         TimedAllReduce(
             algorithm=what,
             num_bytes=size,
             measured_s=time_s,
-            predicted_s=predicted_all_reduce_s(cluster, what, size, world),
+            predicted_s=predicted_all_reduce_s(cluster, what, size, setup),
         )
         for (what, size), time_s in measured.items()
     )
@@ -132,9 +137,9 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 
 
 def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, float]:
-    """Bytes per second of a node by the number of flows, at the largest size that all of them were timed at.
+    """Compute a node's bytes per second by the number of flows, at the largest size that all were timed at.
 
-    The way of the consent and of the first byte are taken off.
+    The time of the consent and of the first byte is subtracted.
     """
     by_flows = {int(what): samples.of("flows", what) for what in samples.whats("flows")}
     common = set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
@@ -146,13 +151,13 @@ def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, floa
 
 
 def _gain(flows: dict[int, float], across: LineFit) -> float:
-    """How many times what one message makes of a node's link all flows together do."""
+    """Divide the rate of all flows of a node together by the rate of one message; 1 within noise."""
     gain = max(flows.values(), default=0.0) / across.bytes_per_s
     return gain if gain > CLEARLY_MORE else 1.0
 
 
 def _add_rates(samples: Measurements) -> dict[str, float]:
-    """Bytes per second by dtype."""
+    """Compute bytes per second of additions by dtype."""
     return {
         dtype: size / statistics.median(times_s)
         for dtype in samples.whats("add")
@@ -161,7 +166,7 @@ def _add_rates(samples: Measurements) -> dict[str, float]:
 
 
 def _consent_s(samples: Measurements, place: str) -> float | None:
-    """An exchange of the fewest bytes, less a message that is waited for."""
+    """Subtract the time of a message that its receiver waits for from that of an exchange, at the fewest bytes."""
     pings, exchanges = samples.of("ping", place), samples.of("exchange", place)
     common = set(pings) & set(exchanges)
     if not common:
@@ -174,39 +179,41 @@ def _bare_cluster(
     inside: LineFit | None,
     across: LineFit | None,
     flows: dict[int, float],
-    world: MeasuredSetup,
+    setup: MeasuredSetup,
     *,
     core_bytes_per_s: float,
 ) -> Cluster:
-    """Links alone; the transport's costs are none yet. With one rank on a node nothing goes inside but additions."""
+    """Describe the links alone; costs of software are 0 so far. With one rank per node, `inside` is only additions."""
     near = Link(latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s)
     far, num_nics, burst_bytes = near, 1, 0
     if across is not None:
+        # A message inside a node costs the same software and no wire: the difference is the wire's latency. Where
+        # several flows carry more, that is several cards under NCCL, and one card that one flow does not fill over TCP.
         software_s = 0.0 if inside is None else inside.latency_s
         gain = _gain(flows, across)
-        num_nics = max(1, round(gain)) if world.on_cuda else 1
+        num_nics = max(1, round(gain)) if setup.on_cuda else 1
         burst_bytes = across.burst_bytes
         far = Link(latency_s=max(0.0, across.latency_s - software_s), bytes_per_s=across.bytes_per_s * gain / num_nics)
     transport: Gloo | Nccl
-    if world.on_cuda:
+    if setup.on_cuda:
         algorithms: Sequence[Literal["ring", "tree"]] = ("ring", "tree")
-        transport = Nccl(inside=world.inside, algorithms=algorithms)
+        transport = Nccl(inside=setup.inside, algorithms=algorithms)
     else:
         transport = Gloo(
-            stage_s=0.0, message_s=0.0, segment_s=0.0, burst_bytes=burst_bytes, num_shared_cores=world.num_shared_cores
+            stage_s=0.0, message_s=0.0, segment_s=0.0, burst_bytes=burst_bytes, num_shared_cores=setup.num_shared_cores
         )
     return Cluster(
-        num_nodes=world.num_nodes,
-        ranks_per_node=world.ranks_per_node,
+        num_nodes=setup.num_nodes,
+        ranks_per_node=setup.ranks_per_node,
         inside=near,
         across=far,
         transport=transport,
         nics_per_node=num_nics,
-        is_interleaved=world.is_interleaved,
+        is_interleaved=setup.is_interleaved,
     )
 
 
-# ---- what the user should know ---------------------------------------------------------------------------------------
+# ---- report ----------------------------------------------------------------------------------------------------------
 
 
 def _notes(found: Calibration) -> list[str]:
@@ -238,8 +245,8 @@ def _notes(found: Calibration) -> list[str]:
     return notes
 
 
-def numbers(found: Calibration) -> dict[str, object]:
-    """Everything in JSON's types."""
+def calibration_values(found: Calibration) -> dict[str, object]:
+    """Convert a calibration to JSON's types."""
     fits = {"inside": found.inside, "across": found.across}
     return {
         "links": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},

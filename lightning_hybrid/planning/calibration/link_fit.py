@@ -1,12 +1,11 @@
-"""A straight line through measured times of messages, with intervals, and whether it is one at all.
+"""A straight line through measured times of messages, with intervals, and a test whether it is a line at all.
 
     time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
 
-Times of messages from bytes to megabytes span five orders of magnitude, so errors are relative ones; and they have
-outliers in one direction, so the fit is by least absolute deviations of the medians: a size whose times are off does
-not bend the line, it shows in ``errors``. Switches that store a burst before they pass it on make messages up to the
-burst wait for their bytes twice, which bends any line; so a few bursts are tried, and none is taken without a clear
-gain.
+Times of messages from bytes to megabytes span five orders of magnitude, so errors are relative; and outliers are all in
+one direction, so the fit is by least absolute deviations of the medians: a size whose times are off does not bend the
+line, it shows in `errors`. Switches that store a burst before they pass it on make messages up to the burst wait for
+their bytes twice, which bends any line; so a few bursts are tried, and none is taken without a clear gain.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ from dataclasses import dataclass
 import numpy as np
 
 BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
-"""Tried: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards put together."""
+"""The bursts to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards put together."""
 
 LEAST_GAIN = 0.5
-"""A burst must bring the errors to this share of those without: ours, so that noise alone finds none."""
+"""A burst must bring the errors to this share of those without. Our choice: noise alone does not reach it."""
 
 MOST_ERROR = 0.25
-"""A link whose median at some size is further off is told of as none of this form: ours."""
+"""A link whose median at some size is further off is reported as no line. Our choice."""
 
+CONFIDENCE = 0.9
 NUM_DRAWS = 400
-"""Of the bootstrap; the ends of an interval of 90 % are then the 20th draws from either side."""
+"""Draws of the bootstrap; the ends of an interval of 90 % are then the 20th draws from either side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineFit:
     """A fitted link.
 
-    ``latency_s``, ``bytes_per_s``: with ``latency_interval_s``, ``rate_interval_bytes_per_s``, in which the true value
-    lies with probability ``confidence`` where the link is of this form and times differ by chance only. ``errors``: of
-    each size, median measured over fitted, minus one. ``num_samples``: of all sizes.
+    The true latency and rate lie in `latency_interval_s` and `rate_interval_bytes_per_s` with probability `confidence`,
+    if the link is of this form and times differ by chance only. `errors` holds, for each size, median measured over
+    fitted time, minus one. `num_samples` counts all sizes.
     """
 
     latency_s: float
@@ -50,12 +50,12 @@ class LineFit:
 
     @property
     def typical_error(self) -> float:
-        """The median over sizes of what the line is off."""
+        """Median error over sizes."""
         return float(np.median([abs(error) for _, error in self.errors]))
 
     @property
     def worst(self) -> tuple[int, float]:
-        """The size at which the line is off most, and by how much."""
+        """The size with the largest error, and that error."""
         return max(self.errors, key=lambda pair: abs(pair[1]))
 
     @property
@@ -64,19 +64,18 @@ class LineFit:
         return abs(self.worst[1]) <= MOST_ERROR
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message."""
+        """Compute the time of one message."""
         return self.latency_s + (num_bytes + min(num_bytes, self.burst_bytes)) / self.bytes_per_s
 
 
-def fit_line(
-    times_s: Mapping[int, Sequence[float]], *, confidence: float = 0.9, num_draws: int = NUM_DRAWS, seed: int = 0
-) -> LineFit:
-    """The line through ``times_s``: samples by number of bytes.
+def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
+    """Fit a line to `times_s`: samples by number of bytes.
 
     Latency and seconds per byte are not negative. Intervals are percentiles of a bootstrap: samples of each size are
-    drawn anew, and the line is fitted to their medians (Efron 1979). The same samples give the same fit.
+    drawn with replacement, and the line is fitted to their medians (Efron 1979). The same samples give the same fit.
 
-    Raises ``ValueError`` for fewer than three sizes, which a line always fits, and for times that are not positive.
+    Raises:
+        ValueError: There are fewer than three sizes, or a time is not positive.
 
     >>> fit = fit_line({size: [1e-3 + size / 1e6] * 5 for size in (4, 1000, 100_000)})
     >>> round(fit.latency_s, 9), round(fit.bytes_per_s), fit.is_line
@@ -94,13 +93,14 @@ def fit_line(
     fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}
     found = {burst: float(lines[2][0]) for burst, lines in fits.items()}
     best = min(found, key=lambda burst: found[burst])
+    # With four sizes or fewer a third parameter would always fit.
     burst = best if found[best] < LEAST_GAIN * found[0] and len(sizes) > 4 else 0
     loads = _loads(sizes, burst)
     latency_s, per_byte_s = float(fits[burst][0][0]), float(fits[burst][1][0])
     generator = np.random.default_rng(seed)
-    drawn_s = np.stack([_drawn_medians(np.asarray(times_s[size]), num_draws, generator) for size in sizes], axis=1)
+    drawn_s = np.stack([_drawn_medians(np.asarray(times_s[size]), generator) for size in sizes], axis=1)
     latencies_s, per_bytes_s, _ = _lines(loads, drawn_s)
-    tail = 100 * (1 - confidence) / 2
+    tail = 100 * (1 - CONFIDENCE) / 2
     low_s, high_s = np.percentile(latencies_s, [tail, 100 - tail])
     slow, fast = np.percentile(per_bytes_s, [100 - tail, tail])
     errors = medians_s / (latency_s + loads * per_byte_s) - 1
@@ -109,7 +109,7 @@ def fit_line(
         bytes_per_s=_rate(per_byte_s),
         latency_interval_s=(min(float(low_s), latency_s), max(float(high_s), latency_s)),
         rate_interval_bytes_per_s=(_rate(max(float(slow), per_byte_s)), _rate(min(float(fast), per_byte_s))),
-        confidence=confidence,
+        confidence=CONFIDENCE,
         burst_bytes=burst,
         errors=tuple((size, float(error)) for size, error in zip(sizes, errors, strict=True)),
         num_samples=sum(len(times_s[size]) for size in sizes),
@@ -121,17 +121,17 @@ def _rate(per_byte_s: float) -> float:
 
 
 def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
-    """Bytes that a message waits for, those of its burst twice."""
+    """Count the bytes that a message waits for, those of its burst twice."""
     return np.array([size + min(size, burst) for size in sizes], dtype=float)
 
 
-def _drawn_medians(samples_s: np.ndarray, num_draws: int, generator: np.random.Generator) -> np.ndarray:
-    places = generator.integers(0, len(samples_s), size=(num_draws, len(samples_s)))
+def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    places = generator.integers(0, len(samples_s), size=(NUM_DRAWS, len(samples_s)))
     return np.median(samples_s[places], axis=1)
 
 
 def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Latency, seconds per byte and mean relative error of the best line of each row of ``medians_s``.
+    """Find latency, seconds per byte and mean relative error of the best line of each row of `medians_s`.
 
     A line of least absolute deviations goes through two of its points, or through one where a bound holds it: all of
     these are tried.

@@ -1,14 +1,14 @@
-"""Times of messages and all-reduces between the ranks there are: what a description of the cluster is fitted to.
+"""Measured times of messages and all-reduces between the ranks there are; `calibrate` fits a cluster to them.
 
-    ping        half a round trip between two ranks; the receiver waits already, so no consent is asked
-    exchange    two ranks send each other everything at once, and add: with Gloo's consent (direct.py)
-    flows       some ranks of every node send to the next node at once, side by side: does one fill the link?
-    add         two buffers are added, by all ranks at once
-    sum         an all-reduce of ours by each algorithm, or of the backend's own: `gloo_ring` or `nccl`
+    ping        half a round trip between two ranks; the receiver waits already, so that Gloo asks for no consent
+    exchange    two ranks send each other everything at once, and add: with Gloo's consent
+    flows       some ranks of every node send to the next node at the same time: does one fill the link?
+    add         all ranks add two buffers at the same time
+    sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`
 
-`inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Sizes and
-kinds alternate in rounds, so that a slow minute does not make one of them slow. A sample is as many calls as take
-``min_sample_s``, after one that is not counted and lets ranks begin together; of the ranks, the slowest counts.
+`inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Cases
+alternate in rounds, so that a slow minute does not make one of them slow. A sample is as many calls as take
+`min_sample_s`, after one that is not counted and lets ranks begin together; the time of the slowest rank counts.
 
 Collective: every rank of the world must call `measure`. Every wait is limited by the groups' timeouts.
 """
@@ -41,17 +41,17 @@ BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
 ADD_BYTES = 4 * MIB
 
 CALL_SHARE = 1 / 100
-"""Of the time limit that one call may take: sizes beyond are left out, so that each is measured several times."""
+"""The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly."""
 
 LEAST_ROUNDS = 7
-"""So many shall fit into the limit: the costliest cases are left out until they do."""
+"""So many rounds must fit into the limit: the costliest cases are left out until they do."""
 
 MOST_CALLS = 200
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Microbenchmark:
-    """What is timed. ``what``: ``inside`` or ``across``; the number of flows; the dtype; the algorithm."""
+    """One timed case. `what` is, by kind, `inside` or `across`; the number of flows; the dtype; or the algorithm."""
 
     kind: Kind
     what: str
@@ -60,13 +60,13 @@ class Microbenchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Seconds per call of each case, in the order of measuring; the same on every rank. ``took_s``: all of it."""
+    """Seconds per call of each case, in the order of measuring, the same on every rank; `took_s` is the total."""
 
     times_s: dict[Microbenchmark, list[float]]
     took_s: float
 
     def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
-        """Samples by bytes."""
+        """Return samples by number of bytes."""
         return {
             case.num_bytes: times_s
             for case, times_s in sorted(self.times_s.items())
@@ -74,22 +74,22 @@ class Measurements:
         }
 
     def whats(self, kind: Kind) -> list[str]:
-        """Everything measured of a kind, in the order of measuring."""
+        """List every `what` that was measured of a kind, in the order of measuring."""
         return list(dict.fromkeys(case.what for case in self.times_s if case.kind == kind))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How to measure.
+    """The settings of a measurement.
 
-    Arguments:
-        limit_s: of all of it. No call begins after it.
-        num_rounds: samples of each case, where there is time.
-        min_sample_s: short calls are repeated until a sample takes this long.
-        max_bytes: of a message or sum.
-        dtype: of sums, torch's name: that which gradients travel in.
-        algorithms: whose sums are timed, beside the backend's own.
-        timeout_s: of every wait.
+    Args:
+        limit_s: Total time. No call begins after it.
+        num_rounds: Samples of each case, where there is time.
+        min_sample_s: Short calls are repeated until a sample takes this long.
+        max_bytes: The largest message or sum.
+        dtype: dtype of the sums, torch's name: that of gradients on the wire.
+        algorithms: Algorithms to time, next to the backend's own.
+        timeout_s: Limit of every wait.
     """
 
     limit_s: float = 60.0
@@ -112,7 +112,7 @@ class Measurement:
             CommPlan(algorithm=name)  # type: ignore[arg-type]  # refuses what is none
 
     def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
-        """Everything there is to time here, the smallest first."""
+        """List every case to time here, the smallest first."""
         messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
         places = [place for place, present in zip(("inside", "across"), _levels(topology), strict=True) if present]
         found = [Microbenchmark(kind="add", what=name, num_bytes=ADD_BYTES) for name in ("float32", "float16")]
@@ -132,10 +132,13 @@ class Measurement:
 
 
 def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
-    """Time everything, in rounds, until there are ``num_rounds`` or the time is over.
+    """Time everything, in rounds, until there are `num_rounds` or the time is over.
 
-    Collective: every rank of the world must call it with the same arguments. Uses the default process group to agree on
-    times, and groups of its own for the rest. Raises ``ValueError`` where nodes differ or there is one rank.
+    Collective: every rank of the world must call it with the same arguments. It uses the default process group to agree
+    on times, and groups of its own for the rest.
+
+    Raises:
+        ValueError: Nodes differ in size, or there is one rank.
     """
     validate(topology)
     began_s = time.perf_counter()
@@ -149,7 +152,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
 
 
 def validate(topology: Topology) -> None:
-    """Refuse what a description with equal nodes cannot hold, before anything is measured."""
+    """Refuse a topology that a description with equal nodes cannot hold, before anything is measured."""
     if topology.world_size == 1:
         raise ValueError(
             "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "
@@ -187,7 +190,7 @@ class _Table:
                     continue
                 self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
         few = [case for case in order if len(self.times_s.get(case, ())) < 3]
-        for case in few:  # no interval can come of these
+        for case in few:  # too few for an interval
             self.times_s.pop(case, None)
         return Measurements(times_s=self.times_s, took_s=self.elapsed_s)
 
@@ -195,7 +198,7 @@ class _Table:
         return calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
-        """Calls per sample of every case that is not too slow; connects all pairs on the way."""
+        """Time every case once, which also connects all pairs; return calls per sample of the fast enough cases."""
         limit_s = self.asked.limit_s * CALL_SHARE
         sample_s: dict[Microbenchmark, float] = {}
         calls: dict[Microbenchmark, int] = {}
@@ -215,7 +218,7 @@ class _Table:
         return calls
 
     def _sample(self, case: Microbenchmark, num_calls: int) -> float:
-        """Seconds of a call on the slowest rank; all ranks get the same number, and the same ``elapsed_s``."""
+        """Measure the seconds of a call on the slowest rank; all ranks get the same number and the same `elapsed_s`."""
         call = self._call_of(case)
         taken_s = 0.0
         if call is not None:
@@ -225,9 +228,10 @@ class _Table:
             call(num_calls)
             self._synchronize()
             taken_s = (time.perf_counter() - began_s) / num_calls
-        told = torch.tensor([taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        taken_s, self.elapsed_s = told.tolist()
+        # The slowest rank's times are the times of all ranks, so that all choose the same cases to go on with.
+        slowest = torch.tensor([taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        taken_s, self.elapsed_s = slowest.tolist()
         return taken_s / 2 if case.kind == "ping" else taken_s
 
     def _synchronize(self) -> None:
@@ -235,7 +239,7 @@ class _Table:
             torch.cuda.synchronize(self.device)
 
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
-        """What this rank does so many times; None where it has no part."""
+        """Return the function that does a case so many times on this rank; None where this rank has no part."""
         if case.kind == "add":
             return self._repeated(self._adder(case))
         if case.kind == "sum":
@@ -285,7 +289,7 @@ class _Table:
         return exchange
 
     def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
-        """To the next node from the one before, on so many ranks of each; the bytes are of all flows of a node."""
+        """Send to the next node and receive from the one before, on some ranks of each; bytes are of all flows."""
         num_flows, place = int(case.what), self.topology.local_rank
         if place >= num_flows:
             return None
@@ -298,7 +302,7 @@ class _Table:
 
 
 def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: int) -> None:
-    """Send and receive at once; not as two calls, of which NCCL would do one after the other."""
+    """Send and receive at the same time; NCCL would do two single calls one after the other."""
     if out.is_cuda:
         ops = [dist.P2POp(dist.irecv, back, source, group), dist.P2POp(dist.isend, out, to, group)]
         works = dist.batch_isend_irecv(ops)
@@ -309,7 +313,7 @@ def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: 
 
 
 def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -> Callable[[int], None]:
-    """Round trips. Over Gloo each rank waits for the next message before it sends its own: no message asks consent."""
+    """Return a function that makes round trips. Over Gloo each rank posts its receive first: no send must wait."""
     arrived = torch.zeros_like(buffer)
 
     def on_cpu(num_calls: int) -> None:

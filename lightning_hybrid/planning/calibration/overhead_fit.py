@@ -1,8 +1,8 @@
-"""What software adds to a cluster's links, so that the simulator's times of measured all-reduces have the least error.
+"""The software costs with which the simulated times of measured all-reduces have the least error.
 
 Over Gloo: a stage, a message, a segment, a core's rate and the share that one ring fills (cost_gloo.py). Over NCCL: the
-launch (cost_nccl.py). They are fitted together and stand in for each other, so none has a meaning, or an interval, of
-its own. What is left after that becomes a factor of each algorithm.
+launch (cost_nccl.py). They are fitted together and compensate each other, so that none has a meaning, or an interval,
+of its own. The remaining error becomes a factor of each algorithm.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
 FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
-"""Where the fit of Gloo's costs begins: the size of those of the emulated cluster (conf/cluster/netlab.yaml)."""
+"""The start of the fit of Gloo's costs: those of the emulated cluster (conf/cluster/netlab.yaml), rounded."""
 
 LEAST_STRIDE, LEAST_PROGRESS = 0.03, 1e-3
-"""The fit ends where steps of 3 % do not lower its error by a part in a thousand: ours."""
+"""The fit ends where steps of 3 % do not lower its error by a part in a thousand. Our choice."""
 
 ROBUST = 0.1
 """Errors of sums count squared up to here and linearly beyond."""
@@ -31,10 +31,16 @@ ROBUST = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSetup:
-    """What was measured on, and in what.
+    """The machines and the data type of a measurement.
 
-    ``num_shared_cores``: those of the one machine that all ranks run on; None where there are several machines.
-    ``inside``: what connects the GPUs of a node. ``itemsize``: bytes of an element of the sums that were timed.
+    Args:
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each node.
+        on_cuda: Whether NCCL was measured, else Gloo.
+        itemsize: Bytes of an element of the sums that were timed.
+        num_shared_cores: Cores of the one machine that all ranks run on; None where there are several machines.
+        is_interleaved: Consecutive ranks are on different nodes.
+        inside: The connection of the GPUs of a node.
     """
 
     num_nodes: int
@@ -46,34 +52,35 @@ class MeasuredSetup:
     inside: Literal["nvlink", "pci"] = "nvlink"
 
 
-def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, world: MeasuredSetup) -> float:
-    """Seconds of one all-reduce by the simulator: cut as the plan cuts it, with nothing to hide it."""
-    work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // world.itemsize), 0.0),))
+def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup) -> float:
+    """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it; return its seconds."""
+    work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // setup.itemsize), 0.0),))
     is_peer = algorithm in PEERS
     plan = CommPlan() if is_peer else CommPlan(algorithm=algorithm)  # type: ignore[arg-type]
     return simulate(
         work,
         cluster,
         plan,
-        itemsize=world.itemsize,
-        on_cuda=world.on_cuda,
+        itemsize=setup.itemsize,
+        on_cuda=setup.on_cuda,
         algorithm=algorithm if is_peer else None,
         cuts=[],
     ).step_s
 
 
 def fit_overheads(
-    bare: Cluster, measured: dict[tuple[str, int], float], world: MeasuredSetup, *, most_bytes_per_s: float
+    bare: Cluster, measured: dict[tuple[str, int], float], setup: MeasuredSetup, *, most_bytes_per_s: float
 ) -> Cluster:
-    """The cluster whose predictions of the sums have the least error.
+    """Return the cluster whose predictions of the sums have the least error.
 
-    A core that sends, receives and adds is at most as fast as one that does one of these: where the links are so slow
-    that it does not show, this is what is described.
+    A core that sends, receives and adds is at most as fast as one that does one of these (`most_bytes_per_s`). Where
+    the links are too slow to show the core's rate, the fit ends at this bound.
     """
 
     def loss(cluster: Cluster) -> float:
+        # In the logarithm a factor of two too much is as bad as one too little, at any size.
         errors = (
-            math.log(predicted_all_reduce_s(cluster, what, size, world) / time_s) / ROBUST
+            math.log(predicted_all_reduce_s(cluster, what, size, setup) / time_s) / ROBUST
             for (what, size), time_s in measured.items()
         )
         return statistics.fmean(math.sqrt(1 + error * error) - 1 for error in errors)
@@ -102,20 +109,20 @@ def fit_overheads(
 
 
 def residual_factors(
-    cluster: Cluster, measured: dict[tuple[str, int], float], world: MeasuredSetup
+    cluster: Cluster, measured: dict[tuple[str, int], float], setup: MeasuredSetup
 ) -> dict[str, float]:
-    """The median over sizes that buckets have, or at the largest where none was timed; rounded: it knows no more."""
+    """Take each algorithm's median of measured over predicted time, over sizes of buckets or else the largest size."""
     found = {}
     for what in dict.fromkeys(what for what, _ in measured):
         sizes = sorted(size for name, size in measured if name == what)
         large = [size for size in sizes if size >= LEAST_FUSED_BYTES] or sizes[-1:]
-        ratios = [measured[what, size] / predicted_all_reduce_s(cluster, what, size, world) for size in large]
+        ratios = [measured[what, size] / predicted_all_reduce_s(cluster, what, size, setup) for size in large]
         found[what] = round(statistics.median(ratios), 3)
     return found
 
 
 def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]) -> dict[str, float]:
-    """Positive values with the least loss: one after another, up and down by a factor that shrinks.
+    """Search positive values with the least loss: one after another, up and down by a factor that shrinks.
 
     >>> found = _descend({"x": 1.0, "y": 1.0}, lambda v: (v["x"] - 7) ** 2 + (v["y"] - v["x"] / 2) ** 2)
     >>> abs(found["x"] - 7) < 0.1, abs(found["y"] - 3.5) < 0.1

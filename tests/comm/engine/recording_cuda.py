@@ -1,13 +1,13 @@
-"""A stand-in for CUDA's streams and events that keeps book, so that what runs on them can be tested on a CPU.
+"""A fake of CUDA's streams and events that records their use, so that what runs on them can be tested on a CPU.
 
-Tensors are the CPU's and are computed at once. Beside that every operation is noted on the stream that is current, with
+Tensors are the CPU's and are computed at once. Besides, every operation is recorded on the stream that is current, with
 the memory that it reads and writes, and vector clocks say what is ordered after what:
 
     race    an operation reads what another stream writes, or writes what another uses, and no event orders them
     reuse   memory is given back to the stream that it was made on, while another that was not recorded may use it
     early   the host reads what it has not seen to be done
 
-Streams have a time of their own: a collective takes ``COLLECTIVE_S``; who waits for an event is at least as late.
+Streams have a time of their own: a collective takes `COLLECTIVE_S`; who waits for an event is at least as late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all
 
 
 class Stream:
-    """What it was told, and what it is ordered after: ``clock``."""
+    """A stream that records its operations, and what it is ordered after: `clock`."""
 
     def __init__(self, cuda: Cuda, name: str, priority: int = 0) -> None:
         self.cuda, self.name, self.priority = cuda, name, priority
@@ -112,7 +112,7 @@ class _Memory:
 
 
 class Cuda(TorchDispatchMode):
-    """The device. ``num_through``: how many operations and records are done; all, unless ``hang`` is called."""
+    """The device. `num_through`: how many operations and records are done; all, unless `hang` is called."""
 
     current_instance: Cuda | None = None
 
@@ -176,7 +176,7 @@ class Cuda(TorchDispatchMode):
         return is_out
 
     def hang(self) -> None:
-        """From here on nothing gets done, until ``go_on``."""
+        """From here on nothing gets done, until `go_on`."""
         self.num_through = self.number
 
     def go_on(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
-from lightning_hybrid.comm.ddp_buckets import ddp_buckets
+from lightning_hybrid.comm.bucket_layout import ddp_buckets
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA
@@ -22,7 +22,7 @@ pytest.importorskip("hydra", reason="the clusters are described in conf/")
 from tests.evidence.planner import defaults
 from tests.evidence.planner.known_clusters import cluster_of
 
-README = Path(__file__).parents[3] / "recipes" / "simulate" / "README.md"
+README = Path(__file__).parents[3] / "recipes" / "records" / "simulate" / "README.md"
 
 # us of one all-reduce of fp32 by NCCL between nodes, by MiB: the lower of out of place and in place. "filling" of
 # cost_nccl.py is fitted to the first five, which are NVIDIA/nccl-tests issue 309; nothing is to the last, which is the
@@ -68,7 +68,7 @@ def test_a_hierarchy_is_chosen_where_it_clearly_wins(rows):
     assert all(row.best.step_s <= row.auto_s for row in rows.values())
 
 
-def test_the_readme_has_the_models_word(rows):
+def test_the_readme_has_the_rows_of_the_model(rows):
     assert defaults.markdown(list(rows.values())) in README.read_text()
 
 
@@ -99,13 +99,13 @@ def test_on_cuda_auto_is_flat_on_any_number_of_nodes(ranks_per_node):
         (CommPlan(bucket_bytes=8 * MIB, num_buckets=1), [8.0, 8.0, 1.0]),  # what a user or a planner asked for
     ],
 )
-def test_on_cuda_ddp_is_told_its_own_sizes_unless_others_are_asked_for(plan, limits):
-    """Of 17 parameters of 1 MiB; on the CPU it is told one for each bucket."""
-    told = []
+def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits):
+    """DDP gets the sizes of 17 parameters of 1 MiB; on the CPU one for each bucket."""
+    given_sizes = []
     for is_cuda in (True, False):
         one = SimpleNamespace(requires_grad=True, is_cuda=is_cuda, dtype=torch.float16, numel=lambda: MIB // 2)
         one.element_size = lambda: 2
         module = SimpleNamespace(parameters=lambda one=one: [one] * 17)
-        told.append(bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"])
-    assert told[0] == limits
-    assert told[0] == told[1] or plan.num_buckets is None
+        given_sizes.append(bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"])
+    assert given_sizes[0] == limits
+    assert given_sizes[0] == given_sizes[1] or plan.num_buckets is None

@@ -1,4 +1,4 @@
-"""The CUDA path on a CPU: streams, events and communicators that keep book; and over Gloo the sums themselves."""
+"""The CUDA path on a CPU: streams, events and communicators that record; and over Gloo the sums themselves."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, To
 from lightning_hybrid.comm.engine import cuda_streams, order_check, stages
 from lightning_hybrid.comm.engine import engine as engines
 from lightning_hybrid.comm.health.consensus import OrderError
+from lightning_hybrid.comm.health.watchdog import Watchdog
 from tests.comm.engine.recording_cuda import CUDA, Cuda
-from tests.comm.layouts import integers
+from tests.comm.layouts import integers, sum_of_integers
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
-NUMELS = (300_000, 70_001, 5)  # in several pieces, with a tail that does not divide, and tiny
+NUMELS = (300_000, 70_001, 5)  # in several chunks, with a tail that does not divide, and tiny
 
 
-class WatchStandIn:
-    """Of a world in which all goes well, or as a test says; notes what is asked, and with which locks held."""
+class FakeWatchdog(Watchdog):
+    """The watchdog of a world in which all goes well, or as a test says; records requests, and the locks held."""
 
     def __init__(self, **arguments):
+        super().__init__(**arguments)
         self.arguments, self.asked, self.engine = arguments, [], None
 
+    def start(self):
+        """Without a thread."""
+
     def _note(self, what, answer):
-        self.asked.append((what, self.engine is not None and self.engine._lock.locked()))
+        self.asked.append((what, self.engine is not None and self.engine._latch.lock.locked()))
         return answer
 
     def compare(self, key, value):
@@ -46,7 +51,7 @@ class WatchStandIn:
         return self._note("alarm", error)
 
     def collect_status(self, noticed):
-        return self._note("roll", f"comm: rank 3 does not answer. {noticed}.")
+        return self._note("status", f"comm: rank 3 does not answer. {noticed}.")
 
     def leave(self):
         self._note("leave", None)
@@ -60,8 +65,8 @@ def fake_world(monkeypatch):
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     monkeypatch.setattr(engines, "compare_plans", lambda *args: ("token", ["host"] * 4, [[]] * 4))
     monkeypatch.setattr(engines, "private_store", lambda prefix: dist.HashStore())
-    monkeypatch.setattr(engines, "Watchdog", WatchStandIn)
-    monkeypatch.setattr(cuda_streams.ChecksummedCopy, "is_broken", lambda copy, value: copy.whole.isnan().sum() * 0)
+    monkeypatch.setattr(engines, "Watchdog", FakeWatchdog)
+    monkeypatch.setattr(cuda_streams.ChecksummedCopy, "mismatch", lambda copy, value: copy.whole.isnan().sum() * 0)
     aborted = []
     monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: aborted.append(limit_s) or [])
     yield aborted
@@ -84,8 +89,8 @@ def engine_of(algorithm, nodes=TWO_BY_TWO, *, keep_events=False, dtype_across=No
         trace=CommTrace(keep_events=keep_events),
         dtype_across_nodes=dtype_across,
     )
-    if engine._watch is not None and isinstance(engine._watch, WatchStandIn):
-        engine._watch.engine = engine
+    if isinstance(engine._watchdog, FakeWatchdog):
+        engine._watchdog.engine = engine
     return engine
 
 
@@ -172,7 +177,7 @@ def test_no_such_line_is_forgotten():
 
 
 def faults_of(cuda, algorithm, line=None, role=""):
-    """What is wrong with two steps and with two buckets that nobody waited for, and with the times of the steps.
+    """What is wrong with two steps and with two buckets that were never waited for, and with the times of the steps.
 
     Where calls from a line of the library are left out, of the one stream, the other, or both.
     """
@@ -210,7 +215,7 @@ def test_each_wait_record_and_record_stream_is_needed(fake_world, cuda, algorith
         assert found != []
 
 
-def test_flat_is_one_call_and_a_hierarchy_overlaps_its_pieces(fake_world, cuda):
+def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(fake_world, cuda):
     times = {}
     for algorithm in ("flat", "parallel_flat", "hierarchical"):
         engine = engine_of(algorithm)
@@ -221,11 +226,11 @@ def test_flat_is_one_call_and_a_hierarchy_overlaps_its_pieces(fake_world, cuda):
         engine.close()
         if algorithm != "hierarchical":
             assert calls == ["c10d::allreduce_"]
-    num_pieces = len(calls) // 3
-    assert num_pieces == 7
+    num_chunks = len(calls) // 3
+    assert num_chunks == 7
     assert calls[:5] == ["c10d::reduce_", "c10d::allreduce_", "c10d::reduce_", "c10d::allreduce_", "c10d::broadcast_"]
     assert times["flat"] == 1.0
-    assert times["hierarchical"] < 0.75 * 3 * num_pieces  # 2 calls of each 3 in the node, which overlap with the third
+    assert times["hierarchical"] < 0.75 * 3 * num_chunks  # 2 calls of each 3 in the node, which overlap with the third
 
 
 def test_streams_have_high_priority_and_a_hierarchy_alone_makes_the_second(fake_world, cuda):
@@ -239,13 +244,13 @@ def test_streams_have_high_priority_and_a_hierarchy_alone_makes_the_second(fake_
     both.close()
 
 
-def test_only_the_last_piece_of_a_bucket_is_padded(fake_world, cuda):
+def test_only_the_last_chunk_of_a_bucket_is_padded(fake_world, cuda):
     engine = engine_of("two_level", check_order=False)
     del cuda.operations[:]
     engine.submit(torch.zeros(300_001), bucket_index=0)
     pads = [name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"]
-    num_pieces = len([name for name, _ in cuda.operations if "reduce_scatter" in name])
-    assert num_pieces > 2
+    num_chunks = len([name for name, _ in cuda.operations if "reduce_scatter" in name])
+    assert num_chunks > 2
     assert len(pads) <= 3  # into the padded copy, and back
     del cuda.operations[:]
     engine.submit(torch.zeros(4 * 256 * 30), bucket_index=1)
@@ -253,7 +258,7 @@ def test_only_the_last_piece_of_a_bucket_is_padded(fake_world, cuda):
     engine.close()
 
 
-def test_shards_are_aligned_and_a_sealed_piece_is_copied_once(fake_world, cuda, monkeypatch):
+def test_shards_are_aligned_and_a_chunk_with_a_checksum_is_copied_once(fake_world, cuda, monkeypatch):
     numels, reduce_scatter = [], stages._reduce_scatter
 
     def noting(shard, whole, group):
@@ -280,7 +285,7 @@ def test_what_is_on_the_streams_is_held_by_them_alone(fake_world, cuda):
     engine.submit(wire, bucket_index=0, is_last=True, finish=lambda flat: torch.zeros(1))
     del wire
     assert held() is None
-    assert len(engine._in_flight) == 1
+    assert len(engine._latch.in_flight) == 1
     cuda.go_on()
     engine.close()
 
@@ -320,25 +325,25 @@ def test_steps_follow_each_other_in_the_timeline(fake_world, cuda):
 # ---- the order of buckets --------------------------------------------------------------------------------------------
 
 
-def test_the_verdict_on_the_order_is_read_a_step_late_and_the_host_never_waits(fake_world, cuda, monkeypatch):
+def test_a_wrong_checksum_is_read_a_step_late_and_the_host_never_waits(fake_world, cuda, monkeypatch):
     engine = engine_of("flat")
     buffers = [torch.zeros(8), torch.zeros(8)]
     step(engine, buffers)
     cuda.hang()
-    monkeypatch.setattr(cuda_streams.ChecksummedCopy, "is_broken", lambda copy, value: copy.whole[:1].abs().sum() + 1)
+    monkeypatch.setattr(cuda_streams.ChecksummedCopy, "mismatch", lambda copy, value: copy.whole[:1].abs().sum() + 1)
     step(engine, buffers)
     cuda.go_on()
     assert engine.failure == ""
     with pytest.raises(RuntimeError, match=r"rank 3 does not answer.*the order of buckets in the step before was not"):
         step(engine, buffers)
-    assert ("roll", False) in engine._watch.asked
-    assert "alarm" not in dict(engine._watch.asked)
+    assert ("status", False) in engine._watchdog.asked
+    assert "alarm" not in dict(engine._watchdog.asked)
     assert cuda.host_waits == []
     assert cuda.found == []
     engine.close()
 
 
-def test_the_seal_is_copied_from_pinned_memory_as_any_other_copy_may_wait(monkeypatch):
+def test_the_checksum_is_copied_from_pinned_memory_as_any_other_copy_may_wait(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
     target = SimpleNamespace(dtype=torch.float16, is_cuda=True)
     assert order_check._ready_to_copy(torch.ones(2), target).tolist() == [101.0, 101.0]
@@ -353,11 +358,11 @@ def test_the_seal_is_copied_from_pinned_memory_as_any_other_copy_may_wait(monkey
     ("error", "word"),
     [
         (OSError("boom"), "alarm"),
-        (RuntimeError("NCCL error: remote process exited"), "roll"),
-        (OrderError("this rank hands over x"), "roll"),
+        (RuntimeError("NCCL error: remote process exited"), "status"),
+        (OrderError("this rank hands over x"), "status"),
     ],
 )
-def test_who_only_noticed_calls_the_roll_and_who_failed_raises_the_alarm(fake_world, cuda, error, word):
+def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the_alarm(fake_world, cuda, error, word):
     engine = engine_of("flat")
 
     def finish(flat):
@@ -365,11 +370,11 @@ def test_who_only_noticed_calls_the_roll_and_who_failed_raises_the_alarm(fake_wo
 
     with pytest.raises(
         RuntimeError, match="rank 0 failed on bucket 0 in stage `finish` of the flat all-reduce"
-    ) as told:
+    ) as raised:
         engine.submit(torch.zeros(8), bucket_index=0, finish=finish)
-    assert ("rank 3 does not answer" in str(told.value)) == (word == "roll")
-    assert [what for what, _ in engine._watch.asked if what != "compare"] == [word]
-    assert not any(is_held for _, is_held in engine._watch.asked)
+    assert ("rank 3 does not answer" in str(raised.value)) == (word == "status")
+    assert [what for what, _ in engine._watchdog.asked if what != "compare"] == [word]
+    assert not any(is_held for _, is_held in engine._watchdog.asked)
     assert len(fake_world) == 1
     with pytest.raises(RuntimeError, match="rank 0 failed on bucket 0"):
         engine.submit(torch.zeros(8), bucket_index=1)
@@ -380,11 +385,11 @@ def test_who_only_noticed_calls_the_roll_and_who_failed_raises_the_alarm(fake_wo
 def test_nothing_that_waits_is_done_under_the_engines_lock(fake_world, cuda, monkeypatch):
     engine = engine_of("two_level")
     locked = []
-    monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: locked.append(engine._lock.locked()) or [])
+    monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: locked.append(engine._latch.lock.locked()) or [])
     step(engine, [torch.zeros(8)])
     engine.abort("a test")
-    assert {what for what, _ in engine._watch.asked} >= {"compare", "alarm"}
-    assert not any(is_held for _, is_held in engine._watch.asked)
+    assert {what for what, _ in engine._watchdog.asked} >= {"compare", "alarm"}
+    assert not any(is_held for _, is_held in engine._watchdog.asked)
     assert locked == [False]
     engine.close()
 
@@ -393,7 +398,7 @@ def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at
     engine = engine_of("flat")
 
     def finish(flat):
-        engine._watch.arguments["on_failure"]("comm: rank 2 gave up.")
+        engine._latch.trip("comm: rank 2 gave up.")
         return flat
 
     with pytest.raises(RuntimeError, match="rank 2 gave up"):
@@ -404,7 +409,7 @@ def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at
 
 def test_a_bucket_may_be_under_way_for_less_than_the_time_limit_of_torchs_watchdog(fake_world, cuda):
     engine = engine_of("flat")
-    assert engine._watch.arguments["give_up_after_s"] == 18.0
+    assert engine._watchdog.arguments["give_up_after_s"] == 18.0
     engine.close()
 
 
@@ -412,23 +417,23 @@ def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is
     engine = engine_of("hierarchical")
     buffers = [torch.zeros(8), torch.zeros(8)]
     step(engine, buffers)
-    assert engine._stalled_s() == 0.0
-    assert engine._standing().place == "with no bucket in flight"
+    assert engine._latch.stalled_s() == 0.0
+    assert engine._latch.status().place == "with no bucket in flight"
     cuda.hang()
     step(engine, buffers)
-    assert engine._stalled_s() > 0.0
-    standing = engine._standing()
-    assert standing.place == "bucket 0 waiting for its gradients of the hierarchical all-reduce"
-    assert not standing.is_inside
+    assert engine._latch.stalled_s() > 0.0
+    status = engine._latch.status()
+    assert status.place == "bucket 0 waiting for its gradients of the hierarchical all-reduce"
+    assert not status.is_inside
     cuda.num_through = engine._carrier._issued[0].ready.number
-    assert engine._stalled_s() > 0.0
-    assert engine._standing().place == "bucket 0 in stage `reduce` of the hierarchical all-reduce"
-    assert engine._standing().is_inside
-    cuda.num_through = engine._carrier._issued[0].passages[0].end.number
-    assert engine._stalled_s() > 0.0
-    assert engine._standing().place == "bucket 0 in stage `ring` of the hierarchical all-reduce"
+    assert engine._latch.stalled_s() > 0.0
+    assert engine._latch.status().place == "bucket 0 in stage `reduce` of the hierarchical all-reduce"
+    assert engine._latch.status().is_inside
+    cuda.num_through = engine._carrier._issued[0].stage_runs[0].end.number
+    assert engine._latch.stalled_s() > 0.0
+    assert engine._latch.status().place == "bucket 0 in stage `ring` of the hierarchical all-reduce"
     cuda.go_on()
-    assert engine._stalled_s() == 0.0
+    assert engine._latch.stalled_s() == 0.0
     assert cuda.host_waits == []
     engine.close()
 
@@ -439,7 +444,7 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: destroyed.append(group))
     cuda.hang()
     step(engine, [torch.zeros(8)])
-    engine._watch.arguments["on_failure"]("comm: rank 2 gave up: OSError.")  # as from the watch's thread
+    engine._latch.trip("comm: rank 2 gave up: OSError.")  # as from the watchdog's thread
     assert len(fake_world) == 1
     with pytest.raises(RuntimeError, match=r"^comm: rank 2 gave up: OSError\. The gradients of this step are lost"):
         engine.submit(torch.zeros(8), bucket_index=0)
@@ -469,15 +474,15 @@ def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(fake_
     assert cuda.host_waits == []
 
 
-def test_a_look_that_does_not_come_back_keeps_the_watch_from_nothing(fake_world, cuda, monkeypatch):
+def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(fake_world, cuda, monkeypatch):
     engine = engine_of("flat")
     cuda.hang()
     step(engine, [torch.zeros(8)])
     may_go_on, began_s = threading.Event(), time.monotonic()
     monkeypatch.setattr(cuda_streams, "LOOK_LIMIT_S", 0.05)
     monkeypatch.setattr(engine._carrier._issued[0].done, "query", lambda: may_go_on.wait(30))
-    assert engine._stalled_s() > 0.0
-    engine._watch.arguments["on_failure"]("comm: a test")
+    assert engine._latch.stalled_s() > 0.0
+    engine._latch.trip("comm: a test")
     assert len(fake_world) == 1
     assert time.monotonic() - began_s < 15  # the look would take 30 s
     may_go_on.set()
@@ -489,12 +494,12 @@ def test_a_look_that_does_not_come_back_keeps_the_watch_from_nothing(fake_world,
 
 def test_the_default_group_serves_for_all_ranks_and_stages_share_what_they_can(fake_world, cuda):
     flat = engine_of("flat")
-    assert flat._groups.of("all_reduce") is dist.group.WORLD
+    assert flat._groups.by_stage["all_reduce"] is dist.group.WORLD
     assert flat._groups._owned == []
     flat.close()
     assert dist.is_initialized()
     both = engine_of("two_level")
-    assert both._groups.of("scatter_reduce") is both._groups.of("gather")
+    assert both._groups.by_stage["scatter_reduce"] is both._groups.by_stage["gather"]
     assert len(both._groups._owned) == 2
     both.close()
 
@@ -506,7 +511,7 @@ def test_groups_of_a_scope_are_one_split_where_the_backend_can(fake_world, cuda,
         splits.append(split_ranks)
         return dist.group.WORLD
 
-    monkeypatch.setattr("lightning_hybrid.comm.topology._can_be_split", lambda: True)
+    monkeypatch.setattr("lightning_hybrid.comm.engine.process_groups._can_be_split", lambda: True)
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: pytest.fail("a split would have done"))
     engine = engine_of("two_level")
@@ -562,7 +567,8 @@ def sums_by_streams(algorithm, nodes, numels, dtype):
             sums = [future.wait() for future in futures]
         summary = engine.trace.drain()
         engine.close()
-        return sums, summary.num_steps
+        expected = [sum_of_integers(4, numel, dtype, seed=index) for index, numel in enumerate(numels)]
+        return list(map(torch.equal, sums, expected)), summary.num_steps
 
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2), (3,))], ids=str)
@@ -572,11 +578,9 @@ def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
     if algorithm == "two_level" and len(nodes[0]) == 3:
         algorithm = "auto"
     for last in (numels, numels[::-1]):
-        for sums, num_steps in four_ranks.run(sums_by_streams, algorithm, nodes, last, torch.float32):
+        for are_right, num_steps in four_ranks.run(sums_by_streams, algorithm, nodes, last, torch.float32):
             assert num_steps == 2
-            for index, flat in enumerate(sums):
-                addends = [integers(rank, last[index], torch.float32, seed=index) for rank in range(4)]
-                assert torch.equal(flat, sum(addends))
+            assert are_right == [True] * len(last)
 
 
 def swapped_by_streams(algorithm, is_known):

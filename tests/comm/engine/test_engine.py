@@ -10,17 +10,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
 from lightning_hybrid.comm.engine import stages
-from tests.comm.layouts import integers
+from tests.comm.layouts import engine_over, integers
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
 MIXED = CommPlan(hierarchical_below_bytes=1000)  # auto: both algorithms in one run
 EVERY_STAGE = [(algorithm, stage.name) for algorithm, stages in stages.STAGES.items() for stage in stages]
-
-
-def engine_over(nodes, plan=MIXED, *, timeout_s=20.0, trace=None):
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU, trace=trace)
 
 
 def replace_stage(algorithm, name, run):
@@ -37,7 +31,7 @@ def replace_stage(algorithm, name, run):
 
 def many_sums(nodes, numels):
     """Submit everything at once, at a pace of each rank's own; then wait."""
-    engine = engine_over(nodes)
+    engine = engine_over(nodes, MIXED)
     futures = []
     for index, numel in enumerate(numels):
         time.sleep(0.002 * ((index + dist.get_rank()) % 3))
@@ -59,10 +53,10 @@ def test_many_tensors_in_flight_are_each_summed_right(rank_pool, nodes):
 
 
 def submit_before_the_other_rank():
-    engine = engine_over(((0, 1),))
-    assert engine._watch._give_up_after_s is None  # Gloo's collectives tell by themselves
+    engine = engine_over(((0, 1),), MIXED)
+    assert engine._watchdog._give_up_after_s is None  # Gloo's collectives raise by themselves
     if dist.get_rank() == 1:
-        time.sleep(0.5)
+        time.sleep(1.0)
     start = time.monotonic()
     future = engine.submit(torch.ones(4), bucket_index=0, is_last=True)
     submit_s, was_done = time.monotonic() - start, future.done()
@@ -76,8 +70,8 @@ def submit_before_the_other_rank():
 def test_submit_returns_before_the_sum_is_done(two_ranks):
     submit_s, was_done, done_s, summary = two_ranks.run(submit_before_the_other_rank)[0]
     assert not was_done
-    assert submit_s < 0.25 < 0.4 < done_s
-    assert 0.4 < summary.exposed_s <= done_s
+    assert submit_s < 0.5 < 0.7 < done_s
+    assert 0.7 < summary.exposed_s <= done_s
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 1, 16)
 
 
@@ -165,14 +159,14 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_rank
         assert len(errors) >= 2
         assert errors[-1].startswith(expected)
         assert all(errors[-1] in error for error in errors)  # a future's carries the callback's words before it
-        assert waited_s < 3  # the groups' timeout is 30 s; the watch looks within 0.75 s; the rest is a busy machine
-        assert close_s < 4
+        assert waited_s < 12  # the groups' timeout is 30 s; the watchdog looks within 0.75 s; the rest is load
+        assert close_s < 12
         assert threads == []
         assert num_in_flight == 0
 
 
 def failing_finish():
-    engine = engine_over(((0,),))
+    engine = engine_over(((0,),), MIXED)
 
     def finish(flat):
         raise KeyError("no place")
@@ -183,13 +177,13 @@ def failing_finish():
     engine.close()
 
 
-def test_a_failure_after_the_sum_is_told_likewise(one_rank):
+def test_a_failure_after_the_sum_is_the_same_error(one_rank):
     one_rank.run(failing_finish)
 
 
 def late_rank_finds_a_timeout(late, stage):
     """Rank ``late`` never comes. Default group: 45 s."""
-    engine = engine_over(((0, 1),), timeout_s=1.0)
+    engine = engine_over(((0, 1),), MIXED, timeout_s=1.0)
     if dist.get_rank() == late:
         dist.barrier()
         engine.close()
@@ -201,14 +195,16 @@ def late_rank_finds_a_timeout(late, stage):
     ):
         engine.submit(torch.ones(1), bucket_index=0).wait()
     waited_s = time.monotonic() - start
+    engine.close()  # while the other is still there to read the error, for which rank 0 waits
     dist.barrier()
-    engine.close()
     return waited_s
 
 
-@pytest.mark.parametrize(("late", "stage"), [(0, "(reduce|broadcast)"), (1, "reduce")])
+@pytest.mark.parametrize(
+    ("late", "stage"), [pytest.param(0, "(reduce|broadcast)", marks=pytest.mark.long), (1, "reduce")]
+)
 def test_the_timeout_is_the_users_not_the_default_groups(two_ranks, late, stage):
-    assert all(0.9 < waited_s < 5 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
+    assert all(0.9 < waited_s < 20 for waited_s in two_ranks.run(late_rank_finds_a_timeout, late, stage))
 
 
 def count_after_cycles(num_cycles):
@@ -236,7 +232,7 @@ def test_no_thread_and_no_group_is_left_behind(two_ranks):
 
 
 def close_with_work_in_flight():
-    engine = engine_over(TWO_BY_TWO)
+    engine = engine_over(TWO_BY_TWO, MIXED)
     futures = [engine.submit(torch.ones(400), bucket_index=index) for index in range(8)]
     engine.close()
     return all(future.done() for future in futures), [future.wait()[0].item() for future in futures]
@@ -248,7 +244,7 @@ def test_closing_waits_for_what_is_in_flight(four_ranks):
 
 def two_engines():
     """Two models in a process: their collectives must not meet, whatever the order in which they are submitted."""
-    one, two = engine_over(((0, 1),)), engine_over(((0, 1),))
+    one, two = engine_over(((0, 1),), MIXED), engine_over(((0, 1),), MIXED)
     order = (one, two) if dist.get_rank() == 0 else (two, one)
     futures = {engine: engine.submit(torch.ones(2) * (1 if engine is one else 10), bucket_index=0) for engine in order}
     sums = futures[one].wait()[0].item(), futures[two].wait()[0].item()

@@ -7,31 +7,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.comm import CommEngine, CommPlan
-from lightning_hybrid.comm.engine.stages import (
-    SCATTER_BYTES,
-    STAGES,
-    flat_sum_,
-    hierarchical_sum_,
-    parallel_flat_sum_,
-    stage_scopes,
-    two_level_sum_,
-)
-from lightning_hybrid.comm.topology import CommGroups, Topology
-from tests.comm.layouts import integers, is_even, layouts, name, reals
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm.bucket_layout import SCATTER_BYTES
+from lightning_hybrid.comm.engine.process_groups import CommGroups
+from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
+from lightning_hybrid.comm.topology import Topology
+from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals, sum_, sum_of_integers
 
-SUMS = {
-    "flat": flat_sum_,
-    "parallel_flat": parallel_flat_sum_,
-    "hierarchical": hierarchical_sum_,
-    "two_level": two_level_sum_,
-}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMELS = [0, 1, 2, 3, 5, 4096, 10007]
 CASES = [
     pytest.param(world_size, algorithm, nodes, id=f"{algorithm}-{name(nodes)}")
     for world_size in (1, 2, 3, 4)
-    for algorithm in SUMS
+    for algorithm in STAGES
     for nodes in layouts(world_size)
     if algorithm != "two_level" or is_even(nodes)
 ]
@@ -40,7 +28,8 @@ CASES = [
 @contextmanager
 def groups_of(nodes, algorithm):
     topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    groups = CommGroups(topology=topology, scopes=stage_scopes({algorithm: 1}), timeout=timedelta(seconds=20))
+    groups = CommGroups(topology=topology, timeout=timedelta(seconds=20))
+    groups.add(stage_scopes({algorithm: 1}))
     try:
         yield groups
     finally:
@@ -55,7 +44,7 @@ def sums_on_rank(nodes, algorithm, make, cases):
         for numel, dtype in cases:
             flat = make(dist.get_rank(), numel, dtype)
             where = flat.data_ptr()
-            assert SUMS[algorithm](flat, groups) is flat
+            assert sum_(flat, groups, algorithm) is flat
             assert flat.data_ptr() == where
             results.append(flat)
     return results
@@ -67,7 +56,7 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
     cases = [(numel, dtype) for numel in NUMELS for dtype in DTYPES]
     per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
     for index, (numel, dtype) in enumerate(cases):
-        expected = sum(integers(rank, numel, torch.float64) for rank in range(world_size)).to(dtype)
+        expected = sum_of_integers(world_size, numel, dtype)
         for results in per_rank:
             assert results[index].dtype == dtype
             assert torch.equal(results[index], expected)
@@ -75,7 +64,7 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
 
 def seeded_sum_on_rank(nodes, algorithm, numel, dtype, seed):
     with groups_of(nodes, algorithm) as groups:
-        return SUMS[algorithm](integers(dist.get_rank(), numel, dtype, seed=seed), groups)
+        return sum_(integers(dist.get_rank(), numel, dtype, seed=seed), groups, algorithm)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -85,7 +74,7 @@ def test_any_layout_size_and_dtype(rank_pool, world_size):
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(
         nodes=st.sampled_from(list(layouts(world_size))),
-        algorithm=st.sampled_from(list(SUMS)),
+        algorithm=st.sampled_from(list(STAGES)),
         numel=st.integers(0, 3000),
         dtype=st.sampled_from(DTYPES),
         seed=st.integers(0, 1000),
@@ -111,7 +100,7 @@ def num_roundings(algorithm, nodes, num_bytes):
 
 
 @pytest.mark.parametrize("numel", [5003, 90_001])
-@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("algorithm", STAGES)
 @pytest.mark.parametrize("nodes", [((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=name)
 def test_the_error_against_float64_is_that_of_the_roundings_stated(four_ranks, algorithm, nodes, numel):
     """|error| <= gamma_n * sum |x|, gamma_n = n u / (1 - n u); fp32 is rounded three times by any algorithm.
@@ -148,12 +137,13 @@ def test_two_level_adds_halves_in_fp32_inside_the_node(four_ranks):
     assert 2048.0 in flat  # the instrument can see the difference
 
 
-@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("algorithm", STAGES)
 @pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)])
 def test_a_tensor_that_is_not_flat_is_refused(algorithm, flat):
-    groups = CommGroups(topology=Topology(rank=0, nodes=((0,),)), scopes={}, timeout=timedelta(seconds=1))
+    engine = engine_over(((0,),), CommPlan(algorithm=algorithm))
     with pytest.raises(ValueError, match=r"^`flat` .* must be one-dimensional and contiguous"):
-        SUMS[algorithm](flat, groups)
+        engine.submit(flat, bucket_index=0)
+    engine.close()
 
 
 def test_stage_names_are_unique():
@@ -164,21 +154,13 @@ def test_stage_names_are_unique():
 
 def sum_in_halves_across(nodes, algorithm, numel):
     """Single precision in the node, fp16 between nodes."""
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    plan = CommPlan(algorithm=algorithm)
-    engine = CommEngine(
-        topology=topology,
-        plan=plan,
-        timeout=timedelta(seconds=20),
-        device=torch.device("cpu"),
-        dtype_across_nodes=torch.float16,
-    )
+    engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=torch.float16)
     flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
     engine.close()
     return flat
 
 
-@pytest.mark.parametrize("algorithm", SUMS)
+@pytest.mark.parametrize("algorithm", STAGES)
 @pytest.mark.parametrize("nodes", [((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))], ids=name)
 def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_ranks, algorithm, nodes):
     """N node sums are rounded once each, and N - 1 times as they are added: gamma_N of fp16, and gamma_4 of fp32.

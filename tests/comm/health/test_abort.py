@@ -1,4 +1,4 @@
-"""Communicators are aborted all at the same time, and nobody waits for one that does not end."""
+"""Communicators are aborted all at the same time, and none that does not end is waited for."""
 
 import threading
 import time
@@ -75,6 +75,7 @@ def test_only_groups_with_communicators_on_a_device_are_aborted(two_ranks):
 
 def forgotten():
     group = dist.new_group([0, 1])
+    dist.barrier()  # both are connected: forgotten before, it would end the other's handshake
     num_groups = len(dist.distributed_c10d._world.pg_map)
     abort.forget(group)
     abort.forget(group)

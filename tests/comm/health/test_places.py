@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, places_of
+from tests.comm.layouts import engine_over
 
 HERE = RankStatus(num_submitted=2, order="a", place="bucket 1", recent=("x", "y"))
 BEHIND = RankStatus(num_submitted=1, order="b", place="with no bucket in flight", recent=("x",))
@@ -18,24 +17,24 @@ GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), h
 
 
 @pytest.mark.parametrize(
-    ("roll", "words"),
+    ("statuses", "words"),
     [
         ([HERE, None, HERE], "Rank 1 is on host b."),
         ([None, None, HERE], "Rank 0 is on host a, rank 1 is on host b."),
         ([HERE, HERE, GONE], "Rank 2 is on host b."),
         ([HERE, HERE, BEHIND], "Rank 2 is on host b."),
-        ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # nobody's fault: the network's
+        ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # the network's fault, of no rank
     ],
 )
-def test_a_verdict_ends_with_the_hosts_of_whom_it_blames(roll, words):
-    assert diagnose("Rank 0 saw it", roll, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
-    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
+def test_a_diagnosis_ends_with_the_hosts_of_the_ranks_it_names(statuses, words):
+    assert diagnose("Rank 0 saw it", statuses, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
+    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
 
 
-def test_of_many_hosts_some_are_told():
-    told = places_of([], [f"h{rank}" for rank in range(9)])
+def test_of_many_hosts_some_are_named():
+    text = places_of([], [f"h{rank}" for rank in range(9)])
     assert (
-        told
+        text
         == " Rank 0 is on host h0, rank 1 is on host h1, rank 2 is on host h2, rank 3 is on host h3 and 5 hosts more."
     )
 
@@ -44,10 +43,7 @@ def gives_up(odd_rank):
     rank = dist.get_rank()
     consensus.host_identity = lambda: (f"host{rank}",)
     try:
-        topology = Topology(rank=rank, nodes=((0, 1),))
-        engine = CommEngine(
-            topology=topology, plan=CommPlan(), timeout=timedelta(seconds=20), device=torch.device("cpu")
-        )
+        engine = engine_over(((0, 1),), CommPlan())
     finally:
         from lightning_hybrid.comm.topology import host_identity
 
@@ -65,8 +61,8 @@ def gives_up(odd_rank):
 
 @pytest.mark.parametrize("odd_rank", [0, 1])
 def test_a_rank_that_gives_up_is_told_with_its_host_on_every_rank(two_ranks, odd_rank):
-    for told in two_ranks.run(gives_up, odd_rank):
+    for text in two_ranks.run(gives_up, odd_rank):
         assert (
             f"comm: rank {odd_rank} gave up: OutOfMemoryError: no room. Rank {odd_rank} is on host host{odd_rank}."
-            in told
+            in text
         )

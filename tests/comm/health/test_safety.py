@@ -1,12 +1,11 @@
-"""What must be alike on all ranks is checked; what fails on one fails on all, with one error that names it."""
+"""What must be equal on all ranks is checked; what fails on one fails on all, with one error that names it."""
 
 import os
 import signal
-import subprocess
-import sys
+import socket
 import textwrap
 import time
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,21 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology, average_bucket
+from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
-from tests.comm.layouts import integers
+from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.held import growth
+from tests.programs import run_program
 from tests.rank_pool import RankError
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
-
-
-def engine_over(nodes, plan, timeout_s=30.0):
-    topology = Topology(rank=dist.get_rank(), nodes=nodes)
-    return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), device=CPU)
 
 
 def error_of(wait):
@@ -44,26 +38,26 @@ def error_of(wait):
     return "", time.monotonic() - start
 
 
-# ------------------------------------------------------------------------------------------------------------ the seal
+# ---- the checksum ----------------------------------------------------------------------------------------------------
 
 
 @given(
     st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=300),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
 )
-def test_a_seal_breaks_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
+def test_a_checksum_is_wrong_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
     total, own = (ChecksummedCopy(2, dtype, torch.device("cpu")) for _ in range(2))
     for given_values in (values, values[:1] * len(values)):
         total.whole.zero_()
         for value in given_values:
             own.fill(torch.ones(2, dtype=dtype), value)
             total.whole.add_(own.whole)
-        broken = [bool(total.is_broken(value)) for value in given_values]
-        assert broken == [len(set(given_values)) > 1] * len(given_values)
+        wrong = [bool(total.mismatch(value)) for value in given_values]
+        assert wrong == [len(set(given_values)) > 1] * len(given_values)
 
 
 @given(st.lists(st.text(), max_size=5), st.lists(st.text(), max_size=5))
-def test_the_hash_tells_sequences_apart(one, other):
+def test_the_hash_differs_where_sequences_do(one, other):
     hashes = [RollingHash(), RollingHash()]
     for each, records in zip(hashes, (one, other), strict=True):
         for record in records:
@@ -94,7 +88,7 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
     for text, waited_s in results:
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
         assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
-        assert waited_s < 5
+        assert waited_s < 15  # the time limit is 30 s
 
 
 def of_another_size(odd_rank):
@@ -110,7 +104,7 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_ran
     """Sent, it would end the process: Gloo calls abort()."""
     for text, waited_s in four_ranks.run(of_another_size, odd_rank):
         assert f"comm: rank {odd_rank} handed over bucket 0 (41 x float32" in text
-        assert waited_s < 5
+        assert waited_s < 15  # the time limit is 30 s
 
 
 def with_another_plan():
@@ -130,7 +124,7 @@ def test_plans_that_differ_are_refused_on_every_rank(four_ranks):
     assert all(text.startswith(message) for text in four_ranks.run(with_another_plan))
 
 
-# ---------------------------------------------------------------------------------------------------- dead and absent
+# ---- dead and absent -------------------------------------------------------------------------------------------------
 
 
 def one_rank_ends(how, ended_rank, algorithm):
@@ -148,7 +142,7 @@ def one_rank_ends(how, ended_rank, algorithm):
     if how == "leaves":
         engine.close()
         return result
-    raise AssertionError(f"told: {result}")  # this way the pool prints it beside the dead rank's
+    raise AssertionError(f"error: {result}")  # this way the pool prints it next to the dead rank's
 
 
 @pytest.mark.slow  # the processes are started afresh after it
@@ -156,17 +150,17 @@ def one_rank_ends(how, ended_rank, algorithm):
     ("world_size", "ended_rank", "algorithm"), [(2, 0, "flat"), pytest.param(4, 3, "two_level", marks=pytest.mark.long)]
 )
 def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_rank, algorithm):
-    with pytest.raises(RankError) as told:
+    with pytest.raises(RankError) as raised:
         rank_pool.ranks(world_size).run(one_rank_ends, "dies", ended_rank, algorithm, grace_s=10.0)
-    text = f"told: ('comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
-    assert str(told.value).count(text) == world_size - 1, str(told.value)
+    text = f"error: ('comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
+    assert str(raised.value).count(text) == world_size - 1, str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
-    with pytest.raises(RankError) as told:
+    with pytest.raises(RankError) as raised:
         two_ranks.run(one_rank_ends, "stops", 1, "hierarchical", timeout_s=40.0, grace_s=1.0)
-    assert str(told.value).count("told: ('comm: rank 1 does not answer") == 1, str(told.value)
+    assert str(raised.value).count("error: ('comm: rank 1 does not answer") == 1, str(raised.value)
 
 
 @pytest.mark.long
@@ -175,7 +169,7 @@ def test_a_rank_that_left_is_named_on_all_others(four_ranks):
     for rank in (0, 2, 3):
         text, waited_s = results[rank]
         assert text.startswith("comm: rank 1 has left: closed the engine while others still averaged. ")
-        assert waited_s < 6
+        assert waited_s < 20
 
 
 def gives_up(rank):
@@ -185,17 +179,17 @@ def gives_up(rank):
         engine.abort("later")
     result = error_of(lambda: engine.submit(torch.ones(4), bucket_index=0, is_last=True).wait())
     engine.close()
-    engine.abort("nobody hears it")
+    engine.abort("too late")
     return result
 
 
 def test_a_rank_that_gives_up_tells_the_others(four_ranks):
     for text, waited_s in four_ranks.run(gives_up, 1):
         assert text.startswith("comm: rank 1 gave up: OutOfMemoryError: no room")
-        assert waited_s < 3
+        assert waited_s < 15  # the time limit is 30 s
 
 
-# ----------------------------------------------------------------------------------------------------------- afterwards
+# ---- afterwards ------------------------------------------------------------------------------------------------------
 
 
 def train_fail_and_train_again():
@@ -225,10 +219,11 @@ def test_after_a_failure_the_same_model_trains_again(two_ranks):
         assert grad == [[1.5] * 4]
 
 
-def exit_with_a_stuck_stage():
+def exit_with_a_stuck_stage(folder):
     """Rank 1 never comes; rank 0 fails and leaves the interpreter while its stage still waits."""
-    program = textwrap.dedent("""
-        import sys, time, warnings
+    program, over = folder / "program.py", folder / "over"
+    text = """
+        import os, sys, time, warnings
         from datetime import timedelta
         import torch, torch.distributed as dist
         from lightning_hybrid.comm import CommEngine, CommPlan, Topology
@@ -246,34 +241,32 @@ def exit_with_a_stuck_stage():
             comm.close()
             print("closed", flush=True)
             sys.exit(3)
-        time.sleep(4)
-    """)
-    import socket
-
+        while not os.path.exists(sys.argv[3]):
+            time.sleep(0.05)
+        os._exit(0)
+    """
+    program.write_text(textwrap.dedent(text))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    out, _ = ranks[0].communicate(timeout=60)
-    ranks[1].kill()
-    ranks[1].communicate()
-    return ranks[0].returncode, out
+    with ThreadPoolExecutor() as pool:
+        ranks = [
+            pool.submit(
+                run_program, str(program), str(rank), str(port), str(over), env=environment, is_finalized=rank == 0
+            )
+            for rank in range(2)
+        ]
+        try:
+            return ranks[0].result()
+        finally:
+            over.touch()
 
 
-def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit():
-    code, out = exit_with_a_stuck_stage()
-    assert "closed" in out
-    assert code == 3, out
+def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit(tmp_path):
+    done = exit_with_a_stuck_stage(tmp_path)
+    assert "closed" in done.stdout
+    assert done.returncode == 3, done
 
 
 def chunked_sums(algorithm, nodes, numels, dtype):
@@ -285,26 +278,27 @@ def chunked_sums(algorithm, nodes, numels, dtype):
         )
         for index, numel in enumerate(numels)
     ]
-    sums = [future.wait() for future in futures]
+    are_right = [
+        torch.equal(future.wait(), sum_of_integers(dist.get_world_size(), numel, dtype, seed=index))
+        for index, (future, numel) in enumerate(zip(futures, numels, strict=True))
+    ]
     chunks = [bucket.num_chunks for bucket in engine.buckets]
     engine.close()
-    return sums, chunks
+    return are_right, chunks
 
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
-    numels = [0, 3, 100_000, 70_001, 16_385, 1_100_001, 5]
+    numels = [0, 3, 100_000, 70_001, 16_385, 300_001, 5]
     for last in (
         numels,
         numels[::-1],
-        [3_000_017],
-    ):  # the last carries the seal: small, empty, or larger than its limit
-        for sums, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
+        [1_200_017],
+    ):  # the last carries the checksum: small, empty, or larger than its limit
+        for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
             assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
-            for index, flat in enumerate(sums):
-                addends = [integers(rank, last[index], torch.float32, seed=index) for rank in range(4)]
-                assert torch.equal(flat, sum(addends))
+            assert are_right == [True] * len(last)
 
 
 def open_use_close():
@@ -317,26 +311,26 @@ def growth_over_engines(num_cycles):
     return growth(open_use_close, num_warm_up=5, num_cycles=num_cycles)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
     for more in two_ranks.run(growth_over_engines, 50):
         assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
 
 
-# ------------------------------------------------------------------------------------------------------------- verdicts
+# ---- diagnosis -------------------------------------------------------------------------------------------------------
 
 AT_TWO = RankStatus(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
 OUTSIDE = RankStatus(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
 INSIDE_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
 IDLE_TWO = RankStatus(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
 AT_ONE = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
-STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
+OTHER_BUCKET = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
 LONG_AGO = RankStatus(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
 LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
 
 
 @pytest.mark.parametrize(
-    ("roll", "words"),
+    ("statuses", "words"),
     [
         ([AT_TWO, None, AT_TWO], "rank 1 does not answer: its process is dead"),
         ([None, None, AT_TWO], "ranks 0, 1 do not answer: their processes are dead"),
@@ -346,18 +340,18 @@ LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
         ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
         ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
         ([OUTSIDE, OUTSIDE], "every rank answers, so the network between them is the cause"),
-        ([AT_TWO, AT_TWO, STRAYED], "rank 2 handed over z where ranks 0, 1 handed over y"),
-        ([AT_ONE, AT_TWO, STRAYED], "rank 2 handed over z where rank 1 handed over y"),
+        ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where ranks 0, 1 handed over y"),
+        ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
         ([IDLE_TWO, IDLE_TWO], "every rank answers and has averaged the same buckets: one that is slow, or hangs,"),
         ([AT_TWO, IDLE_TWO], "every rank answers, so the network"),
         ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (rank 0: bucket 1 in stage"),
     ],
 )
-def test_the_verdict_names_who_is_to_blame(roll, words):
-    assert diagnose("Rank 0 saw it", roll).startswith(f"comm: {words}")
-    assert diagnose("Rank 0 saw it", roll).endswith("Rank 0 saw it.")
-    assert [None if each is None else RankStatus.from_json(each.to_json()) for each in roll] == roll
+def test_the_diagnosis_names_the_cause(statuses, words):
+    assert diagnose("Rank 0 saw it", statuses).startswith(f"comm: {words}")
+    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
+    assert [None if each is None else RankStatus.from_json(each.to_json()) for each in statuses] == statuses
 
 
 def test_many_ranks_are_named_in_short():

@@ -17,7 +17,7 @@ HOSTS, ADDRESSES = ["a", "a", "b", "b"], [["10.0.0.1"]] * 2 + [["10.0.0.2"]] * 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "sign"),
+    ("changes", "word"),
     [
         ({}, "slow"),
         ({"heard_s": 10.0}, "cut"),
@@ -27,12 +27,12 @@ HOSTS, ADDRESSES = ["a", "a", "b", "b"], [["10.0.0.1"]] * 2 + [["10.0.0.2"]] * 2
     ],
     ids=str,
 )
-def test_data_that_waits_and_what_was_heard_tell_slow_from_cut_from_stopped(changes, sign):
+def test_data_that_waits_and_what_was_heard_separate_slow_from_cut_from_stopped(changes, word):
     line = replace(LINE, **changes)
-    assert liveness_by_address([line], waited_s=10.0) == {"10.0.0.2": (sign, line.heard_s)}
+    assert liveness_by_address([line], waited_s=10.0) == {"10.0.0.2": (word, line.heard_s)}
 
 
-def test_a_closed_connection_tells_nothing_of_its_host():
+def test_a_closed_connection_says_nothing_of_its_host():
     assert liveness_by_address([replace(LINE, is_open=False)], waited_s=10.0) == {}
 
 
@@ -41,12 +41,12 @@ def test_one_connection_that_hears_something_says_that_the_host_lives():
     assert liveness_by_address(found, waited_s=10.0) == {"10.0.0.2": ("slow", 3.0), "10.0.0.3": ("cut", 20.0)}
 
 
-def told(roll):
-    return diagnose("Rank 0 saw it", roll, HOSTS, ADDRESSES)
+def diagnosis(statuses):
+    return diagnose("Rank 0 saw it", statuses, HOSTS, ADDRESSES)
 
 
 @pytest.mark.parametrize(
-    ("sign", "words"),
+    ("word", "words"),
     [
         ("slow", "host b lives, was last heard 3.0 s ago, but its link is so slow"),
         ("taken", "host b lives and acknowledged all that it was sent"),
@@ -54,45 +54,45 @@ def told(roll):
         ("idle", "nothing has come from host b for 3 s, and its connections are not closed"),
     ],
 )
-def test_a_host_that_may_live_is_not_called_dead(sign, words):
+def test_a_host_that_may_live_is_not_called_dead(word, words):
     """Rank 1 knows nothing; rank 0 talks with the other host."""
-    text = told([replace(HERE, signs={"10.0.0.2": (sign, 3.0)}), HERE, None, None])
+    text = diagnosis([replace(HERE, liveness={"10.0.0.2": (word, 3.0)}), HERE, None, None])
     assert text.startswith(f"comm: ranks 2, 3 do not answer: {words}")
     assert text.endswith("Ranks 2, 3 are on host b.")
     assert "dead" not in text
 
 
 def test_what_all_ranks_know_is_put_together():
-    knows = [replace(HERE, signs={"10.0.0.2": sign}) for sign in (("cut", 9.0), ("slow", 3.0))]
-    assert "host b lives, was last heard 3.0 s ago" in told([*knows, None, None])
+    knows = [replace(HERE, liveness={"10.0.0.2": word}) for word in (("cut", 9.0), ("slow", 3.0))]
+    assert "host b lives, was last heard 3.0 s ago" in diagnosis([*knows, None, None])
 
 
 @pytest.mark.parametrize(
-    "roll", [[HERE, HERE, None, None], [HERE, HERE, HERE, None], [HERE, None, HERE, HERE]], ids=len
+    "statuses", [[HERE, HERE, None, None], [HERE, HERE, HERE, None], [HERE, None, HERE, HERE]], ids=len
 )
-def test_of_a_rank_whose_host_answers_or_says_nothing_nobody_knows_more(roll):
-    assert "dead, stopped or unreachable" in told(roll)
+def test_of_a_rank_whose_host_answers_or_says_nothing_no_rank_knows_more(statuses):
+    assert "dead, stopped or unreachable" in diagnosis(statuses)
 
 
 def test_a_rank_of_a_host_that_answers_may_be_dead_however_lively_the_host_is():
-    assert told([replace(HERE, signs={"10.0.0.2": ("slow", 3.0)}), HERE, HERE, None]).startswith(
+    assert diagnosis([replace(HERE, liveness={"10.0.0.2": ("slow", 3.0)}), HERE, HERE, None]).startswith(
         "comm: rank 3 does not answer: its process is dead, stopped or unreachable."
     )
 
 
-def test_hosts_of_different_fate_are_told_apart():
-    roll = [replace(HERE, signs={"y": ("cut", 9.0), "z": ("slow", 2.0)}), None, None]
-    text = diagnose("Rank 0 saw it", roll, ["a", "b", "c"], [["x"], ["y"], ["z"]])
+def test_hosts_of_different_fate_are_named_one_by_one():
+    statuses = [replace(HERE, liveness={"y": ("cut", 9.0), "z": ("slow", 2.0)}), None, None]
+    text = diagnose("Rank 0 saw it", statuses, ["a", "b", "c"], [["x"], ["y"], ["z"]])
     assert text.startswith("comm: rank 1 does not answer: nothing has come from host b for 9 s")
     assert "; rank 2 does not answer: host c lives, was last heard 2.0 s ago" in text
 
 
-def test_signs_travel_with_the_answer_to_the_roll():
-    standing = replace(HERE, signs={"10.0.0.2": ("cut", 9.5)})
-    assert RankStatus.from_json(standing.to_json()) == standing
+def test_liveness_travels_with_the_status():
+    status = replace(HERE, liveness={"10.0.0.2": ("cut", 9.5)})
+    assert RankStatus.from_json(status.to_json()) == status
 
 
-def test_the_kernel_tells_what_was_sent_and_not_read_and_who_hung_up():
+def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():
     """A process that is stopped reads nothing; its kernel takes and acknowledges what there is room for."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
@@ -116,7 +116,7 @@ def test_the_kernel_tells_what_was_sent_and_not_read_and_who_hung_up():
 def test_own_addresses_are_those_that_others_may_know(monkeypatch):
     lines = [LINE, replace(LINE, own="127.0.0.1"), replace(LINE, own="10.1.0.1"), LINE]
     monkeypatch.setattr(tcp_info, "tcp_connections", lambda: lines)
-    assert tcp_info.addresses() == ["10.0.0.1", "10.1.0.1"]
+    assert tcp_info.own_addresses() == ["10.0.0.1", "10.1.0.1"]
 
 
 def test_with_a_default_timeout_nothing_is_looked_at():

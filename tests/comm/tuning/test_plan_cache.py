@@ -1,4 +1,4 @@
-"""A tuned plan comes back as it was kept, for its own case only; a file that is no plan is named."""
+"""A tuned plan comes back as it was cached, for its own case only; a file that is no plan is named."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**20)
 
 @pytest.mark.parametrize("level", [None, Baseline(seconds=0.25, sigma=0.01)])
 def test_what_was_kept_is_read(tmp_path, level):
-    kept = CachedPlan(plan=PLAN, ratio=0.9, num_steps=70, level=level)
-    path = write_plan(tmp_path / "new", FACTS, kept)
-    assert read_plan(tmp_path / "new", FACTS) == kept
+    cached = CachedPlan(plan=PLAN, ratio=0.9, num_steps=70, baseline=level)
+    path = write_plan(tmp_path / "new", FACTS, cached)
+    assert read_plan(tmp_path / "new", FACTS) == cached
     assert list((tmp_path / "new").iterdir()) == [path]  # nothing half written is left
 
 

@@ -1,4 +1,4 @@
-"""The tuner finds a planted optimum, keeps the start where nothing is better, and ends."""
+"""Trials find a planted optimum, leave the start where nothing is better, and ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hybrid.comm.tuning.plan_trials import (
     distinct,
     effect,
     other_algorithms,
-    tuner_for,
+    trials_for,
 )
 
 MIB = 2**20
@@ -40,12 +40,12 @@ def buckets_of(topology, sizes=(2 * MIB, 2 * MIB, 3 * MIB, MIB)):
     ]
 
 
-def tune(tuner, time_of):
-    """Every trial, in order, until the tuner is done."""
+def tune(tuning, time_of):
+    """Every trial, in order, until tuning is done."""
     tried = []
-    while trials := tuner.trials():
+    while trials := tuning.trials():
         tried += trials
-        tuner.record([time_of(trial.plan) for trial in trials])
+        tuning.record([time_of(trial.plan) for trial in trials])
     return tried
 
 
@@ -60,7 +60,7 @@ def planted(effect_of_best, buckets, topology, best_s=0.8):
 
 
 def noisy(time_of, sigma, seed, *, tail=0.0):
-    """Normal noise; with probability ``tail`` a step takes up to ten times as long."""
+    """Normal noise; with probability `tail` a step takes up to ten times as long."""
     generator = random.Random(seed)
 
     def noisy_time_of(plan):
@@ -72,7 +72,7 @@ def noisy(time_of, sigma, seed, *, tail=0.0):
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("noise", [(0.0, 0.0), (0.01, 0.0), (0.01, 0.1)], ids=["exact", "noisy", "heavy tail"])
-def test_the_tuner_finds_the_planted_optimum(name, noise):
+def test_the_trials_find_the_planted_optimum(name, noise):
     """Wherever it is planted among all that it may try; every seed, as each promotion errs in 1 % at most."""
     topology = topology_of(name)
     buckets = buckets_of(topology)
@@ -88,23 +88,23 @@ def test_the_tuner_finds_the_planted_optimum(name, noise):
     assert len(best_of) >= 5
     for seed, best in enumerate(best_of.values()):
         time_of = planted(best, buckets, topology)
-        tuner = tuner_for(CommPlan(), buckets, topology)
-        tune(tuner, noisy(time_of, noise[0], seed, tail=noise[1]))
-        assert effect(tuner.result.plan, buckets, topology)[0] == best
-        assert tuner.result.is_complete
+        tuning = trials_for(CommPlan(), buckets, topology)
+        tune(tuning, noisy(time_of, noise[0], seed, tail=noise[1]))
+        assert effect(tuning.result.plan, buckets, topology)[0] == best
+        assert tuning.result.is_complete
 
 
 def test_where_all_plans_are_equal_the_start_is_kept_and_it_ends():
     topology = topology_of("2x2")
     for sigma in (0.0, 0.01, 0.3):
-        kept = 0
+        unchanged = 0
         for seed in range(50):
-            tuner = tuner_for(CommPlan(), buckets_of(topology), topology)
-            tune(tuner, noisy(lambda plan: 1.0, sigma, seed))
-            kept += tuner.result.plan == CommPlan()
-            assert tuner.result.num_steps <= MOST_STEPS
-        # About eight challengers, each of which wins in 0.8 % of races: 3 of 50 expected, 10 has probability 0.001.
-        assert kept >= 40 if sigma else kept == 50
+            tuning = trials_for(CommPlan(), buckets_of(topology), topology)
+            tune(tuning, noisy(lambda plan: 1.0, sigma, seed))
+            unchanged += tuning.result.plan == CommPlan()
+            assert tuning.result.num_steps <= MOST_STEPS
+        # About eight challengers, each of which wins with 0.8 %: 3 of 50 expected, 10 has probability 0.001.
+        assert unchanged >= 40 if sigma else unchanged == 50
 
 
 @given(st.data(), st.sampled_from(sorted(TOPOLOGIES)))
@@ -121,21 +121,21 @@ def test_it_never_ends_on_what_is_slower_than_the_start_or_flat(data, name):
             times_s[done] = data.draw(st.floats(0.1, 10.0))
         return times_s[done]
 
-    tuner = tuner_for(CommPlan(), buckets, topology)
-    tune(tuner, time_of)
-    taken_s = time_of(tuner.result.plan)
+    tuning = trials_for(CommPlan(), buckets, topology)
+    tune(tuning, time_of)
+    taken_s = time_of(tuning.result.plan)
     assert taken_s <= time_of(CommPlan())
     # `flat` that is better by less than half a percent is not worth a change.
     assert taken_s <= time_of(CommPlan(algorithm="flat")) / (1 - 0.005)
-    assert tuner.result.is_complete
+    assert tuning.result.is_complete
 
 
 @pytest.mark.parametrize("most_steps", [0, 1, 7, 30, 60])
-def test_the_steps_are_bounded_and_a_race_cut_short_changes_nothing(most_steps):
+def test_the_steps_are_bounded_and_a_comparison_cut_short_changes_nothing(most_steps):
     topology = topology_of("2x2")
-    tuner = tuner_for(CommPlan(), buckets_of(topology), topology, most_steps=most_steps)
-    tried = tune(tuner, lambda plan: 0.99 if plan.algorithm == "hierarchical" else 1.0)
-    found = tuner.result
+    tuning = trials_for(CommPlan(), buckets_of(topology), topology, most_steps=most_steps)
+    tried = tune(tuning, lambda plan: 0.99 if plan.algorithm == "hierarchical" else 1.0)
+    found = tuning.result
     assert len(tried) == found.num_steps <= most_steps
     assert not found.is_complete
     assert (found.plan.algorithm == "hierarchical") == (most_steps == 60)
@@ -143,17 +143,17 @@ def test_the_steps_are_bounded_and_a_race_cut_short_changes_nothing(most_steps):
 
 def test_every_plan_is_tried_once_uncounted_before_it_counts():
     topology = topology_of("4x2")
-    tuner = tuner_for(CommPlan(), buckets_of(topology), topology)
+    tuning = trials_for(CommPlan(), buckets_of(topology), topology)
     seen = {CommPlan()}
-    for trial in tune(tuner, lambda plan: 1.0):
+    for trial in tune(tuning, lambda plan: 1.0):
         assert trial.is_counted == (trial.plan in seen)
         seen.add(trial.plan)
 
 
 def test_flat_is_tried_again_directly_against_what_has_won():
-    """``a`` beats the start and ``flat`` does not, and yet ``flat`` beats ``a``: only by trying it is that found."""
+    """`a` beats the start and `flat` does not, and yet `flat` beats `a`: only by trying it is that found."""
     start, a, flat = CommPlan(), CommPlan(algorithm="hierarchical"), CommPlan(algorithm="flat")
-    tuner = PlanTrials(start, [lambda plan: [a, flat]], safeguard=flat)
+    tuning = PlanTrials(start, [lambda plan: [a, flat]], safeguard=flat)
     phase = []
 
     def time_of(plan):
@@ -162,16 +162,16 @@ def test_flat_is_tried_again_directly_against_what_has_won():
             return {start: 1.0, a: 0.9, flat: 2.0}[plan]
         return {start: 1.0, a: 0.9, flat: 0.5}[plan]
 
-    tune(tuner, time_of)
-    assert tuner.result.plan == flat
+    tune(tuning, time_of)
+    assert tuning.result.plan == flat
 
 
 def test_the_cost_is_what_trials_took_beyond_the_plan_in_force():
     flat = CommPlan(algorithm="flat")
-    tuner = PlanTrials(CommPlan(), [lambda plan: [flat]])
-    tune(tuner, lambda plan: 3.0 if plan == flat else 1.0)
-    assert tuner.result.extra_s == pytest.approx(5 * 2.0)  # the first step of flat is not counted, but made
-    assert tuner.result.num_steps == 9
+    tuning = PlanTrials(CommPlan(), [lambda plan: [flat]])
+    tune(tuning, lambda plan: 3.0 if plan == flat else 1.0)
+    assert tuning.result.extra_s == pytest.approx(5 * 2.0)  # the first step of flat is not counted, but made
+    assert tuning.result.num_steps == 9
 
 
 def test_plans_that_do_the_same_are_one_candidate():
@@ -189,7 +189,7 @@ def test_plans_that_do_the_same_are_one_candidate():
 
 
 def test_a_wrong_number_of_times_is_refused():
-    tuner = PlanTrials(CommPlan(), [lambda plan: [CommPlan(algorithm="flat")]])
-    tuner.trials()
+    tuning = PlanTrials(CommPlan(), [lambda plan: [CommPlan(algorithm="flat")]])
+    tuning.trials()
     with pytest.raises(ValueError, match=r"^`times_s` \(=\[\]\) must hold a time for each of 5 trials"):
-        tuner.record([])
+        tuning.record([])

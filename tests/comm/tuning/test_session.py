@@ -1,26 +1,23 @@
-"""Tuning on real ranks, with planted step times: all change plan at once, sums stay right, what was found is kept."""
+"""Tuning on real ranks, with planted step times: all change plan at once, sums stay right, what was found is cached."""
 
 from __future__ import annotations
 
 import json
 import threading
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
-from lightning_hybrid.comm.tuning import session as tuning_session
-from lightning_hybrid.comm.tuning.session import CHECK_STEPS, MOST_RETUNES, NUM_WARMUP_STEPS, TuningSession
+from lightning_hybrid.comm import CommPlan, CommTrace, Topology
+from lightning_hybrid.comm.tuning.session import CHECK_STEPS, MOST_RETUNES, NUM_WARMUP_STEPS, Decision, TuningSession
 from tests.comm.engine.recording_cuda import Cuda
-from tests.comm.layouts import integers
+from tests.comm.layouts import engine_over, integers
 
-CPU = torch.device("cpu")
 TWO_BY_TWO = ((0, 1), (2, 3))
-NUMELS = (300_000, 200_000)  # halves: of 586 and 391 KiB, in several pieces
+NUMELS = (300_000, 200_000)  # halves: of 586 and 391 KiB, in several chunks
 MOST_STEPS = 400
 
 
@@ -30,8 +27,8 @@ class PlantedTrace(CommTrace):
     planted_busy_s = 0.0
 
     @property
-    def total_busy_s(self):
-        return self.planted_busy_s
+    def total_busy(self):
+        return self.planted_busy_s, 0
 
 
 class Session:
@@ -39,18 +36,12 @@ class Session:
 
     def __init__(self, nodes=TWO_BY_TWO, folder=None, plan=None):
         self.now_s = 0.0
-        self.told, self.taken = [], []
-        self.engine = CommEngine(
-            topology=Topology(rank=dist.get_rank(), nodes=nodes),
-            plan=CommPlan() if plan is None else plan,
-            timeout=timedelta(seconds=30),
-            device=CPU,
-            trace=PlantedTrace(),
-        )
+        self.reported, self.taken = [], []
+        self.engine = engine_over(nodes, CommPlan() if plan is None else plan, trace=PlantedTrace())
         self.tuning = TuningSession(
             self.engine,
             cache_folder=folder,
-            tell=self.told.append,
+            report=self.reported.append,
             on_plan=self.taken.append,
             clock=lambda: self.now_s,
         )
@@ -59,7 +50,7 @@ class Session:
         self.num_steps = 0
 
     def step(self, step_s, busy_s=0.1):
-        """``step_s``: by plan, on this rank."""
+        """`step_s`: by plan, on this rank."""
         self.tuning.before_batch()
         if not self.num_steps:  # as DDP, which rebuilds its buckets after the first step
             self.engine.submit(torch.ones(1000), bucket_index=0, is_last=True).wait()
@@ -99,7 +90,7 @@ def tune_planted():
     num_groups = len(session.engine._groups._owned)
     num_steps = session.until_taken(best_where_all_are_fast)
     threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("comm-") and t.name != "comm-watch")
-    found = session.engine.plan, num_steps, session.told, threads, len(session.engine._groups._owned) - num_groups
+    found = session.engine.plan, num_steps, session.reported, threads, len(session.engine._groups._owned) - num_groups
     session.step(best_where_all_are_fast)
     session.close()
     return found, session.taken
@@ -107,7 +98,7 @@ def tune_planted():
 
 def test_all_ranks_find_the_planted_plan_at_once_and_the_slowest_rank_counts(four_ranks):
     results = four_ranks.run(tune_planted)
-    for (plan, num_steps, told, threads, num_groups_more), taken in results:
+    for (plan, num_steps, reported, threads, num_groups_more), taken in results:
         assert (plan.algorithm, plan.chunk_bytes) == ("two_level", 2**19)
         assert taken == [plan]
         assert num_steps == results[0][0][1] < 200
@@ -117,7 +108,7 @@ def test_all_ranks_find_the_planted_plan_at_once_and_the_slowest_rank_counts(fou
             "comm-gather",
         }
         assert num_groups_more <= 0  # what was tried and not taken is freed
-        assert len(told) == (told is results[0][0][2])
+        assert len(reported) == (reported is results[0][0][2])
     (line,) = results[0][0][2]
     assert "`algorithm` two_level instead of auto" in line
     assert "`chunk_bytes` 524288 instead of 262144" in line
@@ -147,16 +138,16 @@ def test_a_rank_under_another_plan_is_named_on_every_rank(four_ranks):
 
 def with_another_reading():
     session = Session(((0,), (1,)))
-    digest = tuning_session.Decision.digest
+    digest = Decision.digest
     try:
         if dist.get_rank() == 1:
-            tuning_session.Decision.digest = property(lambda self: "another")
-        session.tuning._from_first_rank(lambda: tuning_session.Decision(plan=CommPlan()))
+            Decision.digest = property(lambda self: "another")
+        session.tuning._from_first_rank(lambda: Decision(plan=CommPlan()))
         error = ""
     except RuntimeError as caught:
         error = str(caught)
     finally:
-        tuning_session.Decision.digest = digest
+        Decision.digest = digest
     session.close()
     return error
 
@@ -167,49 +158,57 @@ def test_a_rank_that_reads_another_plan_than_was_sent_says_so(two_ranks):
     assert bad.startswith("rank 1 reads another plan than rank 0 sent")
 
 
-# ---- kept on disk ----------------------------------------------------------------------------------------------------
+# ---- cached on disk --------------------------------------------------------------------------------------------------
 
 
-def tune_with_folder(folder, spoil):
-    """Twice: where it is kept, another session takes it with the first step after warming up."""
-    folder = Path(folder, str(dist.get_rank()))  # nobody but rank 0 reads or writes
-    sessions = []
-    for number in range(2):
-        if number and spoil is not None:
+def tune_with_folder(folder):
+    """A session that tunes, one that takes what the first has written, and one that finds that file broken."""
+    folder = Path(folder, str(dist.get_rank()))  # only rank 0 reads or writes
+    sessions, files = [], None
+    for number in range(3):
+        if number == 2:
+            files = [path.read_text() for path in folder.glob("*")] if folder.exists() else None
             for path in folder.glob("*.json"):
-                path.write_text(spoil)
+                path.write_text('{"plan": {"algorithm": "fl')
         session = Session(folder=folder)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             num_steps = session.until_taken(best_where_all_are_fast)
-        for _ in range(60):  # the level of communication's time is learned and written
+        for _ in range(60 if number < 2 else 0):  # the level of communication's time is learned and written
             session.step(best_where_all_are_fast)
         session.close()
-        sessions.append((session.engine.plan, num_steps, session.told, [str(each.message) for each in caught]))
-    return sessions, [path.read_text() for path in folder.glob("*")] if folder.exists() else None
+        sessions.append((session.engine.plan, num_steps, session.reported, [str(each.message) for each in caught]))
+    return sessions, files
 
 
-def test_a_plan_that_was_tuned_is_taken_at_once_by_the_next_run(four_ranks, tmp_path):
-    results = four_ranks.run(tune_with_folder, str(tmp_path), None)
-    for (first, second), _ in results:
+@pytest.fixture(scope="module")
+def three_sessions(four_ranks, tmp_path_factory):
+    """The folder, and of each rank its sessions and the files after the second."""
+    folder = tmp_path_factory.mktemp("plans")
+    return folder, four_ranks.run(tune_with_folder, str(folder))
+
+
+def test_a_plan_that_was_tuned_is_taken_at_once_by_the_next_run(three_sessions):
+    _, results = three_sessions
+    for (first, second, _), _ in results:
         assert second[0] == first[0]
         assert second[1] == NUM_WARMUP_STEPS + 1
     (text,) = results[0][1]
     assert [files for _, files in results[1:]] == [None] * 3
-    kept = json.loads(text)
-    assert CommPlan(**kept["plan"]) == results[0][0][0][0]
-    assert kept["level"] == {"seconds": pytest.approx(0.1), "sigma": pytest.approx(0.0, abs=1e-9)}
-    assert kept["facts"]["nodes"] == [[0, 1], [2, 3]]
-    assert kept["facts"]["buckets"] == [[300_000, "float16"], [200_000, "float16"]]
+    cached = json.loads(text)
+    assert CommPlan(**cached["plan"]) == results[0][0][0][0]
+    assert cached["level"] == {"seconds": pytest.approx(0.1), "sigma": pytest.approx(0.0, abs=1e-9)}
+    assert cached["facts"]["nodes"] == [[0, 1], [2, 3]]
+    assert cached["facts"]["buckets"] == [[300_000, "float16"], [200_000, "float16"]]
     assert "comm: plan as tuned in an earlier run in " in results[0][0][1][2][0]
 
 
-def test_a_file_that_cannot_be_read_is_named_and_the_plan_is_tuned_anew(four_ranks, tmp_path):
-    results = four_ranks.run(tune_with_folder, str(tmp_path), '{"plan": {"algorithm": "fl')
-    for (first, second), _ in results:
-        assert second[:2] == first[:2]
-    (message,) = results[0][0][1][3]
-    assert f"`{tmp_path}/0/" in message
+def test_a_file_that_cannot_be_read_is_named_and_the_plan_is_tuned_again(three_sessions):
+    folder, results = three_sessions
+    for (first, _, third), _ in results:
+        assert third[:2] == first[:2]
+    (message,) = results[0][0][2][3]
+    assert f"`{folder}/0/" in message
     assert "holds no plan that can be used (JSONDecodeError" in message
 
 
@@ -232,7 +231,7 @@ def train_through_changes():
         plans.append(session.engine.plan.algorithm)
         messages.append([str(each.message) for each in caught])
     session.close()
-    return plans, session.told, messages
+    return plans, session.reported, messages
 
 
 @pytest.mark.long
@@ -240,13 +239,13 @@ def test_a_change_of_communication_is_tuned_for_twice_and_then_warned_of(four_ra
     results = four_ranks.run(train_through_changes, timeout_s=120.0)
     assert MOST_RETUNES == 2
     assert [plans for plans, _, _ in results] == [["two_level", "flat", "hierarchical", "hierarchical"]] * 4
-    _, told, messages = results[0]
-    assert sum("communication takes 2.00 of what it took" in line for line in told) == 2
+    _, reported, messages = results[0]
+    assert sum("communication takes 2.00 of what it took" in line for line in reported) == 2
     assert messages[:2] == [[], []]
     (message,) = messages[2]
     assert "communication takes 2.00 of what it took when plan" in message
-    assert "it is stale, and it has been tuned anew 2 times" in message
-    assert [told for _, told, _ in results[1:]] == [[]] * 3
+    assert "it is stale, and it has been tuned again 2 times" in message
+    assert [reported for _, reported, _ in results[1:]] == [[]] * 3
 
 
 class EngineOnCuda:
@@ -257,10 +256,6 @@ class EngineOnCuda:
         self.plan, self.device, self.buckets = CommPlan(), torch.device("cuda"), ()
         self.dtype_across_nodes, self.trace = None, self
         self.total_busy, self.prepared = (0.0, 0), []
-
-    @property
-    def total_busy_s(self):
-        return self.total_busy[0]
 
     def prepare(self, plans):
         self.prepared.append([plan.algorithm for plan in plans])
@@ -277,7 +272,7 @@ def on_cuda():
         patch.setattr(torch, "full", lambda size, value, device: full(size, value))
         patch.setattr(dist, "broadcast", lambda word, src: None)
         tuned = TuningSession(EngineOnCuda(), cache_folder=None, clock=lambda: 0.0)
-        tuned._follow(tuning_session.Decision(plan=tuned._engine.plan))
+        tuned._follow(Decision(plan=tuned._engine.plan))
         yield tuned, cuda
 
 
@@ -293,25 +288,25 @@ def test_on_cuda_communication_is_watched_by_steps_that_the_device_has_finished(
         num_new = (0, 1, 2)[number % 3]
         total_s, num_steps = total_s + 0.1 * num_new, num_steps + num_new
         tuned._engine.total_busy = total_s, num_steps
-        tuned._watch(1.0)
-    assert tuned._drift.level.seconds == pytest.approx(0.1)
-    assert not tuned._drift.has_changed
+        tuned._monitor(1.0)
+    assert tuned._detector.baseline.seconds == pytest.approx(0.1)
+    assert not tuned._detector.has_changed
     for _ in range(10):
         total_s, num_steps = total_s + 0.2, num_steps + 1
         tuned._engine.total_busy = total_s, num_steps
-        tuned._watch(1.0)
-    assert tuned._drift.has_changed
+        tuned._monitor(1.0)
+    assert tuned._detector.has_changed
 
 
-def test_on_cuda_the_word_on_a_change_is_read_one_check_late_and_nobody_waits(on_cuda):
+def test_on_cuda_what_rank_0_found_is_read_one_check_late_and_no_host_waits(on_cuda):
     tuned, cuda = on_cuda
     assert tuned._is_stale() is False
-    tuned._drift.has_changed = True
+    tuned._detector.has_changed = True
     assert tuned._is_stale() is False
     cuda.hang()  # what came after the last check may still be under way
     assert tuned._is_stale() is True
     assert cuda.host_waits == ["event"] * 2  # which the stand-in refuses where it would take time
-    tuned._follow(tuning_session.Decision(plan=tuned._engine.plan))
+    tuned._follow(Decision(plan=tuned._engine.plan))
     assert tuned._is_stale() is False  # no word is left over
 
 
@@ -343,10 +338,10 @@ def tune_with_few_steps(folder):
     session.tuning._most_steps = 30
     session.until_taken(best_where_all_are_fast)
     session.close()
-    return session.told
+    return session.reported
 
 
-def test_what_ran_out_of_steps_is_said_and_not_kept(four_ranks, tmp_path):
+def test_what_ran_out_of_steps_is_said_and_not_cached(four_ranks, tmp_path):
     (line,) = four_ranks.run(tune_with_few_steps, str(tmp_path))[0]
     assert "(not all was tried: the steps for it ran out)" in line
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hybrid.data.images import source as source_module
-from lightning_hybrid.data.images.crops import EvalView, TrainView, render_crop
+from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop, render_crop
 from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
@@ -28,8 +28,8 @@ def root(tmp_path):
 
 @pytest.fixture
 def shards(root, tmp_path):
-    told = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
-    Packing(root=str(root), out=str(tmp_path / "packed"), splits=["train", "val"], shard_bytes=9000, **told).run()
+    options = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
+    Packing(root=str(root), out=str(tmp_path / "packed"), splits=["train", "val"], shard_bytes=9000, **options).run()
     return tmp_path / "packed"
 
 
@@ -206,7 +206,7 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, caplog, ho
     assert found[place] == sound.train_rows.source.labels[broken + 1]
     row = torch.zeros_like(first[place])
     pixels = decode_rgb(sound.train_rows.source.read(broken + 1), decoder="pillow")
-    render_crop(pixels, row, sound.train_view.frame(*pixels.shape[:2], image=broken, epoch=0))
+    render_crop(pixels, row, sound.train_crop.frame(*pixels.shape[:2], image=broken, epoch=0))
     assert torch.equal(first[place], row)
     assert list(module.train_rows.corrupt) == [broken]
     messages = [record.message for record in caplog.records if "cannot be read" in record.message]
@@ -263,8 +263,8 @@ class OneSound(ImageSource):
 
 
 def rows_of(source, decoder="pillow", max_corrupt_images=4):
-    view = EvalView(image_size=16, eval_resize=20)
-    return DecodedImages(source, view, decoder=decoder, max_corrupt_images=max_corrupt_images)
+    crop = EvalCrop(image_size=16, eval_resize=20)
+    return DecodedImages(source, crop, decoder=decoder, max_corrupt_images=max_corrupt_images)
 
 
 @pytest.mark.parametrize("first", range(5))
@@ -287,15 +287,15 @@ def test_an_image_that_two_threads_find_broken_counts_once(caplog):
 
 
 def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
-    told = []
-    monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: told.append(decoder) or pixels_of(3))
+    used = []
+    monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3))
     rows_of(OneSound(3), decoder="simplejpeg").load(3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0)
-    assert told == ["simplejpeg"]
+    assert used == ["simplejpeg"]
 
 
 def test_an_image_is_shown_in_another_way_in_each_epoch():
-    view = TrainView(image_size=16, seed=0)
-    rows = DecodedImages(OneSound(3), view, decoder="pillow", max_corrupt_images=0)
+    crop = TrainCrop(image_size=16, seed=0)
+    rows = DecodedImages(OneSound(3), crop, decoder="pillow", max_corrupt_images=0)
     first, again, second = (torch.zeros(3, 16, 16, dtype=torch.uint8) for _ in range(3))
     for row, epoch in ((first, 0), (again, 0), (second, 1)):
         rows.load(3, row, epoch=epoch)

@@ -11,16 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_hybrid.data.images.crops import NUM_DRAWS, EvalView, TrainView, draws_of, random_box, render_crop
-from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD, NormaliseOnDevice
+from lightning_hybrid.data.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
+from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
 from tests.data.images.pictures import pixels_of
 
 SIZE = 24
 
 
-def row_of(view, pixels, image=7, epoch=2):
+def row_of(crop, pixels, image=7, epoch=2):
     row = torch.zeros(SIZE, SIZE, 3, dtype=torch.uint8).permute(2, 0, 1)
-    render_crop(pixels, row, view.frame(*pixels.shape[:2], image=image, epoch=epoch))
+    render_crop(pixels, row, crop.frame(*pixels.shape[:2], image=image, epoch=epoch))
     return row.permute(1, 2, 0).numpy()
 
 
@@ -77,8 +77,8 @@ def test_a_box_at_the_borders_of_what_fits(size, area, aspect, box):
 
 
 def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
-    assert EvalView(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)[3:5] == (6, 8)  # 5.5 and 7.5
-    strip = EvalView(image_size=4, eval_resize=4)
+    assert EvalCrop(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)[3:5] == (6, 8)  # 5.5 and 7.5
+    strip = EvalCrop(image_size=4, eval_resize=4)
     assert strip.frame(1, 1000, image=0, epoch=0).box == (0, 468, 1, 64)
     assert strip.frame(1000, 1, image=0, epoch=0).box == (468, 0, 64, 1)
     assert strip.frame(10, 640, image=0, epoch=0).box == (0, 0, 10, 640)
@@ -103,12 +103,12 @@ def test_areas_and_shapes_of_crops_are_spread_as_published():
 
 
 def test_draws_depend_on_seed_epoch_and_image_and_on_nothing_else():
-    told = {"seed": 1, "epoch": 2, "image": 3}
-    one = draws_of(**told)
-    assert np.array_equal(one, draws_of(**told))
-    for name in told:
-        assert not np.array_equal(one, draws_of(**told | {name: told[name] + 1}))
-    assert not np.array_equal(one, draws_of(**told | {"seed": -1}))  # which numpy's key does not take
+    key = {"seed": 1, "epoch": 2, "image": 3}
+    one = draws_of(**key)
+    assert np.array_equal(one, draws_of(**key))
+    for name in key:
+        assert not np.array_equal(one, draws_of(**key | {name: key[name] + 1}))
+    assert not np.array_equal(one, draws_of(**key | {"seed": -1}))  # which numpy's key does not take
     assert len({float(draw) for image in range(50) for draw in draws_of(seed=1, epoch=2, image=image)}) == 50 * 23
 
 
@@ -116,7 +116,7 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
     pixels = pixels_of(4, 90, 120)
     flips = 0
     for image in range(12):
-        found = row_of(TrainView(image_size=SIZE, seed=9), pixels, image=image)
+        found = row_of(TrainCrop(image_size=SIZE, seed=9), pixels, image=image)
         draws = draws_of(seed=9, epoch=2, image=image)
         top, left, height, width = random_box(90, 120, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))
         box = Image.fromarray(pixels).crop((left, top, left + width, top + height))
@@ -126,14 +126,14 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
             expected = expected[:, ::-1]
         assert np.abs(found - expected).max() <= 1  # measured: both round to uint8 between the two passes
     assert 0 < flips < 12
-    unflipped = row_of(TrainView(image_size=SIZE, seed=9, flip=False), pixels, image=image)
+    unflipped = row_of(TrainCrop(image_size=SIZE, seed=9, flip=False), pixels, image=image)
     assert np.array_equal(unflipped if draws[2] >= 0.5 else unflipped[:, ::-1], found)
 
 
 @pytest.mark.parametrize("size", [(90, 120), (120, 90), (32, 32), (31, 200)], ids=str)
 def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
     pixels = pixels_of(4, *size)
-    found = row_of(EvalView(image_size=SIZE, eval_resize=32), pixels)
+    found = row_of(EvalCrop(image_size=SIZE, eval_resize=32), pixels)
     height, width = size
     scaled = (32 * width // height, 32) if height <= width else (32, 32 * height // width)
     whole = Image.fromarray(pixels).resize(scaled, Image.Resampling.BILINEAR)
@@ -144,26 +144,26 @@ def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
 
 def test_normalisation_is_the_formula_and_keeps_channels_last():
     images = torch.arange(2 * SIZE * SIZE * 3).remainder(256).to(torch.uint8).reshape(2, SIZE, SIZE, 3)
-    images, labels = NormaliseOnDevice()((images.permute(0, 3, 1, 2), torch.tensor([1, 2])))
+    images, labels = NormalizeOnDevice()((images.permute(0, 3, 1, 2), torch.tensor([1, 2])))
     assert images.dtype is torch.float32
     assert images.is_contiguous(memory_format=torch.channels_last)
     levels = torch.arange(2 * SIZE * SIZE * 3).remainder(256).double().reshape(2, SIZE, SIZE, 3)
     expected = (levels / 255 - torch.tensor(IMAGENET_MEAN).double()) / torch.tensor(IMAGENET_STD).double()
     # two roundings of fp32 (2 ** -24 each) on values up to 255 / 57, and those of mean and std
     assert (images.permute(0, 2, 3, 1) - expected).abs().max() < 5 * 2**-22
-    assert NormaliseOnDevice()((images, labels))[0] is images  # not twice
+    assert NormalizeOnDevice()((images, labels))[0] is images  # not twice
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: TrainView(image_size=4, seed=0, area=(0.5, 0.08)), r"`area` \(=\[0\.5, 0\.08\]\)"),
-        (lambda: TrainView(image_size=4, seed=0, area=(0.08, 1.5)), r"`area` \(="),
-        (lambda: TrainView(image_size=4, seed=0, area=(0.0, 1.0)), r"`area` \(="),
-        (lambda: TrainView(image_size=4, seed=0, aspect=(0.0, 1.0)), r"`aspect` \(="),
-        (lambda: EvalView(image_size=224, eval_resize=200), r"`eval_resize` \(=200\).*data\.eval_resize=256"),
-        (lambda: NormaliseOnDevice(mean=(124, 117, 104)), r"`mean` \(=\[124, 117, 104\]\) must be three fractions"),
-        (lambda: NormaliseOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
+        (lambda: TrainCrop(image_size=4, seed=0, area=(0.5, 0.08)), r"`area` \(=\[0\.5, 0\.08\]\)"),
+        (lambda: TrainCrop(image_size=4, seed=0, area=(0.08, 1.5)), r"`area` \(="),
+        (lambda: TrainCrop(image_size=4, seed=0, area=(0.0, 1.0)), r"`area` \(="),
+        (lambda: TrainCrop(image_size=4, seed=0, aspect=(0.0, 1.0)), r"`aspect` \(="),
+        (lambda: EvalCrop(image_size=224, eval_resize=200), r"`eval_resize` \(=200\).*data\.eval_resize=256"),
+        (lambda: NormalizeOnDevice(mean=(124, 117, 104)), r"`mean` \(=\[124, 117, 104\]\) must be three fractions"),
+        (lambda: NormalizeOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
     ],
     ids=["area order", "area bound", "no area", "aspect", "eval_resize", "mean", "std"],
 )
@@ -173,5 +173,5 @@ def test_what_makes_no_sense_is_refused(make, match):
 
 
 def test_ranges_of_one_value_are_allowed():
-    TrainView(image_size=4, seed=0, area=(0.5, 0.5), aspect=(1.0, 1.0))
-    EvalView(image_size=4, eval_resize=4)
+    TrainCrop(image_size=4, seed=0, area=(0.5, 0.5), aspect=(1.0, 1.0))
+    EvalCrop(image_size=4, eval_resize=4)

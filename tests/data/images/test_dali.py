@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from lightning_hybrid.data.images import dali, decode
-from lightning_hybrid.data.images.dali import JPEG_END, DaliStaff, decodable
+from lightning_hybrid.data.images.dali import JPEG_END, DaliFiller, decodable
 from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb, has_dali
 from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.loader import ImageTrainLoader
 from lightning_hybrid.data.images.synthetic import StoredRows
-from lightning_hybrid.data.normalize import NormaliseOnDevice
+from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
 from tests import toy
 from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
@@ -35,8 +35,8 @@ def root(tmp_path):
 
 
 def module_of(root, decoder="dali", **changes) -> ImageNetDataModule:
-    told = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
-    module = ImageNetDataModule(root=str(root), **SMALL | told | changes)
+    options = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
+    module = ImageNetDataModule(root=str(root), **SMALL | options | changes)
     module.setup("fit")
     return module
 
@@ -95,7 +95,7 @@ def not_plain():
 
 
 @pytest.mark.parametrize("kind", ["png", "cmyk", "16 bits", "trailing"])
-def test_whatever_else_is_decoded_here_and_goes_on_as_pixels(kind):
+def test_other_formats_are_decoded_here_and_goes_on_as_pixels(kind):
     data = not_plain()[kind]
     file, height, width = decodable(data, decoder="pillow")
     expected = decode_rgb(data, decoder="pillow")
@@ -114,7 +114,7 @@ def test_what_is_no_whole_image_is_refused_before_dali_sees_it(data):
 def test_noise_needs_no_decoder():
     rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
     with pytest.raises(TypeError, match=r"`rows` \(=StoredRows\)"):
-        next(DaliStaff(num_threads=1).fill(iter([np.arange(4)]), rows, None, epoch=0))
+        next(DaliFiller(num_threads=1).fill(iter([np.arange(4)]), rows, None, epoch=0))
 
 
 # ---- with DALI -------------------------------------------------------------------------------------------------------
@@ -277,12 +277,12 @@ def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, mon
     """Once may be an image that the other decoder puts up with; without end it would be decoding without DALI."""
     rows = module_of(root, "pillow").train_rows
     pipelines = iter(goods)
-    monkeypatch.setattr(DaliStaff, "_pipeline", lambda self, feed, **told: Broken(feed, next(pipelines)))
+    monkeypatch.setattr(DaliFiller, "_pipeline", lambda self, feed, **_: Broken(feed, next(pipelines)))
     received = lambda decoded, buffers, num_images, stream: buffers.take(num_images)  # noqa: E731
     monkeypatch.setattr(dali, "_received", received)
     shares = iter(np.arange(26)[:24].reshape(6, 4))
     buffers = HostBuffers(max_images=4, image_size=16, pin_memory=False)
-    batches = DaliStaff(num_threads=1).fill(shares, rows, buffers, epoch=0)
+    batches = DaliFiller(num_threads=1).fill(shares, rows, buffers, epoch=0)
     found = []
     if num_batches < 6:
         with pytest.raises(RuntimeError, match=r"(?s)DALI cannot decode.*out of memory.*With data\.decoder=null"):
@@ -312,12 +312,12 @@ def test_a_program_ends_in_mid_epoch(root):
 @needs_dali
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_images_are_decoded_where_they_are_used(root, device):
-    """On CUDA never run by us. There nvJPEG's arithmetic is not libjpeg's, and nobody publishes how far they are apart;
+    """On CUDA never run by us. There nvJPEG's arithmetic is not libjpeg's, and their difference is not published;
     a wrong crop, flip or order of channels is tens of levels."""
     rows = module_of(root, "pillow").train_rows
-    staff = DaliStaff(num_threads=2, device_id=None if device == "cpu" else 0)
+    filler = DaliFiller(num_threads=2, device_id=None if device == "cpu" else 0)
     order = module_of(root).train_dataloader().order
-    loader = ImageTrainLoader(rows, order, staff=staff, on_device=NormaliseOnDevice())
+    loader = ImageTrainLoader(rows, order, filler=filler, on_device=NormalizeOnDevice())
     threads = read(module_of(root, "pillow").train_dataloader())
     for (images, labels), (expected, their_labels) in zip(loader, threads, strict=True):
         assert (images.device.type, images.dtype) == (device, torch.uint8)
@@ -326,7 +326,7 @@ def test_images_are_decoded_where_they_are_used(root, device):
         assert (images.cpu().int() - expected.int()).abs().float().mean() < (1 if device == "cpu" else 4)
     ahead = prefetch(loader, torch.device(device))
     for (images, _), (expected, _) in zip(ahead, read(module_epoch(root, 1)), strict=True):
-        normalised, _ = NormaliseOnDevice()((expected, None))
+        normalised, _ = NormalizeOnDevice()((expected, None))
         assert (images.cpu() - normalised).abs().mean() < (1 if device == "cpu" else 4) / 57  # levels by 255 * std
 
 
@@ -339,8 +339,8 @@ def module_epoch(root, epoch):
 def test_a_gpu_is_used_where_lightning_uses_one(root, monkeypatch):
     monkeypatch.setattr("lightning_hybrid.data.images.imagenet.check_decoder", lambda decoder: None)
     module = module_of(root)
-    assert module.train_dataloader().staff == DaliStaff(num_threads=2)
+    assert module.train_dataloader().filler == DaliFiller(num_threads=2)
     module.trainer = toy.trainer()
-    assert module.val_dataloader().staff.device_id is None
+    assert module.val_dataloader().filler.device_id is None
     monkeypatch.setattr(type(module.trainer.strategy), "root_device", torch.device("cuda", 3))
-    assert module.train_dataloader().staff == DaliStaff(num_threads=2, device_id=3)
+    assert module.train_dataloader().filler == DaliFiller(num_threads=2, device_id=3)

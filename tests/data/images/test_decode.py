@@ -1,4 +1,4 @@
-"""Decoding: any image file becomes RGB, with the same bits from either decoder; what is broken is told as such."""
+"""Decoding: any image file becomes RGB, with the same bits from either decoder; broken files are errors."""
 
 from __future__ import annotations
 

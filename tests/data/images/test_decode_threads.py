@@ -90,7 +90,7 @@ def test_threads_work_ahead_and_no_further_than_told():
     ahead = batches(noted, num_batches_ahead=2)
     wait_until(lambda: len(loaded) == 10)
     time.sleep(0.05)
-    assert len(loaded) == 10  # two batches, while nobody has asked for one
+    assert len(loaded) == 10  # two batches, and none was asked for
     next(ahead)
     wait_until(lambda: len(loaded) == 15)
     time.sleep(0.05)
@@ -102,18 +102,18 @@ def test_the_next_batch_is_ready_before_the_step_ends():
     """With a step longer than loading a batch, waiting is what it costs to take a full batch: next to nothing."""
 
     def slow(index, row):
-        time.sleep(0.002)
+        time.sleep(0.004)
         return 0
 
     ahead = batches(slow, num_threads=2)
     next(ahead)
     waits_s = []
     for _ in range(5):
-        time.sleep(0.05)  # the step; a batch takes 5 rows * 2 ms / 2 threads
+        time.sleep(0.05)  # the step; a batch takes 5 rows * 4 ms / 2 threads
         start_s = time.perf_counter()
         next(ahead)
         waits_s.append(time.perf_counter() - start_s)
-    assert sorted(waits_s)[2] < 0.004  # less than a batch takes; the median, as other programs run here too
+    assert min(waits_s) < 0.004  # no batch takes less than 8 ms; the best of five, as other programs run here too
     ahead.close()
 
 
@@ -260,7 +260,7 @@ def test_labels_are_pinned_where_images_are(monkeypatch, kind):
     monkeypatch.setattr(
         decode_threads.torch,
         "empty",
-        lambda *size, pin_memory=False, **told: asked.append(pin_memory) or empty(*size, **told),
+        lambda *size, pin_memory=False, **more: asked.append(pin_memory) or empty(*size, **more),
     )
     list(batches(take_buffer=lambda num_rows: buffer_of(num_rows).as_subclass(kind)))
     assert asked == [kind is Pinned] * len(SHARES)
@@ -268,7 +268,7 @@ def test_labels_are_pinned_where_images_are(monkeypatch, kind):
 
 @pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
 def test_nobody_to_fill_is_refused(name):
-    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be at least 1"):
+    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be a whole number, 1 or more"):
         batches(**{name: 0})
 
 
@@ -299,13 +299,14 @@ if "fork" in sys.argv:
 """
 
 
-@pytest.mark.parametrize("how", ["exit", "fork"])
+@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.long), "fork"])
 def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
+    """In a process of its own, as the order of what is done at the exit is that of imports and of the program."""
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
-    assert ("iterate over the loader anew here" in done.stdout) == (how == "fork")
+    assert ("iterate over the loader again here" in done.stdout) == (how == "fork")
 
 
 def test_host_memory_is_used_again_only_when_nobody_looks_at_it():

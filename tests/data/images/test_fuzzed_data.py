@@ -17,7 +17,7 @@ from PIL import Image
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.data.images import crops
-from lightning_hybrid.data.images.crops import EvalView, TrainView
+from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
 from lightning_hybrid.data.images.decode import DECODERS, MAX_PIXELS, CorruptImageError, decode_rgb, simplejpeg
 from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages
 from recipes.datasets.packing import Packing
@@ -89,8 +89,8 @@ def test_any_bytes_are_an_image_or_corrupt(decoder, pytestconfig):
         assert pixels.ndim == 3
         assert pixels.shape[2] == 3
         row = torch.empty(3, 8, 8, dtype=torch.uint8)
-        for view in (EvalView(image_size=8, eval_resize=9), TrainView(image_size=8, seed=0)):
-            crops.render_crop(pixels, row, view.frame(*pixels.shape[:2], image=0, epoch=0))
+        for crop in (EvalCrop(image_size=8, eval_resize=9), TrainCrop(image_size=8, seed=0)):
+            crops.render_crop(pixels, row, crop.frame(*pixels.shape[:2], image=0, epoch=0))
 
     is_read_or_corrupt()
 
@@ -113,7 +113,7 @@ def bomb_png(side):
 
 
 def bomb_jpeg():
-    """A JPEG whose header has been told 65,500 x 65,500."""
+    """A JPEG whose header claims 65,500 x 65,500."""
     data = bytearray(image_of(1))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", 65500, 65500)
@@ -144,7 +144,7 @@ def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
     monkeypatch.setattr(crops, "resized", counted)
     row = torch.empty(3, 224, 224, dtype=torch.uint8)
     line = np.full((1, 60_000, 3), 7, dtype=np.uint8)
-    crops.render_crop(line, row, EvalView(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0))
+    crops.render_crop(line, row, EvalCrop(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0))
     assert (row == 7).all()
     assert len(sizes) == 1
 
@@ -155,8 +155,8 @@ def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     root = write_root(tmp_path_factory.mktemp("set") / "images", num_train=9, num_val=3)
-    told = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
-    Packing(root=str(root), out=str(root.parent / "packed"), splits=["train"], shard_bytes=9000, **told).run()
+    options = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
+    Packing(root=str(root), out=str(root.parent / "packed"), splits=["train"], shard_bytes=9000, **options).run()
     return root.parent / "packed" / "train"
 
 
@@ -175,14 +175,14 @@ WRONG = {
 @pytest.mark.parametrize("field", ["shards", "offsets", "num_bytes", "labels", "names", "shard_num_bytes", "classes"])
 def test_a_wrong_field_of_an_index_is_named(packed, field, wrong, tmp_path):
     with np.load(packed / INDEX_NAME) as arrays:
-        told = {name: arrays[name] for name in arrays.files}
-    if told[field].dtype.kind in "SU" and wrong in ("negative", "huge", "fractions", "words"):
-        told[field] = np.arange(len(told[field]))
+        fields = {name: arrays[name] for name in arrays.files}
+    if fields[field].dtype.kind in "SU" and wrong in ("negative", "huge", "fractions", "words"):
+        fields[field] = np.arange(len(fields[field]))
     else:
-        told[field] = WRONG[wrong](told[field])
+        fields[field] = WRONG[wrong](fields[field])
     for shard in packed.glob("shard-*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
-    np.savez(tmp_path / INDEX_NAME, **told)
+    np.savez(tmp_path / INDEX_NAME, **fields)
     with pytest.raises(ValueError, match=rf"({INDEX_NAME}|root).* again"):
         ShardedImages(tmp_path)
 

@@ -100,9 +100,9 @@ def test_a_loader_survives_pickling(root):
 
 
 def pack(root, out, **changes):
-    told = {"root": str(root), "out": str(out), "splits": ["train", "val"], "seed": 0, "short_side": None}
-    told |= {"quality": 90, "shard_bytes": 12_000, "max_corrupt_images": 0, "num_threads": 2, "verify": True}
-    return Packing(**told | changes)
+    options = {"root": str(root), "out": str(out), "splits": ["train", "val"], "seed": 0, "short_side": None}
+    options |= {"quality": 90, "shard_bytes": 12_000, "max_corrupt_images": 0, "num_threads": 2, "verify": True}
+    return Packing(**options | changes)
 
 
 def by_name(module):
@@ -239,9 +239,9 @@ def waits_of_a_fit(root):
 
 
 def synthetic(**changes) -> SyntheticImageNetDataModule:
-    told = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
-    told |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}
-    module = SyntheticImageNetDataModule(**told | changes)
+    options = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
+    options |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}
+    module = SyntheticImageNetDataModule(**options | changes)
     module.setup("fit")
     return module
 
@@ -278,8 +278,8 @@ def share_of_rank(root):
 
 
 def test_ranks_take_their_parts_from_the_trainer(two_ranks, root):
-    told = two_ranks.run(share_of_rank, str(root))[0]
+    shares = two_ranks.run(share_of_rank, str(root))[0]
     alone = [labels.tolist() for _, labels in module_of(root).train_dataloader()]
-    assert [own[0] + own[1] for own in zip(told[0][0], told[1][0], strict=True)] == alone
-    assert sorted(told[0][1] + told[1][1]) == sorted(number % 3 for number in range(1000, 1007))
-    assert len(np.unique([len(told[0][0]), len(told[1][0])])) == 1
+    assert [own[0] + own[1] for own in zip(shares[0][0], shares[1][0], strict=True)] == alone
+    assert sorted(shares[0][1] + shares[1][1]) == sorted(number % 3 for number in range(1000, 1007))
+    assert len(np.unique([len(shares[0][0]), len(shares[1][0])])) == 1

@@ -1,4 +1,4 @@
-"""Loaders of images: threads as many and as far ahead as told, started late; memory, epochs and resume passed on."""
+"""Loaders of images: threads as many and as far ahead as set, started late; memory, epochs and resume passed on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.order import EpochOrder
-from tests.data.images.test_decode_threads import decode_threads, no_thread_is_left, wait_until  # noqa: F401  the fixture is for all
+from tests.data.images.test_decode_threads import living_threads, no_thread_is_left, wait_until  # noqa: F401  a fixture
 
 
 def test_threads_are_not_started_before_the_first_batch_is_asked_for():
@@ -19,11 +19,11 @@ def test_threads_are_not_started_before_the_first_batch_is_asked_for():
     rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
     buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
     generator = DecodeThreads(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
-    assert decode_threads() == []
+    assert living_threads() == []
     next(generator)
-    assert decode_threads() != []
+    assert living_threads() != []
     generator.close()
-    assert decode_threads() == []
+    assert living_threads() == []
 
 
 class Noted(StoredRows):
@@ -39,7 +39,7 @@ class Noted(StoredRows):
         return super().load(index, row, epoch=epoch)
 
 
-def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_told():
+def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_set():
     rows = Noted()
     buffers = HostBuffers(max_images=8, image_size=4, pin_memory=False)
     shares = (np.arange(start, start + 8) for start in range(0, 80, 8))
@@ -54,24 +54,24 @@ def test_a_loader_uses_the_threads_and_works_as_far_ahead_as_it_is_told():
 
 
 def test_loaders_keep_no_more_memory_than_their_largest_batch():
-    rows, staff = Noted(), DecodeThreads(num_threads=1, pin_memory=True)
+    rows, filler = Noted(), DecodeThreads(num_threads=1, pin_memory=True)
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0, world_size=2, rank=1)
-    train = ImageTrainLoader(rows, order, staff=staff, on_device=lambda batch: batch)
-    told = {"staff": staff, "on_device": lambda batch: batch}
-    evaluation = ImageEvalLoader(rows, world_size=3, rank=0, batch_size_per_rank=1, **told)
+    train = ImageTrainLoader(rows, order, filler=filler, on_device=lambda batch: batch)
+    options = {"filler": filler, "on_device": lambda batch: batch}
+    evaluation = ImageEvalLoader(rows, world_size=3, rank=0, batch_size_per_rank=1, **options)
     assert (train._buffers.max_images, train._buffers.pin_memory) == (4, True)
     # 80 images are 27, 27 and 26: to give 26 batches on every rank, one of them has two images
     assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
 
 
 def test_a_loader_of_images_tells_of_another_accumulation():
-    told = {"num_images": 80, "global_batch_size": 8, "seed": 0}
+    options = {"num_images": 80, "global_batch_size": 8, "seed": 0}
     found = []
     loader, other = (
         ImageTrainLoader(
             Noted(),
-            EpochOrder(accumulate_grad_batches=rounds, **told),
-            staff=DecodeThreads(num_threads=1),
+            EpochOrder(accumulate_grad_batches=rounds, **options),
+            filler=DecodeThreads(num_threads=1),
             on_device=lambda batch: batch,
             on_other_accumulation=found.append,
         )
@@ -84,7 +84,7 @@ def test_a_loader_of_images_tells_of_another_accumulation():
 def test_a_loader_of_images_shows_them_as_the_epoch_does():
     rows = Noted()
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
-    loader = ImageTrainLoader(rows, order, staff=DecodeThreads(num_threads=1), on_device=lambda batch: batch)
+    loader = ImageTrainLoader(rows, order, filler=DecodeThreads(num_threads=1), on_device=lambda batch: batch)
     loader.set_epoch(3)
     iterator = iter(loader)
     next(iterator)
@@ -92,22 +92,22 @@ def test_a_loader_of_images_shows_them_as_the_epoch_does():
     assert {epoch for _, epoch, _ in rows.loaded} == {3}
 
 
-def test_two_batches_ahead_and_plain_memory_are_what_nobody_asked_to_change():
+def test_two_batches_ahead_and_plain_memory_are_the_defaults():
     assert DecodeThreads(num_threads=3) == DecodeThreads(num_threads=3, num_batches_ahead=2, pin_memory=False)
 
 
 def test_loaders_hand_on_what_is_left_for_the_device():
-    told = {"staff": DecodeThreads(num_threads=1), "on_device": lambda batch: batch}
+    options = {"filler": DecodeThreads(num_threads=1), "on_device": lambda batch: batch}
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
-    evaluation = ImageEvalLoader(Noted(), world_size=3, rank=1, batch_size_per_rank=7, **told)
-    for loader in (ImageTrainLoader(Noted(), order, **told), evaluation):
-        assert loader.on_device is told["on_device"]
+    evaluation = ImageEvalLoader(Noted(), world_size=3, rank=1, batch_size_per_rank=7, **options)
+    for loader in (ImageTrainLoader(Noted(), order, **options), evaluation):
+        assert loader.on_device is options["on_device"]
         assert next(iter(loader))[0].shape[1:] == (3, 4, 4)
 
 
 def test_evaluation_gives_each_image_once_over_the_ranks_in_its_order():
-    told = {
-        "staff": DecodeThreads(num_threads=1),
+    options = {
+        "filler": DecodeThreads(num_threads=1),
         "on_device": lambda batch: batch,
         "world_size": 3,
         "batch_size_per_rank": 9,
@@ -115,7 +115,7 @@ def test_evaluation_gives_each_image_once_over_the_ranks_in_its_order():
     indices = []
     for rank in range(3):
         rows = Noted()
-        loader = ImageEvalLoader(rows, rank=rank, **told)
+        loader = ImageEvalLoader(rows, rank=rank, **options)
         assert len(list(loader)) == len(loader) == 3  # of 27, 27 and 26 images
         indices += [index for index, *_ in rows.loaded]
         assert {epoch for _, epoch, _ in rows.loaded} == {0}

@@ -77,8 +77,8 @@ def test_an_index_that_could_not_be_written_leaves_the_one_before(folder, monkey
 def test_an_index_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
     index, done = ShardIndex.load(folder / INDEX_NAME), []
     fsync, rename = os.fsync, os.replace
-    monkeypatch.setattr(shards_module.os, "fsync", lambda file: (done.append("on disk"), fsync(file)))
-    monkeypatch.setattr(shards_module.os, "replace", lambda *paths: (done.append("named"), rename(*paths)))
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("on disk"), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("named"), rename(*paths)))
     index.save(folder / INDEX_NAME)
     assert done == ["on disk", "named"]
     again = ShardIndex.load(folder / INDEX_NAME)

@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader, batch_size_per_rank
-from lightning_hybrid.data.in_memory.digits import NUM_TRAIN, DigitsDataModule, load_split
+from lightning_hybrid.data.in_memory.digits import NUM_TRAIN, DigitsDataModule, digits_split
 from tests import toy
 
 AS_STORED = Normalize(mean=0.0, std=1.0)
@@ -26,7 +26,7 @@ def numbered(num_images: int) -> ImageSet:
 
 def train_loader(num_images=103, **changes) -> TrainLoader:
     settings = {"global_batch_size": 12, "world_size": 2, "rank": 0, "accumulate_grad_batches": 1, "seed": 3}
-    settings |= {"shift_pixels": 0, "normalise": AS_STORED} | changes
+    settings |= {"shift_pixels": 0, "normalize": AS_STORED} | changes
     return TrainLoader(numbered(num_images), **settings)
 
 
@@ -38,7 +38,7 @@ def labels_of(batches) -> list[list[int]]:
 
 
 def test_the_split_is_stratified_disjoint_and_always_the_same():
-    one, other = load_split(), load_split()
+    one, other = digits_split(), digits_split()
     assert len(one["train"].labels) == NUM_TRAIN
     for name, image_set in one.items():
         assert torch.equal(image_set.images, other[name].images)
@@ -255,14 +255,14 @@ def test_every_epoch_starts_anew_where_batches_are_limited(two_ranks):
     seen = two_ranks.run(fit_with_limit)[0]
     assert [(epoch, batch_idx) for epoch, batch_idx, *_ in seen] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     loader = TrainLoader(
-        load_split()["train"],
+        digits_split()["train"],
         global_batch_size=300,
         world_size=2,
         rank=0,
         accumulate_grad_batches=1,
         seed=5,
         shift_pixels=0,
-        normalise=AS_STORED,
+        normalize=AS_STORED,
     )
     loader.set_epoch(2)
     assert [labels for *_, labels, _ in seen[4:]] == labels_of(loader)[:2]
@@ -284,7 +284,7 @@ def test_evaluation_reads_every_image_once_in_equally_many_batches(world_size, b
             world_size=world_size,
             rank=rank,
             batch_size_per_rank=batch_size_per_rank,
-            normalise=AS_STORED,
+            normalize=AS_STORED,
         )
         for rank in range(world_size)
     ]
@@ -319,7 +319,7 @@ def test_accuracy_over_unequal_shares_is_exact(three_ranks):
 
 
 def accuracy_of_unequal_shares():
-    loader = EvalLoader(numbered(31), world_size=3, rank=dist.get_rank(), batch_size_per_rank=5, normalise=AS_STORED)
+    loader = EvalLoader(numbered(31), world_size=3, rank=dist.get_rank(), batch_size_per_rank=5, normalize=AS_STORED)
     module, trainer = TakesAllForOdd(), toy.trainer()
     trainer.test(module, loader, verbose=False)
     return module.num_batches, trainer.callback_metrics["acc"].item()
@@ -338,7 +338,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global
 
 def test_more_ranks_than_images_to_evaluate_are_refused():
     with pytest.raises(ValueError, match=r"`world_size` \(=4\) must be at most"):
-        EvalLoader(numbered(3), world_size=4, rank=0, batch_size_per_rank=8, normalise=AS_STORED)
+        EvalLoader(numbered(3), world_size=4, rank=0, batch_size_per_rank=8, normalize=AS_STORED)
 
 
 def test_a_batch_larger_than_the_set_is_refused():

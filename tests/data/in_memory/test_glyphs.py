@@ -79,7 +79,7 @@ def test_the_module_serves_three_sets_made_once(monkeypatch):
     monkeypatch.setattr(glyphs, "NUM_TRAIN", 320)
     monkeypatch.setattr(glyphs, "NUM_VAL", 64)
     monkeypatch.setattr(glyphs, "NUM_TEST", 32)
-    glyphs.load_split.cache_clear()
+    glyphs.glyphs_split.cache_clear()
     try:
         data, again = (GlyphsDataModule(global_batch_size=64, seed=1) for _ in range(2))
         for module in (data, again):
@@ -91,7 +91,7 @@ def test_the_module_serves_three_sets_made_once(monkeypatch):
         assert batches[0][0].shape == (64, 1, IMAGE_SIZE, IMAGE_SIZE)
         assert sum(len(labels) for _, labels in data.test_dataloader()) == 32
     finally:
-        glyphs.load_split.cache_clear()
+        glyphs.glyphs_split.cache_clear()
 
 
 def test_a_batch_larger_than_the_set_is_refused():

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from lightning_hybrid.atomic_file import atomic_path
+
 MIDDLE = "net.4"  # its gradient is there in the middle of backward
 OF_A_SUM = ("sum, first bucket", "sum, middle bucket", "sum, last bucket")
 PHASES = (
@@ -67,19 +69,19 @@ class Inject(Callback):
     def _before_a_stage(self, trainer: pl.Trainer, has_run: Callable[..., bool]) -> Callable[..., bool]:
         phase = self.spec["phase"]
 
-        def reached(thread: Any, chunk: Any) -> bool:
-            bucket = chunk.flight
+        def reached(stage_thread: Any, chunk: Any) -> bool:
+            bucket, is_in_last = chunk.bucket, stage_thread.successor is None
             is_here = {
-                OF_A_SUM[0]: bucket.bucket.index == 0 and thread.is_first,
-                OF_A_SUM[1]: bucket.bucket.index > 0 and not bucket.is_last and thread.successor is None,
-                OF_A_SUM[2]: bucket.is_last and thread.successor is None,
+                OF_A_SUM[0]: bucket.plan.index == 0 and stage_thread.is_first,
+                OF_A_SUM[1]: bucket.plan.index > 0 and not bucket.is_last and is_in_last,
+                OF_A_SUM[2]: bucket.is_last and is_in_last,
             }
             try:
                 if is_here[phase]:
                     self._reach(trainer, phase)
             except torch.OutOfMemoryError as error:
-                bucket.check = partial(_raise, error)  # where a stage's own errors come from, once it begins
-            return has_run(thread, chunk)
+                bucket.compare_contents = partial(_raise, error)  # where a stage's own errors come from, once it begins
+            return has_run(stage_thread, chunk)
 
         return reached
 
@@ -110,7 +112,7 @@ class Inject(Callback):
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
             # This call is in the middle of the close of the engine, whose collectives are done.
-            watch: Any = trainer.strategy._engine._watch  # type: ignore[attr-defined]
+            watch: Any = trainer.strategy._engine._watchdog  # type: ignore[attr-defined]
             leave = watch.leave
 
             def trapped() -> None:
@@ -269,7 +271,7 @@ def _flip(tensor: Tensor, bit: int = 0) -> None:
     tensor.detach().view(integers).view(-1).numpy()[5] ^= 1 << bit
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception, *_: object) -> None:
     raise error
 
 
@@ -282,7 +284,5 @@ def middle_of(trainer: pl.Trainer) -> Tensor:
 
 def write_answer(path: Path, answer: dict[str, Any]) -> None:
     """Write JSON whole or not at all: another process looks for it all the time."""
-    # Renamed when it is whole: the reader polls for the name.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(answer))
-    partial.rename(path)
+    with atomic_path(path, has_rivals=True) as part:
+        part.write_text(json.dumps(answer))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.simulate import Outcome, simulate
+from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
 from recipes.planning.layers import flops_per_image, work_of
 from tests.evidence.planner.known_clusters import PublishedRow, bus_gb_per_s, cluster_of, network, num_tensors
 
@@ -27,7 +27,7 @@ ALEXNET_CUT = 17  # where fully connected layers begin. The article: between 20 
 
 def jia(
     net: str, *, num_nodes: int, batch: int, images_per_s: float, cut: int | None, ll_up_to_bytes: int = SMALL_LL_BYTES
-) -> Outcome:
+) -> SimulatedSteps:
     """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments; None: NCCL's ring by tensor."""
     cluster, layers = cluster_of("p40_roce", num_nodes), network(net)
     work = work_of(layers, batch_size=batch, images_per_s=images_per_s)

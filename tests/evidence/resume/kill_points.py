@@ -78,7 +78,7 @@ class DieAt(Callback):
         elif self.phase in OF_A_CHECKPOINT:
             of, name = {
                 "checkpoint: copy": (host_copy, "_copy_at"),
-                "checkpoint: write": (checkpoint_file._Summed, "_put"),
+                "checkpoint: write": (checkpoint_file._ChecksumFile, "_put"),
                 "checkpoint: fsync": (os, "fsync"),
                 "checkpoint: rename": (os, "replace"),
             }[self.phase]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.plan import KIB, MIB
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.calibrate import calibrate, numbers
+from lightning_hybrid.planning.calibration.calibrate import calibrate, calibration_values
 from lightning_hybrid.planning.calibration.link_fit import fit_line
 from lightning_hybrid.planning.calibration.microbenchmarks import (
     Measurement,
@@ -118,7 +118,7 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_n
     truth = gloo_cluster(num_nodes, ranks, mbit_per_s=mbit_per_s, latency_s=latency_s)
     world = world_of(truth)
     found = calibrate(planted(truth, world), world)
-    software_s = 0.0 if ranks > 1 else SOFTWARE_S  # with nobody inside, software and wire cannot be told apart
+    software_s = 0.0 if ranks > 1 else SOFTWARE_S  # with one rank per node, software and wire cannot be separated
     assert found.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
     assert found.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
     assert found.typical_error < 0.03
@@ -199,11 +199,11 @@ def test_nothing_measured_is_refused():
         calibrate(Measurements(times_s={}, took_s=0.5), world_of(gloo_cluster(2, 2)))
 
 
-def test_everything_is_told_in_numbers():
+def test_everything_is_in_the_values():
     truth = gloo_cluster(2, 2)
-    told = numbers(calibrate(planted(truth, world_of(truth)), world_of(truth)))
-    assert told["links"]["inside"]["latency_s"] == pytest.approx(SOFTWARE_S, rel=0.05)
-    assert {one["algorithm"] for one in told["sums"]} >= {"gloo_ring", "two_level"}
+    values = calibration_values(calibrate(planted(truth, world_of(truth)), world_of(truth)))
+    assert values["links"]["inside"]["latency_s"] == pytest.approx(SOFTWARE_S, rel=0.05)
+    assert {one["algorithm"] for one in values["sums"]} >= {"gloo_ring", "two_level"}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

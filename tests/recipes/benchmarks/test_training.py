@@ -9,7 +9,7 @@ from recipes.benchmarks.training import TrainingBench
 
 
 def rows_of(**settings):
-    quick = {"batch_sizes": [2], "image_size": 32, "depth": 18, "num_steps": 2, "num_warmup_steps": 1, "num_rounds": 2}
+    quick = {"batch_sizes": [2], "image_size": 16, "depth": 18, "num_steps": 2, "num_warmup_steps": 1, "num_rounds": 2}
     bench = TrainingBench(arms=["mixed_sgd", "ours_lars"], **{**quick, **settings})
     return list(bench.run(torch.device("cpu")))
 

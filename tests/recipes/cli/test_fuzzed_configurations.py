@@ -13,9 +13,8 @@ from PIL import Image
 
 from tests.recipes.cli import fuzzed
 
-NUM_CASES = (
-    30  # of each recipe in every run; `pytest --fuzz-cases 1000 tests/recipes/cli/test_fuzzed_configurations.py`
-)
+# of each recipe: in every run, and in a long one; `--fuzz-cases 1000` makes more
+NUM_CASES = [5, pytest.param(30, marks=pytest.mark.long)]
 
 # Words of which a message needs one: what must be, or what to do.
 CURES = re.compile(r"\b(must|Set|Give|Given|Leave|Correct|correct|Use|Run|Choose|Did you mean|Options)\b")
@@ -36,8 +35,9 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("num_cases", NUM_CASES)
 @pytest.mark.parametrize("recipe", fuzzed.BASES, ids=lambda recipe: recipe.replace(" ", "+"))
-def test_every_value_is_built_or_refused_by_name(recipe, folder, monkeypatch, tmp_path, pytestconfig):
+def test_every_value_is_built_or_refused_by_name(recipe, num_cases, folder, monkeypatch, tmp_path, pytestconfig):
     monkeypatch.chdir(tmp_path)  # some values are paths
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -47,7 +47,7 @@ def test_every_value_is_built_or_refused_by_name(recipe, folder, monkeypatch, tm
     assert fuzzed.outcome_of(program, base) == ("built", "")
     keys = fuzzed.keys_of(base)
     cases = settings(
-        max_examples=pytestconfig.getoption("--fuzz-cases") or NUM_CASES,
+        max_examples=pytestconfig.getoption("--fuzz-cases") or num_cases,
         derandomize=True,
         phases=[Phase.generate],  # a case is small as it is
         database=None,

@@ -20,7 +20,7 @@ from recipes.gpu.runner import Check, Given, NotHere
 from tests.without import environment_without
 
 ROOT = Path(__file__).resolve().parents[3]
-HANGS_AFTER_S = 8  # ample for a process that is forked and starts another
+HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
 
 
 def is_well(given):
@@ -72,7 +72,7 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
     assert found["is_wrong"].message == "AssertionError: two is not three"
     assert "ended by signal 11" in found["dies"].message
     assert "ended with exit code 3" in found["leaves"].message
-    assert "not done after 8 s" in found["hangs"].message
+    assert f"not done after {HANGS_AFTER_S} s" in found["hangs"].message
     assert found["is_elsewhere"].message == "there is no such thing here"
     assert found["is_well"].line().split() == ["PASS", "is_well", *found["is_well"].line().split()[2:]]
     assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped."

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from recipes.planning.scenario import Scenario, Search, rate_of
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import published_rows
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDS = ROOT / "recipes" / "records" / "simulate"
@@ -48,9 +47,9 @@ def scenario(num_nodes=16, **more):
 
 
 def run(tmp_path, *overrides):
-    command = [sys.executable, str(ROOT / "recipes" / "simulate.py"), f"hydra.run.dir={tmp_path}", *overrides]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "0"}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    command = [str(ROOT / "recipes" / "simulate.py"), f"hydra.run.dir={tmp_path}", *overrides]
+    return run_program(*command, cwd=tmp_path, env=environment)
 
 
 def test_one_command_plans_a_run(tmp_path):

@@ -131,7 +131,7 @@ def test_the_schedule_spans_the_run(two_ranks, settings, rates):
 
 
 def rates_of(settings):
-    return fit(**settings)[2].rates
+    return fit(precision="32-true", **settings)[2].rates
 
 
 def test_logits_are_fp32_whatever_the_network_computes_in():

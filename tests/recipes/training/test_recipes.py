@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests import toy
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 RECIPES = ("resnet50_64k", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
+QUICK = ("resnet50_64k", "alexnet_64k", "alexnet_bn_32k")  # the other two are ResNet-50 at other rates
 NUM_IMAGES = 1_281_167
 MLPERF = [
     ("resnet50_64k", 31, 1133),
@@ -46,7 +48,9 @@ def small(recipe, *overrides):
     return configured(f"recipe={recipe}", *words, *overrides)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=[] if recipe in QUICK else [pytest.mark.long]) for recipe in RECIPES]
+)
 def test_every_recipe_trains(two_ranks, recipe):
     """Two steps of two batches on each rank, all else as in the recipe; update 0 of ResNet is at rate 0."""
     one, other = two_ranks.run(trained, recipe)
@@ -222,10 +226,14 @@ def test_an_ablation_is_one_override_and_has_its_effect(one_rank, ablation):
     assert all(one_rank.run(effect_of, ablation, ABLATIONS[ablation])[0].values())
 
 
+@cache  # in the rank's process: ablations of one recipe share the run without
+def fitted_without(recipe):
+    return fitted(recipe, "trainer.max_steps=4")
+
+
 def effect_of(ablation, recipe):
-    (plain, module, weights), (ablated, ablated_module, others) = (
-        fitted(recipe, "trainer.max_steps=4", *overrides) for overrides in ((), (ablation,))
-    )
+    plain, module, weights = fitted_without(recipe)
+    ablated, ablated_module, others = fitted(recipe, "trainer.max_steps=4", ablation)
     norms, ablated_norms = (
         sum(isinstance(layer, nn.BatchNorm2d) for layer in m.modules()) for m in (module, ablated_module)
     )

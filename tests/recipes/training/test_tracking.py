@@ -183,10 +183,12 @@ def error_against(kind, run_dir, key="a" * 40):
 REASONS = {"refuses": "not logged in", "is not there": "", "is silent": ""}  # W&B words the last two as it likes
 
 
-@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "is silent")) for kind in REASONS]
+)
 def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_path, kind):
-    """Within seconds: the pool's own limit would end the test after 20."""
-    ((message, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), timeout_s=20.0)
+    """Within seconds: the pool's own limit would end the test after 25, and `conf/logger` waits for 30."""
+    ((message, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), timeout_s=25.0)
     assert message.startswith("ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: ")
     assert REASONS[kind] in message
     assert "leave `logger.offline` and WANDB_MODE out" in message
@@ -194,7 +196,7 @@ def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_p
 
 
 def test_a_key_that_is_none_is_an_early_error(one_rank, tmp_path):
-    ((message, _),) = one_rank.run(error_against, "is not there", str(tmp_path), "abc", timeout_s=20.0)
+    ((message, _),) = one_rank.run(error_against, "is not there", str(tmp_path), "abc", timeout_s=25.0)
     assert "needs a W&B server that lets this run in: WANDB_API_KEY invalid" in message
 
 

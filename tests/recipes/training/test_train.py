@@ -6,17 +6,18 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_hybrid.metrics import metric_of
+from tests.programs import run_program
 from tests.recipes.training.wandb_file import runs_in
 
 ROOT = Path(__file__).resolve().parents[3]
-TRAIN = [sys.executable, "recipes/train.py"]
+TRAIN = ["recipes/train.py"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
 SHORT = [*QUIET, "trainer.max_epochs=2", "trainer.log_every_n_steps=1"]  # 2 epochs of 9 steps
 PROBE = "+callbacks.probe={_target_: tests.recipes.probe.Probe, directory: ${run_dir}}"
@@ -26,15 +27,7 @@ def run(*overrides: str, command: list[str] = TRAIN) -> subprocess.CompletedProc
     """Run the command in a shell as fresh as a user's, in a session of its own."""
     left = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
     env = {name: value for name, value in os.environ.items() if name not in left}
-    return subprocess.run(
-        [*command, *overrides],
-        cwd=ROOT,
-        env=env | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        start_new_session=True,
-    )
+    return run_program(*command, *overrides, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, timeout_s=240)
 
 
 def succeed(*overrides: str, command: list[str] = TRAIN) -> str:
@@ -111,8 +104,7 @@ def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
 
 @pytest.mark.long
 def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    out = succeed(PROBE, *SHORT, "trainer.max_epochs=1", command=[*torchrun, "recipes/train.py"])
+    out = succeed(PROBE, *SHORT, "trainer.max_epochs=1", command=[*TORCHRUN, "recipes/train.py"])
     (where,) = set(re.findall(r"^run directory +(\S+)$", out, flags=re.MULTILINE))
     run_dir = Path(where)
     try:

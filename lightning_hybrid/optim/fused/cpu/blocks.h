@@ -1,10 +1,10 @@
-// What the passes are made of: half precision, tiles in the dtype of the arithmetic, blocks that threads take in turn.
+// Parts of the passes: half precision, tiles in the dtype of the arithmetic, blocks that threads take in turn.
 //
-// A block is a stretch of one tensor; threads take the next block whenever they are done with one, so that the sizes of
+// A block is a contiguous part of one tensor; threads take the next block whenever they are done with one, so that the sizes of
 // tensors do not matter. A tile is 128 elements of it: few enough that the processor goes on to the next before it is done
 // with one, so that memory never waits for arithmetic; of 512 an update takes a tenth longer.
 //
-// C++17 with the vector types of gcc and clang. Threads come from the OpenMP runtime of whoever calls: `parallel` is its
+// C++17 with the vector types of gcc and clang. Threads come from the caller's OpenMP runtime: `parallel` is its
 // GOMP_parallel. Half precision is rounded to nearest even, as torch does.
 
 #pragma once
@@ -24,7 +24,7 @@ enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 
 }  // namespace
 
-// Mirrored by `native.Table`, field by field. Addresses are of arrays; "tensors" and "blocks" are their lengths.
+// Mirrored by `passes.Table` in Python, field by field. Addresses are of arrays; "tensors" and "blocks" are their lengths.
 struct Table {
   int64_t num_tensors, num_blocks, block, num_threads;
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // null: no threads

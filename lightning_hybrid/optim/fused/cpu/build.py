@@ -1,4 +1,4 @@
-"""Building, keeping and loading the C++ of the fused steps."""
+"""Build, cache and load the C++ passes of the fused steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from lightning_hybrid.atomic_file import atomic_path
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h"))
 # No -ffast-math: inf and nan must be seen. The last two only say that roots set no errno and comparisons do not trap.
@@ -37,14 +39,15 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
 
 
 class CannotBuildError(RuntimeError):
-    """There is no C++ compiler, or it does not take the source; the message says which, for a warning."""
+    """A missing C++ compiler, or one that does not take the source; the message is for a warning."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The passes, for this process: from the cache, or built now, which takes a few seconds.
+    """Load the passes into this process: from the cache, or built now, which takes a few seconds.
 
-    Raises `CannotBuildError`.
+    Raises:
+        CannotBuildError: There is no compiler, or it fails.
     """
     compiler = find_compiler()
     errors = []
@@ -57,19 +60,20 @@ def library() -> ctypes.CDLL:
 
 
 def load(compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """The passes from `folder`, built and put there if they are not.
+    """Load the passes from `folder`; build them first if they are not there.
 
-    A file is written under another name and renamed, so that processes that build at once each load a whole one.
-    Where `folder` cannot be written, a private temporary one is used, and removed again.
+    Processes may build at once: each loads a whole file. Where `folder` cannot be written, a private temporary folder
+    is used and removed.
 
-    Raises `CannotBuildError`.
+    Raises:
+        CannotBuildError: The compiler fails.
     """
     name = f"{fingerprint(compiler, flags)}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         place = folder / name
         if place.exists():
-            with suppress(OSError):  # no whole library: it is made anew
+            with suppress(OSError):  # a damaged library: build it again
                 return _open(place)
         _build(compiler, flags, place)
         return _open(place)
@@ -81,9 +85,10 @@ def load(compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> cty
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler: `$CXX`, as everywhere, else the first of c++, g++ and clang++.
+    """Return the command of the C++ compiler: `$CXX` if set, else the first of c++, g++ and clang++.
 
-    Raises `CannotBuildError` where there is none.
+    Raises:
+        CannotBuildError: There is none.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
@@ -93,27 +98,27 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def cache_dir() -> Path:
-    """Where the user's caches are kept: `$XDG_CACHE_HOME` or ``~/.cache``; on macOS ``~/Library/Caches``."""
+    """Return our folder in the user's cache: `$XDG_CACHE_HOME` or `~/.cache`; on macOS `~/Library/Caches`."""
     default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid"
 
 
 def fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """A name that changes with source, command, compiler and processor: homes are shared by unlike machines."""
+    """Hash source, command, compiler and processor: different machines may share a home folder."""
     version = _run([*compiler, "--version"])
     parts = [*(source.read_text() for source in _SOURCES), *compiler, *flags, version, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def openmp_parallel() -> int:
-    """The address of `GOMP_parallel` in the OpenMP runtime of torch itself, so that there is one pool of threads.
+    """Return the address of `GOMP_parallel` in torch's own OpenMP runtime, so that there is one pool of threads.
 
     The runtimes of gcc, LLVM and Intel all have it. 0 where there is none: then a pass runs in the calling thread.
     """
     libraries = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            # No new load; a look-up in it goes through what it is linked with.
+            # RTLD_NOLOAD loads nothing new; the look-up finds the symbol in the libraries that torch is linked with.
             linked = ctypes.CDLL(str(libraries / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             return ctypes.cast(linked.GOMP_parallel, ctypes.c_void_p).value or 0
         except (OSError, AttributeError):
@@ -122,13 +127,8 @@ def openmp_parallel() -> int:
 
 
 def _build(compiler: tuple[str, ...], flags: tuple[str, ...], place: Path) -> None:
-    handle, partial = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
-    os.close(handle)
-    try:
-        _run([*compiler, *flags, "-o", partial, str(_SOURCES[0])])
-        os.replace(partial, place)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    with atomic_path(place, has_rivals=True) as part:
+        _run([*compiler, *flags, "-o", str(part), str(_SOURCES[0])])
 
 
 def _open(place: Path) -> ctypes.CDLL:
@@ -150,7 +150,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` looks at, as far as the system tells."""
+    """Describe the processor as `-march=native` sees it, as far as the system says."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -258,7 +258,7 @@ void lamb_update(const Table* table, const double* numbers, const double* rates,
                                 : lamb_blocks<float>(table, numbers, rates);
 }
 
-// For whoever wants to check the rounding: `num` elements, a multiple of 128.
+// For tests of the rounding: `num` elements, a multiple of 128.
 void half_to_float(const uint16_t* from, float* to, int64_t num) {
   for (int64_t at = 0; at < num; at += TILE) widen(from + at, to + at);
 }

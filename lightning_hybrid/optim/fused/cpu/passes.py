@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.fused.contiguous import ContiguousViews, addresses
+from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cpu import build
 from lightning_hybrid.optim.fused.option_table import OptionTable
 from lightning_hybrid.optim.grad_scaling import GradScaling
@@ -17,7 +17,7 @@ _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64:
 # Elements. Large enough that taking one costs nothing, small enough that threads end together.
 _BLOCK = 1 << 14
 _NUM_LARS, _NUM_LAMB = 6, 7  # numbers per tensor, as in passes.cpp
-_GRAD, _WEIGHT = 1, 2  # what of a tensor is measured
+_GRAD, _WEIGHT = 1, 2  # bits: which sums of squares of a tensor a call computes
 
 
 class Table(ctypes.Structure):
@@ -33,10 +33,10 @@ class Table(ctypes.Structure):
 
 
 class NativeEngine:
-    """What the passes over the tensors of one kind share; dtypes alike, all with state and copies or all without.
+    """The base of both rules: a table of addresses of one tensor group, and the calls of the C++ passes.
 
-    Tables are made once; a step writes down where its gradients are, and calls. The calls free Python's lock. Sums of
-    squares stay with their blocks: of weights they are known from the last update where that takes them.
+    The table is made once; a step only writes the addresses of its gradients and calls. The calls release Python's
+    lock. Sums of squares are stored per block; those of the weights may be known from the last update.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class NativeEngine:
         grad_dtype: torch.dtype,
     ) -> None:
         self._library = build.library()
-        self._stretches = ContiguousViews(params, *states, copies)
+        self._views = ContiguousViews(params, *states, copies)
         weight, copy = params[0].dtype, copies[0].dtype if copies else None
         numels = torch.tensor([param.numel() for param in params])
         num_blocks = (numels + _BLOCK - 1) // _BLOCK
@@ -55,8 +55,8 @@ class NativeEngine:
         first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
         begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
         self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
-        pointers = [torch.tensor(addresses(one)) for one in self._stretches.dense]
-        self._arrays: dict[str, Tensor] = {  # kept: the table only knows where they are
+        pointers = [torch.tensor(data_ptrs(one)) for one in self._views.dense]
+        self._arrays: dict[str, Tensor] = {  # held here, as the table only holds their addresses
             "grads": torch.zeros(len(params), dtype=torch.int64),
             "weights": pointers[0],
             **dict(zip(("firsts", "seconds"), pointers[1:-1], strict=False)),
@@ -82,12 +82,12 @@ class NativeEngine:
         self._measured: list[int] = []
 
     def has_moved(self) -> bool:
-        """Whether a tensor is no longer where it was when this was built."""
-        return self._stretches.have_moved()
+        """Whether a tensor is no longer at the address it had when this was built."""
+        return self._views.have_moved()
 
-    def _measure(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
-        """Sums of squares of what is `measured`; 1.0 if one of a gradient is inf or nan: float32, 0-dim."""
-        self._arrays["grads"].copy_(torch.tensor(self._stretches.load(grads)))
+    def _norms(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
+        """Sum the squares of what is `measured`; return 1.0 if a sum of a gradient is inf or nan: float32, 0-dim."""
+        self._arrays["grads"].copy_(torch.tensor(self._views.load(grads)))
         if measured != self._measured:
             self._arrays["measured"].copy_(torch.tensor(measured))
             self._measured = measured
@@ -100,12 +100,12 @@ class NativeEngine:
 class NativeLars(NativeEngine):
     """The step of LARS.
 
-        measure()   sum(g * g) or sum(d * d), and sum(w * w) where it is not known       one read of g, and of w there
-        move()      the step, and sum(w * w) for the next one                            one read of g, w, v; one write
+        norms()     sum(g * g) or sum(d * d), and sum(w * w) where it is not known       one read of g, and of w there
+        update()    the step, and sum(w * w) for the next one                            one read of g, w, v; one write
                                                                                          of w, v, copy
 
-    sum(w * w) is known from the last update where a tensor has a copy, that is, is a master, which nobody but its owner
-    writes: an edit shows in `_version`, except one through `.data`.
+    sum(w * w) is known from the last update where a tensor has a copy, that is, is a master, which only its owner
+    writes: other writes raise `_version`, except one through `.data`.
     """
 
     def __init__(
@@ -121,37 +121,39 @@ class NativeLars(NativeEngine):
         self._is_joint, self._are_masters = is_joint, bool(copies)
         self._numbers = torch.zeros(len(params), _NUM_LARS, dtype=torch.float64)
 
-    def measure(
+    def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """The norms, and whether a gradient is inf or nan; see `fused.Engine`."""
+        """Compute the norms, and whether a gradient is inf or nan; see `step.Engine`."""
         decays = None
         if self._is_joint:
+            # Gradients are still scaled here: |g / s + decay w| = |g + s decay w| / s, so that decay is scaled instead.
             decays = options["weight_decay"] * options["sign"]
             decays = decays if scaling.inverse_scale is None else decays / scaling.inverse_scale
         measured = [_GRAD if one else 0 for one in needed]
+        # The last update left the sums of masters: only those that others wrote since then are summed again.
         if self._are_masters:
-            for place in self._stretches.changed():
+            for place in self._views.changed():
                 measured[place] |= _WEIGHT
         else:
             measured = [_GRAD | _WEIGHT if one else 0 for one in needed]
-        return self._measure(grads, measured, decays)
+        return self._norms(grads, measured, decays)
 
-    def move(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `fused.Engine`."""
+    def update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step; see `step.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
         self._library.add_up(table, self.sums.data_ptr())
         self._library.lars_numbers(table, self._is_joint, options.table.data_ptr(), options["lr"].data_ptr(), *norms)
         self._library.lars_update(table, self._numbers.data_ptr(), _address(found_inf))
-        self._stretches.unload()
+        self._views.unload()
 
 
 class NativeLamb(NativeEngine):
-    """The step of LAMB; `states` are both moments and the counts of steps.
+    """The step of LAMB; `states` are both moments and the step counts.
 
-    measure()   sum(g * g), where it is needed                       one read of g
-    move()      moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
+    norms()     sum(g * g), where it is needed                       one read of g
+    update()    moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
                 the step                                             one read of w, m, v; one write of w, copy
     """
 
@@ -164,28 +166,28 @@ class NativeLamb(NativeEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype)
-        self._step_places = addresses(self._steps)
+        self._step_places = data_ptrs(self._steps)
         self._step_addresses = torch.tensor(self._step_places)
         self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
         self._rates = torch.zeros(len(params), dtype=torch.float64)
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer where it was when this was built."""
-        return super().has_moved() or self._step_places != addresses(self._steps)
+        return super().has_moved() or self._step_places != data_ptrs(self._steps)
 
-    def measure(
+    def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
-        return self._measure(grads, [_GRAD if one else 0 for one in needed])
+        """Compute the squares of gradients, and whether one is inf or nan; see `step.Engine`."""
+        return self._norms(grads, [_GRAD if one else 0 for one in needed])
 
     def grad_squares(self) -> Tensor:
-        """The sum of the squares of all gradients, scaled as they are: float64, 0-dim."""
+        """Sum the squares of all gradients, scaled as they are: float64, 0-dim."""
         self._library.add_up(ctypes.byref(self._table), self.sums.data_ptr())
         return self.sums[1].sum()
 
-    def move(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `fused.Engine`."""
+    def update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step; see `step.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         skip, choices, numbers, rates = (
             _address(found_inf),
@@ -201,11 +203,11 @@ class NativeLamb(NativeEngine):
         self._library.lamb_rates(table, choices, options["lr"].data_ptr(), self.sums.data_ptr(), rates.data_ptr())
         self._library.lamb_update(table, numbers, rates.data_ptr(), skip)
         torch.autograd.graph.increment_version(self._steps)
-        self._stretches.unload()
+        self._views.unload()
 
 
 def _numbers_of(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
-    """Inverse scale and verdict, in the types that the passes read."""
+    """Return inverse scale and `found_inf` in the types that the passes read."""
     inverse_scale, found_inf = scaling.inverse_scale, scaling.found_inf
     return None if inverse_scale is None else inverse_scale.double(), None if found_inf is None else found_inf.float()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.fused.contiguous import addresses
+from lightning_hybrid.optim.fused.contiguous import data_ptrs
 from lightning_hybrid.optim.fused.cuda import lamb_kernels
 from lightning_hybrid.optim.fused.cuda.lars import KernelEngine, current, table_of
 from lightning_hybrid.optim.fused.option_table import OptionTable
@@ -15,10 +15,10 @@ from lightning_hybrid.optim.grad_scaling import GradScaling
 
 
 class KernelLamb(KernelEngine):
-    """The step of LAMB; `states` are both moments and the counts of steps.
+    """The step of LAMB; `states` are both moments and the step counts.
 
-        measure()   `kernels.norms`, if a gradient is needed
-        move()      `count`, `moments`, `rates`, `update`
+        norms()     `kernels.norms`, if a gradient is needed
+        update()    `count`, `moments`, `rates`, `lamb_update`
 
     Has run in Triton's interpreter, and on no GPU yet.
     """
@@ -34,36 +34,36 @@ class KernelLamb(KernelEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype, num_numbers=lamb_kernels.NUM_LAMB, chunk=chunk)
-        self._step_places = addresses(self._steps)
+        self._step_places = data_ptrs(self._steps)
         self._step_addresses = table_of(self._step_places, torch.int64, params[0].device)
         self._rates = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
 
     def has_moved(self) -> bool:
-        """Whether a tensor is no longer where it was when this was built."""
-        return super().has_moved() or self._step_places != addresses(self._steps)
+        """Whether a tensor is no longer at the address it had when this was built."""
+        return super().has_moved() or self._step_places != data_ptrs(self._steps)
 
-    def measure(
+    def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """The squares of gradients, and whether one is inf or nan; see `fused.Engine`."""
+        """Compute the squares of gradients, and whether one is inf or nan; see `step.Engine`."""
         with current(self._device):
             self._load(grads)
             if not any(needed):
                 return self._zero
-            return self._measure(options, scaling, is_joint=False, has_weight_sums=True)
+            return self._norms(options, scaling, is_joint=False, has_weight_sums=True)
 
     def grad_squares(self) -> Tensor:
-        """The sum of the squares of all gradients, scaled as they are: float64, 0-dim."""
+        """Sum the squares of all gradients, scaled as they are: float64, 0-dim."""
         return self._sums[1].sum(dtype=torch.float64)
 
-    def move(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `fused.Engine`."""
+    def update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step; see `step.Engine`."""
         with current(self._device):
-            self._move(options, scaling)
+            self._update(options, scaling)
             torch.autograd.graph.increment_version(self._steps)
-            self._stretches.unload()
+            self._views.unload()
 
-    def _move(self, options: OptionTable, scaling: GradScaling) -> None:
+    def _update(self, options: OptionTable, scaling: GradScaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
         weights, firsts, seconds, copies = self._pointers
@@ -81,7 +81,7 @@ class KernelLamb(KernelEngine):
             lamb_kernels.rates[per_tensor](
                 self._sums, self._first_chunk, options.table, options["lr"], self._rates, num_tensors, num_chunks
             )
-            lamb_kernels.update[self._grid](
+            lamb_kernels.lamb_update[self._grid](
                 *(weights, firsts, seconds, copies, *self._chunks),
                 *(self._numbers, self._rates, found_inf),
                 COPY=self._copy,

@@ -1,10 +1,10 @@
-"""The passes of the fused LAMB on CUDA, as Triton kernels; tables and rules are those of `kernels`.
+"""The passes of the fused LAMB on CUDA, as Triton kernels; tables and rules are those of `lars_kernels`.
 
-    kernels.norms     per chunk     sum of g * g, where it is needed          reads g
-    count             per tensor    steps, and the numbers of the passes      reads and writes the counts of steps
+    norms (of LARS)   per chunk     sum of g * g, where it is needed          reads g
+    count             per tensor    steps, and the numbers of the passes      reads and writes the step counts
     moments           per chunk     moments, sums of w * w and of u * u       reads g, w, m, v; writes m, v
     rates             per tensor    norms -> trust ratio -> lr * ratio        reads the sums
-    update            per chunk     the step                                  reads w, m, v; writes w, copy
+    lamb_update       per chunk     the step                                  reads w, m, v; writes w, copy
 
 They have run in Triton's interpreter, and on no GPU yet.
 """
@@ -22,7 +22,7 @@ _NUM = tl.constexpr(NUM_LAMB)
 
 @triton.jit
 def _correction(beta, step):
-    """1 - beta ** step; beta may be 0."""
+    """Compute 1 - beta ** step; beta may be 0."""
     return 1.0 - tl.exp(step * tl.log(tl.maximum(beta, 1e-300)))
 
 
@@ -51,7 +51,7 @@ def count(steps, options, inverse_scale, found_inf, numbers, num_tensors):
 
 @triton.jit
 def _direction(w, m, v, is_in, line, STATE: tl.constexpr):
-    """The u of `LAMB`; lanes outside the tensor are 0."""
+    """Compute the u of `LAMB`; elements outside the tensor are 0."""
     eps, decay = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)
     mean, root = tl.load(line + 5).to(STATE), tl.load(line + 6).to(STATE)
     denominator = tl.where(is_in, root * tl.sqrt(v) + eps, 1.0)
@@ -181,7 +181,7 @@ def _move(
 
 
 @triton.jit
-def update(
+def lamb_update(
     weights,
     firsts,
     seconds,

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lightning_hybrid.optim.fused.contiguous import ContiguousViews, addresses
+from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
 from lightning_hybrid.optim.fused.option_table import OptionTable, lars_options, to_device_
 from lightning_hybrid.optim.grad_scaling import GradScaling
@@ -25,11 +25,11 @@ _DTYPES = {
 
 
 class KernelEngine:
-    """What the kernels of one kind share, on one device: dtypes alike, all with state and copies or all without.
+    """The base of both rules: tables of addresses of one tensor group on one device, and the launch of the norms.
 
-    A tensor that does not fill a stretch of memory, or whose gradient has another layout, is stepped in a dense
-    stand-in, which costs copies of it. `chunk`: elements per program, a power of two. Triton launches on the current
-    device, whichever the tensors are on, so that it is made theirs for as long.
+    A tensor with gaps in memory, or whose gradient has another layout, is stepped in a contiguous stand-in, which costs
+    copies. Triton launches on the current device, whichever device the tensors are on; so each launch switches to
+    theirs. `chunk` is the number of elements per program, a power of two.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class KernelEngine:
         num_numbers: int,
         chunk: int,
     ) -> None:
-        self._stretches = ContiguousViews(params, *states, copies)
-        dense = self._stretches.dense
+        self._views = ContiguousViews(params, *states, copies)
+        dense = self._views.dense
         device, weight = params[0].device, params[0].dtype
         state = torch.promote_types(weight, torch.float32)
         num_chunks = [-(-param.numel() // chunk) for param in params]
@@ -54,14 +54,14 @@ class KernelEngine:
         self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
-        pointers = [addresses(one) if one else [0] * len(params) for one in dense]
+        pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
         self._pointers = list(table_of(pointers, torch.int64, device))
         self._grad_pointers = table_of([0] * len(params), torch.int64, device)
         self._sums = torch.zeros(2, total, dtype=state, device=device)
         self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
         self._device = device
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
-        self._ignored = torch.zeros((), device=device)  # a verdict that nobody asks for
+        self._ignored = torch.zeros((), device=device)  # takes the flag of a step that is not checked
         self._are_masters, self._copy = bool(copies), _DTYPES[copies[0].dtype if copies else torch.float16]
         self._common: dict[str, Any] = {
             "WEIGHT": _DTYPES[weight],
@@ -74,13 +74,13 @@ class KernelEngine:
         self._grad_addresses: list[int] = []
 
     def has_moved(self) -> bool:
-        """Whether a tensor is no longer where it was when this was built."""
-        return self._stretches.have_moved()
+        """Whether a tensor is no longer at the address it had when this was built."""
+        return self._views.have_moved()
 
-    def _measure(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
-        found_inf = self._ignored if scaling.verdict is None else scaling.verdict
+    def _norms(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
+        found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
-        if self._grid[0]:
+        if self._grid[0]:  # CUDA refuses an empty grid
             lars_kernels.norms[self._grid](
                 *(self._pointers[0], self._grad_pointers, *self._chunks),
                 *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),
@@ -92,8 +92,8 @@ class KernelEngine:
         return found_inf
 
     def _load(self, grads: Sequence[Tensor]) -> None:
-        """Write down where the gradients are, if that changed since the last step."""
-        places = self._stretches.load(grads)
+        """Write the addresses of the gradients to the device, if they changed since the last step."""
+        places = self._views.load(grads)
         if places == self._grad_addresses:
             return
         if _is_capturing():
@@ -109,15 +109,15 @@ class KernelEngine:
 class KernelLars(KernelEngine):
     """The step of LARS.
 
-        measure()   `norms`
-        move()      `finalize`, `update`
+        norms()     `norms`
+        update()    `finalize`, `lars_update`
 
-    Three kernels, whatever the number of tensors; more only after a change: a gradient at another address costs one
-    copy of the table of addresses. The host waits for nothing, and compares addresses only.
+    Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
+    addresses. The host waits for nothing, and compares addresses only.
 
-    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which nobody but its owner
-    writes: an edit shows in `_version`, except one through `.data`. While a CUDA graph is captured it is read anew, for
-    the graph cannot ask; and gradients must then be where they were in the step before, else `RuntimeError`.
+    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which only its owner
+    writes: other writes raise `_version`, except one through `.data`. While a CUDA graph is captured the sum is
+    computed, as a graph cannot look at versions; gradients must then be where they were in the step before.
     """
 
     def __init__(
@@ -134,21 +134,21 @@ class KernelLars(KernelEngine):
         super().__init__(params, [buffers], copies, grad_dtype, num_numbers=lars_kernels.NUM_LARS, chunk=chunk)
         self._is_joint, self._has_momentum = is_joint, bool(buffers)
 
-    def measure(
+    def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """The norms, and whether a gradient is inf or nan, `needed` or not; see `fused.Engine`."""
+        """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `step.Engine`."""
         with current(self._device):
             self._load(grads)
-            return self._measure(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
+            return self._norms(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
 
-    def move(self, options: OptionTable, scaling: GradScaling) -> None:
-        """The step; see `fused.Engine`."""
+    def update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step; see `step.Engine`."""
         with current(self._device):
-            self._move(options, scaling)
-            self._stretches.unload()
+            self._update(options, scaling)
+            self._views.unload()
 
-    def _move(self, options: OptionTable, scaling: GradScaling) -> None:
+    def _update(self, options: OptionTable, scaling: GradScaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         if self._grid[0]:
             lars_kernels.finalize[(self._counts[0],)](
@@ -157,7 +157,7 @@ class KernelLars(KernelEngine):
                 IS_JOINT=self._is_joint,
             )
             weights, buffers, copies = self._pointers
-            lars_kernels.update[self._grid](
+            lars_kernels.lars_update[self._grid](
                 *(weights, self._grad_pointers, buffers, copies, *self._chunks),
                 *(self._numbers, found_inf, self._sums),
                 COPY=self._copy,
@@ -168,13 +168,13 @@ class KernelLars(KernelEngine):
             )
 
     def _knows_weights(self) -> bool:
-        if not self._are_masters or self._stretches.pairs or _is_capturing():
+        if not self._are_masters or self._views.pairs or _is_capturing():
             return False
-        return not self._stretches.changed()
+        return not self._views.changed()
 
 
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the device, got there without a wait."""
+    """Copy numbers to the device without a wait."""
     on_host = torch.tensor(values, dtype=dtype)
     table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
@@ -182,12 +182,12 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """For as long, `device` is the one that kernels are launched on; nothing where there is no such choice."""
+    """Make `device` the one that kernels are launched on, within a `with` block; nothing without CUDA."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
-    """Compile and launch one small kernel; raises whatever Triton raises where it cannot."""
+    """Compile and launch one small kernel; where that fails, let Triton's error pass."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
     first_chunk, sums = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(2, device=device)

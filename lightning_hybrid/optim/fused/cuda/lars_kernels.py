@@ -1,21 +1,21 @@
-"""The two passes of the fused LARS on CUDA, as Triton kernels that take all tensors of a kind in one launch each.
+"""The two passes of the fused LARS on CUDA, as Triton kernels that take all tensors of a group in one launch each.
 
     norms       per chunk     sum of g * g (joint: of d * d), and of w * w          reads g, w
     finalize    per tensor    norms -> trust ratio -> coefficients                  reads the sums
-    update      per chunk     the step, and the sum of the new w * w                reads g, w, v; writes w, v, copy
+    lars_update per chunk     the step, and the sum of the new w * w                reads g, w, v; writes w, v, copy
 
 A chunk is `CHUNK` elements in a row of one tensor's memory. Tensors are reached by their addresses, a table of int64
-on the device; `tensor_of` and `index_of` say of each chunk whose it is and the how many-th. A chunk's squares are added
+on the device; `tensor_of` and `index_of` hold the tensor of each chunk and its index there. A chunk's squares are added
 in float32 in a tree, the chunks' sums in float64. A program takes one of three branches, by what it reads of its chunk:
 
     whole, all at multiples of 16 bytes       no masks; loads and stores of 128 bits
     whole, all but the gradient               the same, but for the gradient, which is loaded an element at a time
     else                                      masks
 
-DDP packs gradients without padding, so that one odd bias puts those behind it off 16 bytes: that costs them, and no
-other. `WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the
-arithmetic. All scalars that may change from step to step (learning rate, scale, verdict) are read on the device: as
-arguments they would be frozen into a captured CUDA graph, and cost a specialisation where they are 1.
+DDP packs gradients without padding, so that one odd bias puts those behind it off 16 bytes: only these are slower.
+`WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the arithmetic. All scalars that may change from step to
+step (learning rate, scale, found_inf) are read on the device: as arguments they would be frozen into a captured CUDA
+graph, and cost a specialisation where they are 1.
 
 Set `TRITON_INTERPRET=1` before Python starts, and they run on CPU tensors, one program after another; there (Triton
 3.9) a bfloat16 store truncates, where a GPU rounds to nearest.
@@ -35,9 +35,9 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 @triton.jit
 def _places(address, at, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Where elements of a tensor are; told that it begins at a multiple of 16 bytes, loads become 128 bits wide.
+    """Return the pointers of elements; with `IS_ALIGNED`, at a multiple of 16 bytes, loads become 128 bits wide.
 
-    The compiler notes that at the pointer, for all who use it: so every branch makes a pointer of its own.
+    The compiler attaches that to the pointer, for all its uses: so every branch makes a pointer of its own.
     """
     base = address.to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
@@ -98,7 +98,7 @@ def norms(
 ):
     """Write sums (2, chunks): of w * w, unless they are known from the last update; of g * g, or (d / SCALE) ** 2.
 
-    `found_inf` becomes 1 if a sum of gradients is inf or nan: all who write there write the same.
+    `found_inf` becomes 1 if a sum of gradients is inf or nan: all programs that write there write the same.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(tensor_of + chunk)
@@ -139,11 +139,11 @@ def norms(
 
 @triton.jit
 def _sum_of(sums, begin, end):
-    """The sums of the chunks from `begin` to `end`, in float64."""
-    lanes = tl.arange(0, _SUMS_PER_STEP)
+    """Sum the chunks from `begin` to `end` in float64."""
+    offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
     for first in range(begin, end, _SUMS_PER_STEP):
-        total += tl.load(sums + first + lanes, mask=first + lanes < end, other=0.0).to(tl.float64)
+        total += tl.load(sums + first + offsets, mask=first + offsets < end, other=0.0).to(tl.float64)
     return tl.sum(total, 0)
 
 
@@ -228,13 +228,13 @@ def _move(
     tl.store(weight_at, moved, mask=is_in)
     if HAS_COPY:
         tl.store(_places(copy, at, COPY, IS_ALIGNED), moved.to(COPY), mask=is_in)
-    # Of what is stored; lanes outside the tensor hold 0.
+    # The sum of the stored, rounded weights, for the next step; elements outside the tensor are 0.
     stored = moved.to(STATE)
     return tl.sum(stored * stored, 0)
 
 
 @triton.jit
-def update(
+def lars_update(
     weights,
     grads,
     buffers,

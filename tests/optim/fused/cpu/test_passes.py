@@ -1,4 +1,4 @@
-"""The C++ of the fused steps: how it is built, kept and called, how it rounds; `test_fused.py`: what it computes."""
+"""The C++ of the fused steps: how it is built, cached and called, how it rounds; `test_step.py`: what it computes."""
 
 import ctypes
 import os
@@ -40,12 +40,12 @@ def test_every_half_is_widened_as_torch_does(library):
 
 
 def test_floats_are_rounded_to_half_as_torch_does(library):
-    """Every half, the middle between it and the next, and the floats beside that; infinities, nan, what overflows."""
+    """Every half, the middle between it and the next, and the floats next to that; infinities, nan, what overflows."""
     halves = torch.arange(0, 0x7C00).to(torch.int16).view(torch.float16).float()
     middles = (halves[1:] + halves[:-1]) / 2
-    beside = [torch.nextafter(middles, torch.tensor(toward)) for toward in (0.0, torch.inf)]
+    neighbours = [torch.nextafter(middles, torch.tensor(toward)) for toward in (0.0, torch.inf)]
     odd = torch.tensor([65519.996, 65520.0, 1e30, torch.inf, torch.nan, 2**-25, 1e-30, 0.0])
-    floats = torch.cat([halves, middles, *beside, odd])
+    floats = torch.cat([halves, middles, *neighbours, odd])
     floats = torch.cat([floats, -floats])
     floats = torch.cat([floats, floats.new_zeros(-len(floats) % 128)])
     rounded = torch.empty(len(floats), dtype=torch.float16)
@@ -84,7 +84,7 @@ def test_half_parameters_step_as_by_lists_within_their_own_rounding(rule, param_
 
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_the_number_of_threads_changes_no_bit(rule):
-    """Blocks are summed in their order, whoever took them. Enough elements that threads are used."""
+    """Blocks are summed in their order, whichever thread took them. Enough elements that threads are used."""
     ends = []
     before = torch.get_num_threads()
     try:
@@ -157,8 +157,8 @@ def test_it_is_built_once_and_then_loaded(tmp_path, built):
     for _ in range(2):
         assert build.load(build.find_compiler(), QUICK, tmp_path / "new").lars_update
     assert len(built) == 1
-    (kept,) = (tmp_path / "new").iterdir()
-    assert kept.suffix == ".so"
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.suffix == ".so"
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 

@@ -115,7 +115,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     register_guard()
     fake = FakeCuda()
 
-    def addresses(*lists: Any) -> list[int]:
+    def data_ptrs(*lists: Any) -> list[int]:
         return [id(tensor) // 16 * 16 for one in lists for tensor in one]
 
     def count(step: Tensor, device: torch.device) -> float:
@@ -125,12 +125,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
     with monkeypatch.context() as patch, FakeTensorMode():
         for module in (contiguous, lars, lamb):
-            patch.setattr(module, "addresses", addresses, raising=False)
+            patch.setattr(module, "data_ptrs", data_ptrs)
         for module in (option_table, lars):
             patch.setattr(module, "to_device_", fake.to_device_)
         for module in (step, layerwise):
             patch.setattr(module, "has_kernels", lambda device_type: True)
-        for module, names in ((lars_kernels, ("norms", "finalize", "update")), (lamb_kernels, _OF_LAMB)):
+        for module, names in ((lars_kernels, ("norms", "finalize", "lars_update")), (lamb_kernels, _OF_LAMB)):
             for name in names:
                 patch.setattr(module, name, fake.kernel(name))
         patch.setattr(lamb_module, "_count", count)
@@ -138,7 +138,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield fake
 
 
-_OF_LAMB = ("count", "moments", "rates", "update")
+_OF_LAMB = ("count", "moments", "rates", "lamb_update")
 
 
 def parameter(*shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -41,22 +41,22 @@ SHAPES = {"cpu": [(33, 7), (5,), (), (64,), (65,)], "cuda": [(330, 70), (5,), ()
 def _kernels_for_cpu_tensors(monkeypatch):
     from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
-    def engine_of(self, kind, optimizer, grad_dtype):
-        states = optimizer.state_lists(kind.params, "momentum_buffer") if kind.flags[0] else []
-        return KernelLars(kind.params, states, kind.copies, grad_dtype, is_joint=kind.flags[1], chunk=64)
+    def engine_of(self, tensors, optimizer, grad_dtype):
+        states = optimizer.state_lists(tensors.params, "momentum_buffer") if tensors.flags[0] else []
+        return KernelLars(tensors.params, states, tensors.copies, grad_dtype, is_joint=tensors.flags[1], chunk=64)
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
     monkeypatch.setattr(fused_step.FusedLamb, "engine_of", functools.partialmethod(lamb_engine, chunk=64))
 
 
-def lamb_engine(self, kind, optimizer, grad_dtype, chunk=4096):
+def lamb_engine(self, tensors, optimizer, grad_dtype, chunk=4096):
     from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb
 
-    states = optimizer.state_lists(kind.params, "exp_avg", "exp_avg_sq")
-    for param in kind.params:
+    states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq")
+    for param in tensors.params:
         optimizer.state[param].setdefault("step", torch.zeros((), device=param.device))
-    steps = [optimizer.state[param]["step"] for param in kind.params]
-    return KernelLamb(kind.params, [*states, steps], kind.copies, grad_dtype, chunk=chunk)
+    steps = [optimizer.state[param]["step"] for param in tensors.params]
+    return KernelLamb(tensors.params, [*states, steps], tensors.copies, grad_dtype, chunk=chunk)
 
 
 def parameters(device, dtype=torch.float32, shapes=None):
@@ -67,7 +67,7 @@ def parameters(device, dtype=torch.float32, shapes=None):
     return params
 
 
-def twins(params):
+def clones_of(params):
     """The same on the CPU, for the loop."""
     return [nn.Parameter(param.detach().cpu().clone()) for param in params]
 
@@ -114,14 +114,14 @@ def test_what_follows_holds_in_the_interpreter():
 def test_the_kernels_are_the_rule(device, momentum_form, denominator):
     """Four steps of a schedule, a group for each option. Other rounding only: some five times a step.
 
-    Float64 shows the rule, float32 beside it the rounding: that does not depend on the form.
+    Float64 shows the rule, float32 next to it the rounding: that does not depend on the form.
     """
     options = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}, {"maximize": True, "weight_decay": 0.0}]
     options += [{"momentum": 0.0, "eps": 0.1}, {"trust_ratio": False, "excluded_lr_mult": 0.01, "nesterov": True}]
     bounds = {torch.float64: 1e-14} | ({torch.float32: 2e-6} if momentum_form == "lr_inside" else {})
     for dtype, rtol in bounds.items():
         params = parameters(device, dtype, [*SHAPES[device], (3, 3), (70,)][-6:])
-        others = twins(params)
+        others = clones_of(params)
         optimizers = []
         for own, path in ((params, KERNELS), (others, LOOP)):
             groups = [{"params": [param], **more} for param, more in zip(own, options, strict=True)]
@@ -155,7 +155,7 @@ def test_fifty_steps_of_the_kernels_are_the_familys_rule(device, family):
 def test_scaled_gradients_move_masters_and_copies(device, grad_dtype, copy_dtype, denominator):
     """In the third step an edit of a master: the norm carried from the second would be wrong."""
     params = parameters(device)
-    others = twins(params)
+    others = clones_of(params)
     ours, theirs = (
         LARS(groups_of(own), lr=4.0, weight_decay=0.01, nesterov=True, denominator=denominator, **path)
         for own, path in ((params, KERNELS), (others, LOOP))
@@ -179,7 +179,7 @@ def test_scaled_gradients_move_masters_and_copies(device, grad_dtype, copy_dtype
 @on_devices
 @pytest.mark.parametrize(("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)])
 def test_an_overflow_leaves_every_bit(device, bad, given):
-    """And the step after it is that of a twin that never saw it; tensors of two kinds share the verdict."""
+    """And the step after it is that of a copy that never saw it; tensors of two groups share the flag."""
     ends = []
     for spoilt in (True, False):
         params = parameters(device)
@@ -191,7 +191,7 @@ def test_an_overflow_leaves_every_bit(device, bad, given):
         for step in (1, 2, 3):
             if step == 2 and not spoilt:
                 continue
-            give_grads(params, twins(params), step, 1024.0, torch.float16)
+            give_grads(params, clones_of(params), step, 1024.0, torch.float16)
             optimizer.grad_scale = torch.tensor(1024.0, device=device)
             optimizer.found_inf = torch.tensor(float(step == 2), device=device) if given else None
             before = copy.deepcopy([params, list(optimizer.copies.values()), optimizer.state_dict()["state"]])
@@ -228,7 +228,7 @@ def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denomi
         params = parameters(device, shapes=[(7,), (7,), (7,), (0,)])
         with torch.no_grad():
             params[0].zero_()
-        others = twins(params)
+        others = clones_of(params)
         give_grads(params, others, 1)
         params[1].grad.zero_()
         others[1].grad.zero_()
@@ -241,7 +241,7 @@ def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denomi
 @on_devices
 def test_state_goes_from_path_to_path(device):
     params = parameters(device)
-    others, state = twins(params), None
+    others, state = clones_of(params), None
     loop = LARS(groups_of(others), lr=4.0, weight_decay=0.01, foreach=False)
     for first, path in enumerate([KERNELS, {"foreach": True}, KERNELS]):
         optimizer = LARS(groups_of(params), lr=4.0, weight_decay=0.01, **path)
@@ -266,7 +266,7 @@ def test_state_goes_from_path_to_path(device):
 def test_the_kernels_of_lamb_are_the_rule(device, options, dtype):
     """Beside the loop; in the third step an overflow, which must change nothing, counts included."""
     params = parameters(device, dtype)
-    others = twins(params)
+    others = clones_of(params)
     rule = {"lr": 0.1, "weight_decay": 0.01, "excluded_lr_mult": 0.5, **options}
     ours, theirs = (LAMB(groups_of(own), **rule, **path) for own, path in ((params, KERNELS), (others, LOOP)))
     ours.copies = {param: param.detach().half() for param in params}
@@ -299,7 +299,7 @@ def test_layouts_missing_gradients_and_moved_memory(device):
     params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,), (long,)])
     params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
     params[4] = nn.Parameter(params[4].detach()[::2])
-    others = twins(params)
+    others = clones_of(params)
     ours, theirs = (LARS(own, lr=2.0, weight_decay=0.1, **path) for own, path in ((params, KERNELS), (others, LOOP)))
     for step in range(4):
         give_grads(params, others, step)
@@ -320,7 +320,7 @@ def test_layouts_missing_gradients_and_moved_memory(device):
 @on_devices
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_a_gradient_off_alignment_is_stepped_as_any_other(device, rule):
-    """Half-precision ones, as DDP packs them behind a bias of three elements; weights off alignment beside them."""
+    """Half-precision ones, as DDP packs them behind a bias of three elements; and weights off alignment."""
     ends = []
     for offset in (0, 3):
         params = parameters(device)
@@ -329,7 +329,7 @@ def test_a_gradient_off_alignment_is_stepped_as_any_other(device, rule):
         optimizer = rule(params, lr=0.1, weight_decay=0.01, fused=True)
         optimizer.copies = {param: param.detach().half() for param in params}
         for step in range(3):
-            give_grads(params, twins(params), step, 1024.0, torch.float16)
+            give_grads(params, clones_of(params), step, 1024.0, torch.float16)
             for param in params:
                 grad = param.grad
                 packed = torch.cat([grad.new_zeros(offset), grad.view(-1)])
@@ -360,8 +360,8 @@ def test_finalize_makes_the_coefficients(device):
     engine, table = KernelLars(params, [], [], torch.float32, is_joint=False), lars_options()
     OptionTables([(table, [options] * len(params))], params[0].device).take()
     scaling = GradScaling(inverse_scale=torch.tensor(0.25, device=device))
-    engine.measure([param.grad for param in params], table, scaling, [True] * len(params))
-    engine.move(table, scaling)
+    engine.norms([param.grad for param in params], table, scaling, [True] * len(params))
+    engine.update(table, scaling)
     with torch.no_grad():
         params[0].fill_(0.1)
     tensors = (params, [param.grad for param in params])

@@ -21,7 +21,7 @@ assert triton  # else all is skipped
 CONF = Path(__file__).parents[4] / "conf" / "optim"
 SHAPES = GRADIENT_SETS["resnet50"]()
 RULES = {LARS: "lars", LAMB: "lamb"}
-KERNELS_OF = {LARS: ("norms", "finalize", "update"), LAMB: ("norms", "count", "moments", "rates", "update")}
+KERNELS_OF = {LARS: ("norms", "finalize", "lars_update"), LAMB: ("norms", "count", "moments", "rates", "lamb_update")}
 every_rule = pytest.mark.parametrize("rule", RULES, ids=RULES.values())
 
 
@@ -66,10 +66,10 @@ def test_an_update_of_a_recipe_is_at_most_twelve_launches_and_the_host_reads_not
     kernels = [name for name, _ in fake.launched]
     wanted = [name for name in KERNELS_OF[rule] for _ in range(2)]  # for what has a copy, and for what has none
     if rule is LAMB and precision == "bf16":
-        wanted = wanted[2:]  # nobody asks for inf, and nothing bounds the norm
+        wanted = wanted[2:]  # nothing checks for inf, and nothing bounds the norm
     assert sorted(kernels) == sorted(wanted)
     assert fake.num_copies == 1  # of all options
-    assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the verdict's 0
+    assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf
     assert len(kernels) + fake.num_copies + len(launches.names) <= 12
 
 

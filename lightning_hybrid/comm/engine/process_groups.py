@@ -1,0 +1,137 @@
+"""The process groups in which the stages of an engine talk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.health.abort import forget
+from lightning_hybrid.comm.topology import Scope, Topology
+
+
+class CommGroups:
+    """The process groups of a set of stages, made for them alone and destroyed together.
+
+    Each stage has groups of its own: two stages that ran on one Gloo group from two threads would be matched with each
+    other by order of arrival, which sums the wrong tensors without a word. `share` lets stages of equal membership
+    use one group, and the default group serve for all ranks; right only where a single thread issues everything in one
+    order (CUDA streams), and there it saves communicators: hundreds of MiB each. DistributedDataParallel's own
+    collectives, as that of `find_unused_parameters`, are then in one order with the sums on the device as well, which
+    NCCL asks of communicators that are in use at the same time. Where the default group is bound to a device, the
+    groups of a scope are made by one split of it, else one after the other, by all ranks.
+
+    `by_stage` has the group of this rank in each stage; None where it has no other rank to talk to.
+
+    Args:
+        topology: seen from this rank.
+        timeout: of every collective. `dist.new_group` would not inherit that of the default group.
+        share: see above.
+    """
+
+    def __init__(self, *, topology: Topology, timeout: timedelta, share: bool = False) -> None:
+        self.topology = topology
+        self._timeout, self._share = timeout, share
+        self.by_stage: dict[str, dist.ProcessGroup | None] = {}
+        self._scopes: dict[str, Scope] = {}
+        self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
+        self._owned: list[dist.ProcessGroup] = []
+        everybody = tuple(range(topology.world_size))  # the default group serves for these
+        if share and dist.is_initialized() and dist.get_world_size() == len(everybody):
+            self._built[everybody] = dist.distributed_c10d._get_default_group()
+
+    def add(self, scopes: Mapping[str, Scope]) -> None:
+        """Make the groups of the stages that have none yet. `scopes`: by the name of the stage.
+
+        Collective: every rank of WORLD must call it with the same stages in the same order.
+        """
+        rank, built = self.topology.rank, self._built
+        for stage, scope in scopes.items():
+            if stage in self.by_stage:
+                continue
+            self.by_stage[stage], self._scopes[stage] = None, scope
+            several = _several(self.topology.partition(scope))
+            missing = [ranks for ranks in several if not (self._share and ranks in built)]
+            for ranks, group in self._make(missing, f"lightning_hybrid.{stage}"):
+                built[ranks] = group
+                if group is not None:
+                    self._owned.append(group)
+            for ranks in several:
+                if rank in ranks:
+                    self.by_stage[stage] = built[ranks]
+
+    def _make(
+        self, missing: list[tuple[int, ...]], desc: str
+    ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
+        """Make groups of these ranks, None where this rank is not in it. All ranks of WORLD call it, in one order."""
+        if self._share and missing and _can_be_split():
+            split = dist.split_group(
+                split_ranks=[list(ranks) for ranks in missing], timeout=self._timeout, group_desc=desc
+            )
+            return [(ranks, split if self.topology.rank in ranks else None) for ranks in missing]
+        made = []
+        for ranks in missing:  # `new_group` is collective: ranks outside call it too
+            group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=desc)
+            made.append((ranks, group if self.topology.rank in ranks else None))
+        return made
+
+    def destroy(self) -> None:
+        """Free the groups. May be called again, and after the default group is gone."""
+        for group in self._give_up():
+            _destroy(group)
+
+    def forget(self) -> None:
+        """Free groups that were aborted: nothing is waited for."""
+        for group in self._give_up():
+            forget(group)
+
+    def _give_up(self) -> list[dist.ProcessGroup]:
+        owned, self._owned, self.by_stage, self._built = self._owned, [], {}, {}
+        return owned
+
+    def keep(self, stages: Iterable[str]) -> None:
+        """Free the groups of all other stages, but for those that are shared with one of these. Collective."""
+        needed = set(stages)
+        used = {ranks for stage in needed for ranks in self.topology.partition(self._scopes[stage])}
+        for stage in [stage for stage in self.by_stage if stage not in needed]:
+            del self.by_stage[stage], self._scopes[stage]
+        for ranks in [ranks for ranks in self._built if ranks not in used and len(ranks) < self.topology.world_size]:
+            group = self._built.pop(ranks)
+            if group is not None:
+                self._owned = [owned for owned in self._owned if owned is not group]
+                _destroy(group)
+
+    def destroy_stage(self, stage: str) -> None:
+        """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
+        group, self.by_stage[stage] = self.by_stage.get(stage), None
+        self._built = {ranks: each for ranks, each in self._built.items() if each is not group}  # no reference may stay
+        if group is not None:
+            self._owned = [owned for owned in self._owned if owned is not group]
+            _destroy(group)
+
+    def forget_stage(self, stage: str) -> None:
+        """Free the group of one stage (no shared one) that is not in use; `add` may make it again."""
+        self.destroy_stage(stage)
+        del self.by_stage[stage], self._scopes[stage]
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # destroying the default group has already destroyed this one
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _can_be_split() -> bool:
+    """Return whether the default group's communicator is bound to a device, and its backend can split it."""
+    default = dist.distributed_c10d._get_default_group()
+    if default.bound_device_id is None or not torch.cuda.is_available():
+        return False
+    return bool(default._get_backend(torch.device("cuda")).supports_splitting)
+
+
+def _several(partition: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Leave out the sets of one rank, which need no group."""
+    return [ranks for ranks in partition if len(ranks) > 1]

@@ -1,0 +1,56 @@
+"""What a step reads of a parameter group: gradients, learning rate, and the dtype of the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of optimizer state and arithmetic for a parameter of `dtype`: at least float32.
+
+    >>> state_dtype(torch.bfloat16), state_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def param_name(group: dict[str, Any], index: int) -> str:
+    """Return the name of a parameter of a group, for error messages."""
+    return group["param_names"][index] if "param_names" in group else f"params[{index}]"
+
+
+def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield `(index in the group, (parameter, gradient))` of each parameter that has a gradient.
+
+    Raises:
+        ValueError: A gradient is sparse.
+    """
+    for index, param in enumerate(group["params"]):
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"`{param_name(group, index)}.grad.layout` (={grad.layout}) must be torch.strided: a sparse gradient "
+                "touches some rows, but the trust ratio is of the whole layer. Build the layer with `sparse=False`, "
+                "or give it to `torch.optim.SparseAdam`."
+            )
+        yield index, (param, grad)
+
+
+def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
+    """Return the learning rate of a group, for excluded groups times `excluded_lr_mult`.
+
+    A rate that is a tensor on the CPU becomes a number, as reading it waits for nothing; but not while `torch.compile`
+    traces and not with `capturable`, where a number would be frozen into the graph. Other tensors go to `device`.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.detach()
+        may_be_read = lr.device.type == "cpu" and not torch.compiler.is_compiling() and not group["capturable"]
+        lr = lr.item() if may_be_read else lr.to(device)
+    return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]

@@ -1,0 +1,14 @@
+"""What the server of forks imports once: every rank that it forks starts with it, in hundredths of a second."""
+
+import atexit
+import gc
+
+import hypothesis  # noqa: F401  tests import it
+import pytest  # noqa: F401
+
+import lightning_hybrid.callbacks  # noqa: F401
+import tests.toy  # noqa: F401
+
+gc.collect()
+gc.freeze()  # a rank's collector need not look at all that again
+atexit.register(gc.unfreeze)  # what lives on at the exit is called a leak by bindings

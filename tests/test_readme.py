@@ -1,0 +1,118 @@
+"""READMEs: links, anchors and files that are there, Python that compiles, and user code of the first page that trains.
+
+Addresses on the web are not opened. What the commands in them take: `tests/recipes/test_readme_commands.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests import toy
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = (".github", "conf", "lightning_hybrid", "recipes", "tests")  # not those in which programs write
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """Return the text without blocks of code and without code in a line."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what GitHub makes of a page's headings: lower case, hyphens for spaces, `-1` at the second of a name."""
+    names = []
+    for heading in re.findall(r"^#+ +(.+?) *#*$", FENCE.sub("", page.read_text()), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        names.append(re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-"))
+    return {f"{name}-{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names)}
+
+
+def relative_links(page: Path) -> list[str]:
+    targets = [one or other for one, other in LINK.findall(prose(page.read_text()))]
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def is_broken(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return True
+    page_of_folder = target / "README.md" if target.is_dir() else target
+    return bool(anchor) and (not page_of_folder.is_file() or anchor not in anchors(page_of_folder))
+
+
+def absent_sources(page: Path) -> list[str]:
+    """Return files (`folder/name.py`) that a page names and that are not there; a dated record may name such."""
+    if re.match(r"\d{4}-", page.parent.name) or page.name == "CHANGELOG.md":
+        return []
+    named = re.findall(r"`(\w+/[\w/]+\.py)`", FENCE.sub("", page.read_text()))
+    return [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [textwrap.dedent(body) for _, language, body in FENCE.findall(page.read_text()) if language == "python"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_sources_of_a_page_are_there_and_its_python_compiles(page):
+    assert [link for link in relative_links(page) if is_broken(page, link)] == []
+    assert absent_sources(page) == []
+    for block in python_blocks(page):
+        compile(block, str(page), "exec")
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "README.md"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("# One, `two`\n\n```bash\n# Three\n```\n\n# Four\n\n# Four\n")
+    good = "[a](folder) [b](folder#one-two) ![`c`](folder/README.md) [d](#e-f) [g](https://h.i/j#k) [l](folder#four-1)"
+    bad = ["absent", "folder/absent.md", "folder#absent", "folder#three", "#absent", "folder#four-2"]
+    page.write_text(f"# E *f*\n\n{good}\n\n`[code](absent)`\n\n```\n[code](absent)\n```\n\n[x]: absent\n")
+    assert [link for link in relative_links(page) if is_broken(page, link)] == ["absent"]
+    page.write_text("# E\n\n" + " ".join(f"[x]({link})" for link in bad))
+    assert [link for link in relative_links(page) if is_broken(page, link)] == bad
+    page.write_text("`a.py` `comm/plan.py` `omm/plan.py` `optim/plan.py` `comm/*.py`\n```bash\n`a/b.py`\n```\n")
+    assert absent_sources(page) == ["omm/plan.py", "optim/plan.py"]
+
+
+def test_first_page_is_short_and_shows_python_early():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    assert lines.index("```python") + 1 < 40
+
+
+def train_one_step(source):
+    trainers = []
+
+    class OneStep(pl.Trainer):
+        def __init__(self, **settings):
+            quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            super().__init__(**settings, **quiet, enable_model_summary=False, accelerator="cpu", max_steps=1)
+            trainers.append(self)
+
+    net = toy.Toy().net
+    before = toy.weights(net)
+    with mock.patch.object(pl, "Trainer", OneStep):
+        exec(compile(source, "README.md", "exec"), {"__name__": "__main__", "net": net, "loader": toy.loader()})
+    after = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    return after, moved, trainers[0].global_step, trainers[0].world_size
+
+
+def test_user_code_of_the_first_page_trains_on_two_ranks(two_ranks):
+    one, other = two_ranks.run(train_one_step, python_blocks(ROOT / "README.md")[0])
+    after, moved, num_steps, num_ranks = one
+    assert (num_steps, num_ranks) == (1, 2)
+    assert set(moved) == set(after)
+    assert toy.same_bits(after, other[0])
