@@ -164,9 +164,8 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
     # Lightning starts the other ranks by this command line: without it each would run the whole sweep.
     sys.argv = [argv[0], *command_of_this_job()]
-    with read_write(
-        cast(DictConfig, hydra)
-    ):  # Lightning gives this, and not the directory of a sweep, to the ranks it starts
+    # Lightning gives this, and not the directory of a sweep, to the ranks it starts.
+    with read_write(cast(DictConfig, hydra)):
         hydra.run.dir = hydra.runtime.output_dir
     try:
         yield trainers

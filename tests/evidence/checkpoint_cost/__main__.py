@@ -25,8 +25,7 @@ def main(cfg: DictConfig) -> None:
     config, folder = config_and_folder(cfg)
     samples = bench_checkpoints.samples(checkpoint, folder / "checkpoints", num_repeats=cfg.num_repeats)
     table = bench_checkpoints.markdown(samples, bench_checkpoints.num_bytes_of(checkpoint))
-    content = {"config": config, "environment": environment(), "samples": samples}
-    write_json(folder / "checkpoint.json", content)
+    write_json(folder / "checkpoint.json", {"config": config, "environment": environment(), "samples": samples})
     (folder / "table.md").write_text(table + "\n")
     print(f"{table}\n\nwritten to {folder.resolve()}", flush=True)
 

@@ -35,8 +35,7 @@ def main(cfg: DictConfig) -> None:
         launch.device_of(cfg.census.device)
     rows = [measured.take(precision, optimizer) for precision in cfg.precisions for optimizer in cfg.optimizers]
     config, folder = config_and_folder(cfg)
-    content = {"config": config, "environment": environment(), "rows": rows}
-    write_json(folder / "memory.json", content)
+    write_json(folder / "memory.json", {"config": config, "environment": environment(), "rows": rows})
     (folder / "table.md").write_text(census.markdown(rows) + "\n")
     print(f"{census.markdown(rows)}\n\nwritten to {folder.resolve()}", flush=True)
 
