@@ -161,9 +161,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def damaged(name: str, interrupted: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
-    """Resume a copy of a run that was killed, with the newest checkpoint damaged."""
-    shutil.copytree(interrupted, run_dir)
+def damaged(name: str, saved: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
+    """Resume a run that was killed in `run_dir` and saved apart, with the newest checkpoint damaged."""
+    shutil.copytree(saved, run_dir)
     path = run_dir / "checkpoints" / "last.ckpt"
     DAMAGES[name](path)
     ended = run_ranks(base, run_dir)
@@ -228,9 +228,12 @@ def resume_outcomes(
         yield _removed_if_held(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
     interrupted = folder / "interrupted"
     run_ranks([*base, KillPoint(phase="loading", rank=None, step=10, number=int(signal.SIGKILL)).override], interrupted)
+    saved = interrupted.rename(folder / "saved")
     for index, name in enumerate(DAMAGES):
-        run_dir = folder / f"damaged{index}"
-        yield _removed_if_held(damaged(name, interrupted, undisturbed, run_dir, base), run_dir)
+        # Under its own path: in another folder Lightning's `ModelCheckpoint` forgets which score was the best.
+        yield _removed_if_held(damaged(name, saved, undisturbed, interrupted, base), interrupted)
+        if interrupted.exists():
+            interrupted.rename(folder / f"damaged{index}")
     yield _removed_if_held(disk_full(undisturbed, folder / "full", base), folder / "full")
 
 
