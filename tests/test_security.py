@@ -150,6 +150,7 @@ def tracked_in_sight(run_dir, *overrides):
                 os.close(copy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_planted", [False, True], ids=["as it should be", "planted in the configuration"])
 def test_the_trackers_key_is_in_nothing_that_a_run_writes_or_says(one_rank, tmp_path, is_planted):
     """The second run has it where it must be found, so that the search is known to see it."""

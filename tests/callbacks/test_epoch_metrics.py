@@ -122,6 +122,7 @@ def averages(folder, resume=None, with_callback=True, validates=False, num_epoch
     return module.seen
 
 
+@pytest.mark.sampled(2)
 @AS_MEANT
 @pytest.mark.parametrize("validates", [False, True], ids=["after a step", "in a validation"])
 def test_the_averages_of_an_interrupted_epoch_are_those_of_all_of_it(two_ranks, tmp_path, validates):

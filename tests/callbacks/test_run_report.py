@@ -145,6 +145,7 @@ def test_the_summary_keeps_best_values_configuration_and_environment(written):
     assert curves[m.ELAPSED_S] == [[2, 1.0], [4, 2.0], [6, 4003.0], [8, 4004.0]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{"validate": False}, {"precision": "32-true"}, {"max_epochs": 0}], ids=str)
 def test_a_report_is_written_whatever_was_not_measured(two_ranks, tmp_path, settings):
     two_ranks.run(report_of, str(tmp_path), settings)
@@ -236,6 +237,7 @@ def test_the_communication_of_a_resumed_run_is_that_of_all_steps(two_ranks, tmp_
     assert sum(resumed.exposed_by_bucket_s.values()) == pytest.approx(resumed.exposed_s)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["one node", "cuda", "nothing"])
 def test_a_report_says_null_of_what_was_not_measured(two_ranks, tmp_path, kind):
     table = two_ranks.run(report_of_window, str(tmp_path), WINDOWS[kind])[0]

@@ -169,6 +169,7 @@ def steps_of_loggers(checkpoint):
     return steps.seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("where", [{"step": 3}, {"step": 5}, {"in_validation": 4}], ids=str)
 def test_loggers_go_on_with_the_step_they_were_at(two_ranks, tmp_path, where):

@@ -71,6 +71,7 @@ def resumed(run_dir, at):
     return reached(run_dir=run_dir, resumed_at=at)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [1, 2], ids=["before the target", "after it"])
 def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
     columns, _, _, event = two_ranks.run(resumed, str(tmp_path), at)[0]

@@ -191,6 +191,7 @@ def fitted(folder, in_background, resume=None):
     return toy.weights(module), sorted(os.listdir(folder))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_lightnings_callback_keeps_what_it_always_kept(two_ranks, tmp_path, in_background):

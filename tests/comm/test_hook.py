@@ -110,6 +110,7 @@ MODES = {
 ROUNDINGS = 64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", ["auto", "flat", "parallel_flat", "hierarchical", "two_level"])
 def test_gradients_are_those_of_plain_ddp(rank_pool, world_size, algorithm):
@@ -124,6 +125,7 @@ def test_gradients_are_those_of_plain_ddp(rank_pool, world_size, algorithm):
     assert summary.num_buckets > 8  # DDP rebuilt its buckets after the first step, which has one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_ddp_works(four_ranks, mode):
     assert_like_plain(run_both(four_ranks, "auto", **MODES[mode]), roundings=ROUNDINGS, unit_roundoff=2**-24)

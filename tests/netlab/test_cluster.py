@@ -129,6 +129,7 @@ def test_ranks_of_a_host_share_a_network_and_know_their_place(cluster_or_skip, i
     assert len(set(networks)) == 2
 
 
+@pytest.mark.long
 def test_a_failing_program_is_quoted_and_ends_the_others(slow):
     program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('a word'); time.sleep(60)"
     began_s = time.monotonic()
@@ -137,6 +138,7 @@ def test_a_failing_program_is_quoted_and_ends_the_others(slow):
     assert time.monotonic() - began_s < 20
 
 
+@pytest.mark.long
 def test_a_program_that_never_ends_is_ended(slow):
     with pytest.raises(ClusterError, match="rank 0: still ran"):
         slow.run(["sleep", "60"], timeout_s=1)

@@ -324,6 +324,7 @@ def test_what_is_empty_is_refused_as_torch_does(rule):
         rule([{"params": [param]}, {"params": [param]}])
 
 
+@pytest.mark.long
 @every_rule
 @pytest.mark.parametrize("path", ["loop", "lists"])
 def test_a_compiled_step_is_one_graph_and_the_same_step_on_each_path(rule, path):

@@ -40,6 +40,7 @@ def test_lamb_agrees_with_the_paper_in_float64(options):
         assert torch.linalg.vector_norm(layer.flatten() - expected) <= 1e-12 * torch.linalg.vector_norm(expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("foreach", [False, True], ids="foreach={}".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(

@@ -327,6 +327,7 @@ def test_a_non_finite_gradient_spoils_its_own_layer_only(rule):
     assert torch.equal(well, same)
 
 
+@pytest.mark.long
 @every_rule
 def test_a_compiled_step_is_one_graph_and_the_same_step(rule):
     """The rates change, so a value frozen into the graph would show. Tolerance: fused arithmetic rounds otherwise."""

@@ -233,6 +233,7 @@ def collectives_and_weights(optimizer, precision, bad):
     return mode.counts, toy.weights(module), getattr(plugin, "num_skipped_steps", 0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["lars", "sgd_fused", "sgd"])
 def test_overflow_on_one_rank_skips_on_both_without_a_collective_more(two_ranks, optimizer):
     """As many as with bf16, which has the same tensors and nothing to agree on."""
@@ -297,6 +298,7 @@ def host_reads(optimizer, settings, every_n_steps=None):
     return dict(counting.mode.by_file)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb", "sgd_fused", "adamw_fused"])
 @pytest.mark.parametrize("settings", [{}, {"looks": True}, {"bad": [1]}, {"gradient_clip_val": 1.0}], ids=str)
 def test_a_step_asks_the_device_nothing(one_rank, optimizer, settings):

@@ -93,6 +93,7 @@ def losses_and_weights(settings):
     return fit(**settings)[:2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_training_follows_fp32_training_and_all_ranks_hold_the_same_bits(two_ranks, precision, optimizer):
@@ -214,6 +215,7 @@ def averaged_weights(precision, kind):
     return fit(precision, callbacks=[callback], max_epochs=4)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["swa", "ema"])
 def test_averaging_callbacks_survive(two_ranks, kind):
     full = two_ranks.run(averaged_weights, "32-true", kind)[0]
@@ -471,6 +473,7 @@ def test_overflow_of_one_optimizer_does_not_unscale_the_other_wrongly(two_ranks)
     assert (clean[0]["head.weight"] - disturbed[0]["head.weight"]).abs().max() < 2e-3
 
 
+@pytest.mark.long
 def test_compiled_network_trains_like_the_eager_one(one_rank):
     compiled, eager = one_rank.run(compiled_and_eager, timeout_s=180)[0]
     assert max(abs(a - b) for a, b in zip(compiled, eager, strict=True)) < 0.02

@@ -39,6 +39,7 @@ def fit_that_one_rank_dies_in(rank):
     raise AssertionError(f"message after {time.monotonic() - start_s:.0f} s: {message}")
 
 
+@pytest.mark.long
 @pytest.mark.slow  # the processes are started afresh after it
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_dies_before_its_forward_is_named_by_the_other(two_ranks, rank):

@@ -28,6 +28,7 @@ def losses_over_100_steps(strategy):
     return module.losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
 def test_fp32_losses_are_those_of_plain_ddp_over_100_steps(two_ranks, algorithm):
     """Two ranks add in one order only, so even the bits agree."""
@@ -41,6 +42,7 @@ def losses_with_algorithm(algorithm):
     return losses_over_100_steps(HybridAllReduceStrategy(algorithm=algorithm, ranks_per_node=2))
 
 
+@pytest.mark.long
 def test_fp32_losses_of_four_ranks_follow_plain_ddp_to_fp32_rounding(four_ranks):
     plain = torch.tensor(four_ranks.run(losses_over_100_steps, "ddp"))
     ours = torch.tensor(four_ranks.run(losses_in_two_nodes))
@@ -136,6 +138,7 @@ def fit_and_save_midway(path, precision, optimizer):
     return toy.weights(module)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_resume_is_bitwise(two_ranks, tmp_path, precision, optimizer):

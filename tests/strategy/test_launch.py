@@ -40,6 +40,7 @@ def by_popen(tmp_path_factory):
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in ("spawn", "torchrun"))) for name in LAUNCHES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_every_launcher_trains_the_same_model(name, tmp_path, by_popen):
     ranks = by_popen if name == "popen" else launch(name, tmp_path)

@@ -50,6 +50,7 @@ def explained_on_rank_zero(where, folder):
     return message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("where", "words"),
     [

@@ -571,6 +571,7 @@ def sums_by_streams(algorithm, nodes, numels, dtype):
         return list(map(torch.equal, sums, expected)), summary.num_steps
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2), (3,))], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):

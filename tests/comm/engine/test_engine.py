@@ -148,6 +148,7 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
     return errors, waited_s, time.monotonic() - start, threads, counts_in_flight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("algorithm", "stage"), EVERY_STAGE, ids=[stage for _, stage in EVERY_STAGE])
 @pytest.mark.parametrize("failing_rank", range(4))
 def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_ranks, algorithm, stage, failing_rank):
@@ -200,6 +201,7 @@ def late_rank_finds_a_timeout(late, stage):
     return waited_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("late", "stage"), [pytest.param(0, "(reduce|broadcast)", marks=pytest.mark.long), (1, "reduce")]
 )

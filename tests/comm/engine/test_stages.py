@@ -50,6 +50,7 @@ def sums_on_rank(nodes, algorithm, make, cases):
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world_size", "algorithm", "nodes"), CASES)
 def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, algorithm, nodes):
     """Small integers add exactly in every dtype, so the order of summation may not matter."""
@@ -99,6 +100,7 @@ def num_roundings(algorithm, nodes, num_bytes):
     return 1 if num_nodes == 1 else 2  # in the node, and between two nodes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("numel", [5003, 90_001])
 @pytest.mark.parametrize("algorithm", STAGES)
 @pytest.mark.parametrize("nodes", [((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=name)
@@ -160,6 +162,7 @@ def sum_in_halves_across(nodes, algorithm, numel):
     return flat
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", STAGES)
 @pytest.mark.parametrize("nodes", [((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))], ids=name)
 def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_ranks, algorithm, nodes):

@@ -175,6 +175,7 @@ def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_rank_t
         assert "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError" in text
 
 
+@pytest.mark.long
 def test_hosts_that_wait_for_their_device_are_freed_at_the_time_limit_with_the_name_of_the_rank_behind(three_ranks):
     for text, waited_s in three_ranks.run(host_in_a_sync, "hangs"):
         assert "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no bucket in fl" in text

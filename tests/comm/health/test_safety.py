@@ -81,6 +81,7 @@ def swapped(algorithm, odd_rank, is_known):
     return result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorithm, is_known):
@@ -263,6 +264,7 @@ def exit_with_a_stuck_stage(folder):
             over.touch()
 
 
+@pytest.mark.long
 def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit(tmp_path):
     done = exit_with_a_stuck_stage(tmp_path)
     assert "closed" in done.stdout
@@ -287,6 +289,7 @@ def chunked_sums(algorithm, nodes, numels, dtype):
     return are_right, chunks
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):

@@ -299,6 +299,7 @@ if "fork" in sys.argv:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.long), "fork"])
 def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
     """In a process of its own, as the order of what is done at the exit is that of imports and of the program."""

@@ -194,6 +194,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce"])
 def test_a_resumed_fit_sees_the_batches_that_were_left(two_ranks, tmp_path, place, strategy):
@@ -216,6 +217,7 @@ def resume_from(path, strategy, accumulate=1):
     return seen_by_a_fit(ckpt_path=path, strategy=strategy, accumulate_grad_batches=accumulate)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("place", "num_ranks", "accumulate"),
     [

@@ -46,6 +46,7 @@ def groups_of(params):
     return [{"params": params[::2]}, {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0}]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("maximize", [False, True], ids="maximize={}".format)
 @pytest.mark.parametrize("momentum", [0.0, 0.9], ids="momentum={}".format)
 @pytest.mark.parametrize("denominator", get_args(Denominator))
@@ -145,6 +146,7 @@ def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_bee
     assert_same_bits(params, own_params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("values", ["equal", "normal"])
 def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
     """Those of the pass over gradients and weights, and those that the update leaves for the next step."""
@@ -212,6 +214,7 @@ def test_autograd_sees_that_the_step_wrote(path):
         out.backward()
 
 
+@pytest.mark.long
 def test_a_compiled_step_of_a_fused_optimizer_is_the_lists_in_one_graph():
     params, plain = parameters((9, 8), (4,)), parameters((9, 8), (4,))
     ours, theirs = LARS(params, lr=torch.tensor(2.0), fused=True), LARS(plain, lr=2.0)
@@ -309,6 +312,7 @@ def test_works_under_the_stock_grad_scaler(rule, path):
     close(params, plain, 2e-6)
 
 
+@pytest.mark.sampled(2)
 @every_path
 @pytest.mark.parametrize("more", [{}, {"bias_correction": False}, {"max_grad_norm": 0.5}, {"trust_clip": 0.1}], ids=str)
 def test_lamb_unscales_skips_and_writes_copies(path, more):

@@ -14,6 +14,7 @@ def rows_of(**settings):
     return list(bench.run(torch.device("cpu")))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_arm_is_timed_in_every_round(one_rank):
     (rows,) = one_rank.run(rows_of)

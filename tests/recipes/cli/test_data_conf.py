@@ -26,6 +26,7 @@ def test_a_data_conf_holds_exactly_the_arguments_and_their_defaults(name):
         assert conf[key] == (list(default) if isinstance(default, tuple) else default), key
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_recipe_trains_on_noise_in_one_command(tmp_path):
     options = ["data=synthetic", "data.image_size=16", "data.num_train_images=64", "data.num_val_images=16"]

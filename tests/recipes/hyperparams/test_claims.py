@@ -190,6 +190,7 @@ def configured(*overrides):
     return OmegaConf.to_container(cfg, resolve=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["digits", "glyphs"])
 def test_every_trial_of_a_study_can_be_configured(name):
     """All arms and precisions, composed as a trial composes them; and their grids are as wide as each other."""

@@ -48,6 +48,7 @@ def test_a_trial_is_repeatable_and_tested_unless_testing_is_off():
     assert tested.metrics["num_steps"] == 4
 
 
+@pytest.mark.long
 def test_a_trial_behind_its_limit_is_stopped_and_one_before_it_is_not():
     (_, middle), _ = trial("optim.lr=4").curve
     stopped, done = (trial("optim.lr=4", limits=((0.4, limit),)) for limit in (middle - 1e-6, middle))

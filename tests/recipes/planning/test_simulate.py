@@ -213,6 +213,7 @@ def test_the_emulated_cluster_is_described_with_what_was_fitted():
     assert described.inside.bytes_per_s == pytest.approx(fitted.inside.bytes_per_s, rel=0.005)
 
 
+@pytest.mark.long
 def test_a_fit_finds_the_machine_that_made_the_times():
     """Times computed from a machine, then fitted from another start."""
     known = emulated.cases_of(RECORDS / "2026-11-21_netlab_calibration_2x2_2-core-cpu")

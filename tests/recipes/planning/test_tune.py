@@ -60,6 +60,7 @@ def close(values, others):
     return list(values) == list(others) if isinstance(values, list | tuple) else values == others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
 def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     cluster, more = (gloo_cluster(2, 2), {}) if kind == "gloo" else (on_gpus(), {"on_cuda": True})
@@ -100,6 +101,7 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     assert "links between nodes were not measured" in found.markdown()
 
 
+@pytest.mark.long
 def test_times_of_an_earlier_run_are_fitted_again_to_the_same(tmp_path):
     found = report(gloo_cluster(2, 2))
     found.write(tmp_path, {})

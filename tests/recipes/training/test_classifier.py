@@ -114,6 +114,7 @@ def validated():
     return tuple(trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)), counts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("settings", "rates"),
     [
@@ -254,6 +255,7 @@ def test_the_network_sees_images_in_its_own_layout(channels_last):
     assert seen == [(60, 1, 15, 3) if channels_last else (60, 20, 5, 1)] * 2
 
 
+@pytest.mark.long
 def test_a_compiled_network_keeps_its_names_in_checkpoints():
     """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
     plain, compiled = classifier(), classifier(compile=True)

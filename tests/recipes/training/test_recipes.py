@@ -48,6 +48,7 @@ def small(recipe, *overrides):
     return configured(f"recipe={recipe}", *words, *overrides)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "recipe", [pytest.param(recipe, marks=[] if recipe in QUICK else [pytest.mark.long]) for recipe in RECIPES]
 )
@@ -164,6 +165,7 @@ def commands():
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", commands(), ids=" ".join)
 def test_every_command_of_the_readmes_is_a_configuration(overrides):
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -220,6 +222,7 @@ ABLATIONS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_an_ablation_is_one_override_and_has_its_effect(one_rank, ablation):
     """Four steps with it and without, from the same weights, on the same images."""
@@ -254,6 +257,7 @@ def effect_of(ablation, recipe):
     }[name]()
 
 
+@pytest.mark.long
 def test_activation_checkpointing_is_an_override_that_changes_no_bit(one_rank):
     plain, checkpointed = one_rank.run(weights_with_and_without_checkpointing)[0]
     assert toy.same_bits(plain, checkpointed)

@@ -95,6 +95,7 @@ def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tm
     assert found.summary[m.TRAIN_LR] == found.column(m.TRAIN_LR)[-1][1]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
 def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     first, other = tmp_path / "first", tmp_path / "other"
@@ -183,6 +184,7 @@ def error_against(kind, run_dir, key="a" * 40):
 REASONS = {"refuses": "not logged in", "is not there": "", "is silent": ""}  # W&B words the last two as it likes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "is silent")) for kind in REASONS]
 )

@@ -58,6 +58,7 @@ WIDE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
 )
