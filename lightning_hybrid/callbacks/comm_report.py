@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from lightning_hybrid import metrics as m
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
+# Buckets in the picture; where there are more, those that were exposed longest.
 MOST_BARS = 40
-"""Buckets in the picture; where there are more, those that were exposed longest."""
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+# The key of the sums in a checkpoint.
 KEY = "epoch_metrics"
-"""The key of the sums in a checkpoint."""
 
 
 class KeepEpochMetrics(Callback):

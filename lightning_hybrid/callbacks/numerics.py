@@ -20,11 +20,11 @@ from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
 from lightning_hybrid.run_status import run_status
 
+# Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16.
 PROBE_AFTER = 20
-"""Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16."""
 
+# Steps at the least loss scale before a warning: a short burst of overflows would be over by then.
 STEPS_AT_FLOOR = 200
-"""Steps at the least loss scale before a warning: a short burst of overflows would be over by then."""
 
 NUM_SAVED = 8
 MOST_NAMES = 5

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 
+# Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs.
 _SHOWN = {
     m.TRAIN_LOSS: ("loss", "{:.4g}", 1.0),
     m.IMAGES_PER_S: ("images/s", "{:,.0f}", 1.0),
@@ -19,7 +20,6 @@ _SHOWN = {
     m.DATA_WAIT_S: ("data wait, ms", "{:.3g}", 1e3),
     m.TRAIN_SKIPPED_STEPS: ("skipped", "{:.0f}", 1.0),
 }
-"""Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs."""
 
 
 def labelled(metrics: dict[str, Any]) -> dict[str, str]:

@@ -28,11 +28,11 @@ CHECKPOINT_NAME = "stopped.ckpt"
 # A request to a rank: to stop, by the signal of that number, and to requeue. The largest over ranks is obeyed.
 NO, REQUEUE = 0, 1000
 
+# A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first.
 AT_ONCE_AFTER_S = 2.0
-"""A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first."""
 
+# How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s.
 REQUEUE_LIMIT_S = 30.0
-"""How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s."""
 
 
 class StopOnSignal(Callback):

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, get_args
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
+# Names of the all-reduce algorithms in engine/stages.py.
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
-"""Names of the all-reduce algorithms in engine/stages.py."""
 
 
 class NodeShape(Protocol):
@@ -31,13 +31,13 @@ class NodeShape(Protocol):
         """Ranks on each node; None where nodes differ."""
 
 
+# Buckets are not made smaller than this only to have more of them.
 LEAST_FUSED_BYTES = 2 * MIB
-"""Buckets are not made smaller than this only to have more of them."""
 
 NUM_BUCKETS_ACROSS_NODES = 16
 
+# No chunk is made smaller than this: its messages would cost more than they hide.
 LEAST_CHUNK_BYTES = 64 * KIB
-"""No chunk is made smaller than this: its messages would cost more than they hide."""
 
 MAX_BYTES = 2**50
 

@@ -12,12 +12,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
+# The ranks among which a stage talks. `world`: all. `node`: those of one node. `leaders`: the first of every node.
+# `across`: those with the same local rank, one of every node (equal nodes only).
 Scope = Literal["world", "node", "leaders", "across"]
-"""The ranks among which a stage talks.
-
-`world`: all. `node`: those of one node. `leaders`: the first of every node. `across`: those with the same
-local rank, one of every node (equal nodes only).
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, 
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.strategy.arguments import with_own_names
 
+# Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group."""
 
 CLEAN_UP_ONLY = "2"
 

@@ -15,10 +15,11 @@ from lightning_hybrid.comm.tuning.plan_cache import default_folder
 from lightning_hybrid.comm.tuning.plan_trials import MOST_STEPS
 from lightning_hybrid.comm.tuning.session import TuningSession
 
+# Steps that tuning needs, about: with fewer it would end before it has found much.
 LEAST_STEPS = 100
-"""Steps that tuning needs, about: with fewer it would end before it has found much."""
+
+# Share of a run's steps that tuning may take; a run shorter than `LEAST_STEPS / MOST_SHARE` is not tuned.
 MOST_SHARE = 0.1
-"""Share of a run's steps that tuning may take; a run shorter than `LEAST_STEPS / MOST_SHARE` is not tuned."""
 
 
 def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: bool, num_steps: float) -> str | None:

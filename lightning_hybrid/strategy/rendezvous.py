@@ -15,8 +15,8 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 
+# Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
-"""Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds."""
 
 MAX_NAMED = 8  # ranks that did not come; there may be thousands
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Points of a curve: four to a pixel of a panel of the picture of a run.
 MAX_POINTS = 2000
-"""Points of a curve: four to a pixel of a panel of the picture of a run."""
 
 Point = tuple[int, float]
 

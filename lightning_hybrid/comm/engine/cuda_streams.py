@@ -48,14 +48,14 @@ from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
 HIGH_PRIORITY = -1
 
+# How long a failure waits for communicators to end; they go on ending afterwards.
 ABORT_LIMIT_S = 5.0
-"""How long a failure waits for communicators to end; they go on ending afterwards."""
 
+# The trace gets the times of a step's buckets together, but of this many at most: a step may have no end.
 MOST_UNREPORTED = 64
-"""The trace gets the times of a step's buckets together, but of this many at most: a step may have no end."""
 
+# How long the watchdog waits for a look at the device: a driver that hangs must not keep it from answering.
 LOOK_LIMIT_S = 1.0
-"""How long the watchdog waits for a look at the device: a driver that hangs must not keep it from answering."""
 
 
 @dataclass

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
+# After a failure, how long closing waits for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
-"""After a failure, how long closing waits for stages that may hang until their group's timeout."""
 
+# Of the timeout: on CUDA a bucket in flight for longer is a failure, before torch's watchdog makes it its own.
 GIVE_UP_AT = 0.9
-"""Of the timeout: on CUDA a bucket in flight for longer is a failure, before torch's watchdog makes it its own."""
 
 
 class CommEngine:

@@ -27,11 +27,11 @@ NUM_BITS = 64
 NUM_CHECKSUM_ELEMENTS = 2 * NUM_BITS
 _MASK = (1 << NUM_BITS) - 1
 
+# How many records of buckets a rank remembers, to say where it went another way than others.
 NUM_RECENT = 64
-"""How many records of buckets a rank remembers, to say where it went another way than others."""
 
+# A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two.
 MOST_SIZES_IN_POOL = 4
-"""A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two."""
 
 
 class RollingHash:

@@ -43,8 +43,8 @@ from lightning_hybrid.comm.topology import Scope, Topology
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it.
 SHARD_ALIGNMENT = 128
-"""On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it."""
 
 
 @dataclass

@@ -29,8 +29,8 @@ def hash_of_sources(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
+# Hash of what was imported, some milliseconds ago: files may change while a job runs.
 SOURCES = hash_of_sources(Path(__file__).resolve().parents[2])
-"""Hash of what was imported, some milliseconds ago: files may change while a job runs."""
 
 
 def software() -> dict[str, str]:

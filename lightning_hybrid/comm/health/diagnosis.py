@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, most_telling
 
+# The place of a rank that waits for no other, as far as the engine knows.
 IDLE = "with no bucket in flight"
-"""The place of a rank that waits for no other, as far as the engine knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

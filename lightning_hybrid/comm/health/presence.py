@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 
+# How long a bucket is in flight before a rank asks, and twice as long each time that all have answered.
 ASK_AFTER_S = 3.0
-"""How long a bucket is in flight before a rank asks, and twice as long each time that all have answered."""
 
+# How long a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold.
 PATIENCE_S = 10.0
-"""How long a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold."""
 
 Request = Callable[[], Any]
 

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 
 _ESTABLISHED = 1
 _BYTES = 104
-MARGIN_S = 1.0
-"""What was heard so shortly after the wait began may have been on its way before."""
 
+# What was heard so shortly after the wait began may have been on its way before.
+MARGIN_S = 1.0
+
+# `cut`, `slow`, `taken` or `idle`, and the seconds since a host was heard.
 Liveness = tuple[str, float]
-"""`cut`, `slow`, `taken` or `idle`, and the seconds since a host was heard."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,17 +30,17 @@ from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, is_lost, places_of
 from lightning_hybrid.comm.health.presence import Presence, collect
 
+# From when on a bucket in flight makes its rank ask for alarms often.
 STALL_S = 0.5
-"""From when on a bucket in flight makes its rank ask for alarms often."""
 
+# How long one request to the store may take before its host counts as gone.
 STORE_LIMIT_S = 5.0
-"""How long one request to the store may take before its host counts as gone."""
 
+# How many requests in a row the store may leave unanswered: another thread of this process may be using it.
 PATIENCE = 4
-"""How many requests in a row the store may leave unanswered: another thread of this process may be using it."""
 
+# How long a comparison may take: no failure is noticed later for it.
 COMPARE_LIMIT_S = 60.0
-"""How long a comparison may take: no failure is noticed later for it."""
 
 
 class Watched(Protocol):

@@ -19,8 +19,8 @@ from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
+# A timeline ends after so many events (about 100 MB of JSON); the counters go on.
 MOST_EVENTS = 500_000
-"""A timeline ends after so many events (about 100 MB of JSON); the counters go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
+# Steps from which the baseline is learned.
 NUM_LEARNED = 50
-"""Steps from which the baseline is learned."""
 
 SLACK, LIMIT, CLIP = math.log(1.05), 1.0, 0.5
 

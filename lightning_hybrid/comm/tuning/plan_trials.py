@@ -18,11 +18,11 @@ from typing import Any, get_args
 from lightning_hybrid.comm.plan import Algorithm, BucketPlan, CommPlan, NodeShape
 from lightning_hybrid.comm.tuning.sequential_test import PairedComparison
 
+# Steps of trials, at most.
 MOST_STEPS = 300
-"""Steps of trials, at most."""
 
+# The plans to compare with one.
 Neighbours = Callable[[CommPlan], Sequence[CommPlan]]
-"""The plans to compare with one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,9 @@ from lightning_hybrid.comm.tuning.plan_trials import (
 )
 
 NUM_WARMUP_STEPS = 5
+
+# How many steps apart rank 0 says whether communication's time has changed.
 CHECK_STEPS = 25
-"""How many steps apart rank 0 says whether communication's time has changed."""
 MOST_RETUNES = 2
 
 
