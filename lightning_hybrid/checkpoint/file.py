@@ -69,6 +69,7 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     >>> torch.load(path), read_checkpoint(previous_of(path)), check_whole(path)
     ({'step': 2}, {'step': 1}, True)
     """
+    # The old file has this second name until the new one is durable, so at no moment is there none.
     old = path.with_name(f".{path.name}.old")
     sink: _ChecksumFile | None = None
     try:
@@ -124,6 +125,8 @@ class _ChecksumFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        # The last two bytes seen are held back, as torch writes in pieces of any size and only `finish` knows which was
+        # last.
         if len(view) < 2:
             view = memoryview(self.held + view)
         else:
@@ -214,6 +217,8 @@ def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool =
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
+        # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells
+        # which.
         found = _objects_in(path) if weights_only and isinstance(error, UnpicklingError) else []
         if not found:
             raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
@@ -236,6 +241,8 @@ def check_whole(path: Path) -> bool:
         raise DamagedCheckpointError(_damaged(path, "it is empty"))
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
+        # A file of stock Lightning has no checksum, and is accepted. So has one of ours that lost its end: that is
+        # refused.
         if not comment.startswith(_MAGIC):
             _refuse_torn(path, file, num_bytes)
             return False

@@ -91,7 +91,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if not self.in_background:
             self._try(partial(self._write, as_plain(checkpoint), Path(path)))
             return
-        self._raise_earlier_error()
+        self._raise_earlier_error()  # a thread cannot raise into training: the next call does it
         copies = self._free_copies()
         copy = copies.take(checkpoint)
         self._put(partial(self._write_copy, copies, copy, Path(path)))
@@ -118,6 +118,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if not _is_local_file_protocol(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
+            # Lightning removes the old checkpoint right after it saves the new one. In the queue behind that write, and
+            # only if it succeeded: else the old one is all there is.
             self._thread.put(partial(remove_checkpoint, Path(path)), limit_s=self.timeout_s, needs_success=True)
         else:
             remove_checkpoint(Path(path))
@@ -154,6 +156,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Return memory that no job reads; wait for a job to end if `max_in_memory` are not yet written."""
         if not self._thread.wait_for_place(limit_s=self.timeout_s):
             raise self._too_slow()
+        # Taken out, so that no later save writes into what the thread still reads.
         return self._copies.pop() if self._copies else HostCopies()
 
     def _put(self, job: Callable[[], None]) -> None:
@@ -191,13 +194,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def _would_hide_another(error: BaseException) -> bool:
-    """Whether another error is being handled, which this one must not hide."""
+    # In `teardown` after a failed step: the error of the step must be the one that the user sees.
     other = sys.exc_info()[1]
     return other is not None and other is not error
 
 
 def _warn_of_objects(path: Path) -> None:
-    """Warn of objects when a checkpoint is written, and not only when it is needed."""
+    # At the first write, and not only when the checkpoint is needed and refuses to load.
     if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))):
         rank_zero_warn(
             f"The checkpoint `{path}` holds objects (={', '.join(found)}) next to tensors and plain data: it will load "

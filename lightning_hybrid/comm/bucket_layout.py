@@ -45,14 +45,14 @@ def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
 def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> list[int]:
     """Cut `numel` elements into at most `num_chunks` chunks, at least one, at multiples of `alignment`.
 
-    Of four or more the first and the last have a quarter of the others: while the first is in its first stage, and the
-    last in its last, no other stage has anything to do.
+    Of four or more the first and the last have a quarter of the others.
 
     >>> chunk_numels(100, 3), chunk_numels(1600, 4), chunk_numels(0, 3)
     ([48, 48, 4], [160, 640, 640, 160], [0])
     """
     if not numel:
         return [0]
+    # Short ends: while the first chunk is in its first stage, and the last in its last, no other stage has work.
     has_short_ends = num_chunks >= 4
     num_units = 4 * num_chunks - 6 if has_short_ends else num_chunks  # ends are one unit long, others four
     end = middle = _rounded_up(-(-numel // num_units), alignment)

@@ -33,9 +33,6 @@ class HookState:
 
     `comm_dtype`: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
 
-    Pickles without its engine, as threads and process groups cannot travel; `DistributedDataParallel` does not
-    register hooks again after unpickling, so the caller must do it, with a state that has an engine.
-
     Raises:
         ValueError: for another dtype.
     """
@@ -50,6 +47,8 @@ class HookState:
         self.comm_dtype = comm_dtype
 
     def __getstate__(self) -> dict:
+        # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
+        # caller must do it, with a state that has an engine.
         return {"engine": None, "comm_dtype": self.comm_dtype}
 
 
@@ -77,6 +76,8 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
+    # The divisor is split where fp16 occurs anywhere on the way: the dtype between nodes may be narrower than the
+    # wire's.
     dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
     before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
     return engine.submit(
@@ -97,6 +98,8 @@ def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
     """
     if not is_fp16:
         return 1, float(world_size)
+    # A power of two divides exactly. Near the square root, so that neither the sum overflows nor small gradients
+    # vanish.
     before = 1 << (world_size.bit_length() // 2)
     return before, world_size / before
 
@@ -112,6 +115,7 @@ def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> T
     if comm_dtype is None or comm_dtype == buffer.dtype:
         return buffer.div_(before) if before > 1 else buffer
     if comm_dtype.itemsize > buffer.dtype.itemsize:
+        # First to the wider dtype, then divide: dividing in fp16 would lose bits of subnormal gradients.
         wire = buffer.to(comm_dtype)
         return wire.div_(before) if before > 1 else wire
     return torch.div(buffer, before, out=torch.empty_like(buffer, dtype=comm_dtype))
