@@ -36,7 +36,7 @@ def labelled(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 class _LoggedValues(ProgressBar):
-    """A bar of the values at the last logged step: Lightning's read all after each batch, and on CUDA wait for each."""
+    # Values of the last logged step: Lightning's bars read all after each batch, and on CUDA wait for each.
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -68,7 +68,7 @@ class _LoggedValues(ProgressBar):
 
 class _RichBar(_LoggedValues, RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
-        """Leave out the "/-2" of "Epoch 3/-2" where the steps are limited and the epochs are not."""
+        # Where the steps are limited and the epochs are not, Lightning writes "Epoch 3/-2".
         text = super()._get_train_description(current_epoch)
         return text.replace("/-2", "") if self.trainer.max_epochs == -1 else text
 

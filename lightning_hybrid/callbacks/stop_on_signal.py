@@ -47,9 +47,8 @@ class StopOnSignal(Callback):
     it goes on to the bit. The signal is obeyed after at most `every_n_steps` whole steps and, where that is under way,
     one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait` differs.
 
-    Lightning's broadcast of rank zero's flag before every batch becomes a maximum over ranks: the traffic is the same,
-    or less with `every_n_steps`. The host waits for each answer, so on CUDA nothing of the next step is queued up
-    meanwhile. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
+    The host waits for the answer of all ranks, so on CUDA nothing of the next step is queued up meanwhile; see
+    `every_n_steps`. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
 
     In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
     obeyed too, and once the checkpoint is on the disk rank zero queues the job again, unless
@@ -112,7 +111,7 @@ class StopOnSignal(Callback):
             signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
 
     def _install_handlers(self, trainer: pl.Trainer) -> None:
-        """Install the handlers. Lightning, which installed its own before, restores the old ones after the fit."""
+        # Lightning, which installed its own before, restores the old ones after the fit.
         # In place of Lightning's handlers. That of SIGTERM calls a collective in the middle of a rank's work, and a
         # rank above zero leaves alone. That of SLURM's signal saves in the middle of a step and then tests the weights
         # of that moment: a file `hpc_ckpt_*` in the run's directory beats those in memory.
@@ -121,6 +120,8 @@ class StopOnSignal(Callback):
                 signal.signal(number, partial(self._on_signal, trainer, NO))
             if (number_of_slurm := requeue_signal_of(trainer)) is not None:
                 signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
+        # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place, at no more
+        # traffic.
         if trainer.world_size > 1:
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
 
@@ -167,19 +168,20 @@ class StopOnSignal(Callback):
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _on_signal(self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None) -> None:
-        """Note the signal. This runs in the middle of anything: no collective, no file, no lock."""
+        # This runs in the middle of anything: no collective, no file, no lock.
         if number == signal.SIGINT:
             now_s = time.monotonic()
             if self._interrupted_s is not None and now_s - self._interrupted_s > AT_ONCE_AFTER_S:
                 raise KeyboardInterrupt
             if self._interrupted_s is None and trainer.is_global_zero:
+                # Not `print`: the code that was interrupted may be in the middle of one.
                 os.write(2, b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n")
             self._interrupted_s = now_s if self._interrupted_s is None else self._interrupted_s
         self._asked = max(self._asked, requeue + number)
         self._stop_single_rank(trainer)
 
     def _stop_single_rank(self, trainer: pl.Trainer) -> None:
-        """Stop a run of one rank: there is no question before a batch, and Lightning reads this flag after each."""
+        # One rank has no question before a batch to wait for; Lightning reads this flag after each batch.
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 

@@ -206,13 +206,13 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
             continue
         ratios = torch.stack(group)
         found = torch.stack([ratios.min(), ratios.median(), ratios.max()]).tolist()
+        # After a skipped step the gradients, and so the ratios, are not finite.
         if all(map(math.isfinite, found)):
             values |= dict(zip(m.trust_ratios_of_group(index), found, strict=True))
     return values
 
 
 def _waits(trainer: pl.Trainer) -> Iterator[Callable[[], float]]:
-    """Yield `take_wait_s` of each training loader that measures its wait."""
     for loader in tree_leaves(trainer.train_dataloader):
         if (take_wait_s := getattr(loader, "take_wait_s", None)) is not None:
             yield take_wait_s

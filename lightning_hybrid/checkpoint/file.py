@@ -114,10 +114,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 class _ChecksumFile:
-    """A file that computes the checksum of what is written to it, and holds the last two bytes back for `finish`.
-
-    These two bytes are the length of the archive's comment, which torch writes as 0.
-    """
+    """A file that computes the checksum of what is written to it, and holds the last two bytes back for `finish`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.crc32, self.num_bytes, self.held = file, 0, 0, b""
@@ -125,8 +122,8 @@ class _ChecksumFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # The last two bytes seen are held back, as torch writes in pieces of any size and only `finish` knows which was
-        # last.
+        # The last two bytes are the length of the archive's comment, which torch writes as 0. They are held back, as it
+        # writes in pieces of any size and only `finish` knows which was last.
         if len(view) < 2:
             view = memoryview(self.held + view)
         else:

@@ -36,7 +36,8 @@ LEAST_FUSED_BYTES = 2 * MIB
 
 # Backward hides all but the first of n equal buckets at its begin and the last at its end: of communication that takes
 # as long as backward, 1 - 1 / n. On one node there is no slow link to hide, and each bucket costs its start: 8 MiB of
-# gradients, 4 ranks on 2 cores took 54 ms in 4 buckets, 31 in 2; so too on CUDA, where NCCL starts.
+# gradients, 4 ranks on 2 cores took 54 ms in 4 buckets, 31 in 2. On CUDA a bucket costs the tens of microseconds that
+# NCCL takes to start, so None is DDP's own rule there.
 NUM_BUCKETS_ACROSS_NODES = 16
 
 # No chunk is made smaller than this: its messages would cost more than they hide.
@@ -47,16 +48,13 @@ MAX_BYTES = 2**50
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """The plan of one bucket. Equal contents get equal plans.
-
-    `index`, `numel`, `dtype` (without `torch.`): the contents. `algorithm`, `num_chunks`: the decision.
-    """
+    """The plan of one bucket. Equal contents get equal plans."""
 
     index: int
     numel: int
     num_bytes: int
-    dtype: str
-    algorithm: Algorithm
+    dtype: str  # without `torch.`
+    algorithm: Algorithm  # this and the next are decided by the contents, which stand above
     num_chunks: int
 
     def describe(self) -> str:
@@ -271,7 +269,7 @@ class CommPlan:
 
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
-        """Bytes, and whether of 16 bits: one of each kind between which `algorithm_for` distinguishes."""
+        # Bytes, and whether of 16 bits: one case of each kind between which `algorithm_for` distinguishes.
         return (0, True), (self.hierarchical_below_bytes, True), (self.hierarchical_below_bytes, False)
 
     def fallback(self, topology: NodeShape) -> str | None:
@@ -347,7 +345,7 @@ plan 5e97'
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse two values for one key, of which JSON would take the last without a word."""
+    # Of two values for one key JSON would take the last without a word.
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)

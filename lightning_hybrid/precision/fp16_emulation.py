@@ -58,7 +58,6 @@ class Fp16MatmulEmulation(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Take over `func` if it is a matrix product of fp16 tensors."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
             # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` recomputes in backward would
@@ -76,6 +75,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
             return func(*args, **kwargs)  # refused, as on a GPU
         if torch.float16 not in dtypes and not (is_autocast and torch.float32 in dtypes and name not in _NOT_CAST):
             return func(*args, **kwargs)
+        # fp16 operands in fp32 arithmetic: products of two fp16 numbers are exact in fp32, as in tensor cores.
         args, kwargs = tree_map_only(Tensor, _operand, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             result = func(*args, **kwargs)
@@ -85,7 +85,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 def _backward(
     tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """Run `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode."""
+    # `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode.
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     retain_graph = create_graph if retain_graph is None else retain_graph
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())

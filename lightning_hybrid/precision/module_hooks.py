@@ -94,7 +94,7 @@ class ModuleHooks:
 
 
 class _Link:
-    """The way from a hook to its conversion; a copy or pickle of it leads nowhere."""
+    # A copy or pickle leads nowhere: hooks of a copied module must not reach the masters of the original.
 
     def __init__(self, hooks: ModuleHooks | None = None) -> None:
         self.hooks = hooks

@@ -46,17 +46,15 @@ class ScheduleGuard:
         self._waiting: list[tuple[list[SkipFlag], Callable[[], None]]] = []
 
     def __len__(self) -> int:
-        """Return the number of guarded schedules."""
         return len(self._guarded)
 
     def guard(self, config: LRSchedulerConfig) -> None:
         """Make `config.scheduler.step()` do nothing where its optimizer's last step was skipped.
 
-        Only schedulers with `interval="step"` are guarded: one that counts epochs has to move however its last step
-        ended. `ReduceLROnPlateau` follows a metric, not steps. The object stays itself and an instance of its class;
-        its class becomes a subclass whose namespace, not the instance's, holds the check, so `state_dict()` is
-        unchanged.
+        Only schedulers with `interval="step"`, and not `ReduceLROnPlateau`, which follows a metric.
         """
+        # One that counts epochs has to move however its last step ended. The object stays itself and an instance of its
+        # class; the check is in the namespace of a subclass, not of the instance, so `state_dict()` is unchanged.
         scheduler = config.scheduler
         if config.interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or is_guarded(scheduler):
             return

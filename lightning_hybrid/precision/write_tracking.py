@@ -58,11 +58,9 @@ class TrackedParameter(nn.Parameter):
         _DATA.__set__(self, value)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what a plain parameter would."""
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter with the exact value."""
         if id(self) not in memo:
             exact = self.value.exact().clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(exact, self.requires_grad)
@@ -70,16 +68,14 @@ class TrackedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter with the exact value."""
         return nn.Parameter(self.value.exact(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def track(parameter: Tensor, value: Value) -> None:
-    """Begin to track; `is_untouched` is False until `mark_clean`. The parameter's identity and behaviour stay.
-
-    Only what is exactly an `nn.Parameter` is tracked: a class of the user's may have a `data` of its own.
-    """
+    """Begin to track; `is_untouched` is False until `mark_clean`. The parameter's identity and behaviour stay."""
+    # Only what is exactly an `nn.Parameter`: a class of the user's may have a `data` of its own.
     if type(parameter) is nn.Parameter:
+        # Its class is changed in place: optimizers, DDP and user code hold references to this object.
         parameter.__class__ = TrackedParameter
         parameter.clean_version = None  # type: ignore[attr-defined]
         parameter.is_data_known = False  # type: ignore[attr-defined]

@@ -125,6 +125,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         self._has_optimizers = False  # made before the module was converted
+        # Gradients then are views of DDP's buckets, and need no copy into them and back.
         ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
@@ -156,7 +157,6 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
 
     @property
     def _half(self) -> MasterWeightPrecision | None:
-        """The precision plugin where the model is half with fp32 masters, else None."""
         return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightPrecision) else None
 
     @property
@@ -187,7 +187,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             self._discover_topology()
 
     def _discover_topology(self) -> Topology:
-        """Find out which ranks share a node. Collective, unless the user said it by `ranks_per_node`."""
+        # Collective, unless the user said it by `ranks_per_node`.
         if self._ranks_per_node is None:
             return Topology.discover()
         return Topology.from_ranks_per_node(
@@ -248,12 +248,12 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             self._masters.broadcast_(self.lightning_module, ignored)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap with the plan's buckets, on the current stream: on one of its own, gradients would cross streams."""
+        # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
         caps = bucket_caps_for_ddp(model, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **(self._ddp_kwargs | caps))
 
     def _register_ddp_hooks(self) -> None:
-        """Build groups and engine, and register the hook: on every device type, CPU included."""
+        # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         assert self._timeout is not None
         self._engine = CommEngine(

@@ -69,6 +69,7 @@ class FitTuning:
         if not self._is_begun:
             assert module is not None
             self._is_begun = True
+            # At the first batch: Lightning knows the number of steps only when the loaders are there.
             self._begin(module.trainer)
         if self._tuning is not None:
             self._tuning.before_batch()

@@ -124,11 +124,8 @@ class CudaStreams:
         self._groups.keep(self._stages)
 
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into chunks: several only where there are two streams to overlap.
-
-        None is made for the checksum: on a device a copy costs less than one message more. All but the last can be
-        sharded without padding.
-        """
+        """Cut a bucket into chunks: several only where there are two streams to overlap."""
+        # No short tail for the checksum: on a device a copy costs less than one message more.
         num_chunks = bucket.plan.num_chunks if len(STAGES[bucket.plan.algorithm]) > 1 else 1
         bucket.split(job, num_chunks, checksum=checksum, alignment=self._alignment, has_short_tail=False)
 
@@ -169,6 +166,7 @@ class CudaStreams:
         with torch.cuda.stream(streams[-1]):
             mismatch = bucket.chunks[-1].take_sum()
             if mismatch is not None:
+                # Pinned, and copied without a wait: the host reads it when `done` has passed.
                 issued.mismatch = torch.empty((), dtype=mismatch.dtype, pin_memory=flat.is_cuda)
                 issued.mismatch.copy_(mismatch, non_blocking=True)
             result = bucket.finish(flat)
@@ -201,7 +199,7 @@ class CudaStreams:
             chunk.sum_in(copy)
 
     def _run(self, chunk: Chunk, stage: Stage, stream: torch.cuda.Stream) -> _StageRun:
-        """Put a stage of a chunk on its stream."""
+        # An event costs the host some time: the begin of a stage is wanted for a timeline only.
         begin = self._event() if self._trace.keep_events else None
         end, num_bytes = self._event(), chunk.num_bytes
         with torch.cuda.stream(stream):
@@ -230,6 +228,7 @@ class CudaStreams:
                     _set_places(self._issued[0])
             except RuntimeError:  # of the driver: the host meets it too, and says so
                 return
+        # Without the lock: `report` asks other ranks, and the failure that follows takes it.
         if different is not None and not self._has_failed:
             error = OrderError("the order of buckets in the step before was not the same")
             self._watchdog.report(different.failed_in("order", error), error)
@@ -277,7 +276,7 @@ class CudaStreams:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        """End the communicators after a failure, which frees hosts and devices that wait in them. Once."""
+        # Once: aborting communicators frees hosts and devices that wait in them.
         with self._aborting:  # a second thread that fails comes back when the first has done it
             if self._has_failed:
                 return
@@ -286,11 +285,9 @@ class CudaStreams:
                 self._stuck = abort_all(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Free the communicators when the device is through with its work; returns what would not end, by name.
-
-        `limit_s` is asked again and again: how long, from now on, that may take. After a failure nothing is waited
-        for.
-        """
+        """Free the communicators when the device is done or `limit_s` over; returns what would not end, by name."""
+        # After a failure nothing is waited for.
+        # Not `synchronize`: after a rank is lost a kernel may never end, and the host would hang with it.
         while self._issued and not self._has_failed and limit_s() > 0:
             self.look_within_limit()
             time.sleep(0.001)

@@ -49,27 +49,20 @@ SHARD_ALIGNMENT = 128
 
 @dataclass
 class Job:
-    """One tensor on its way through the stages of an algorithm.
+    """One tensor on its way through the stages of an algorithm."""
 
-    `flat`: 1-D, contiguous; summed in place. `shard`: this rank's part of it between two-level stages.
-    `dtype_across`: that in which it travels between nodes, where that is narrower than its own; None: its own.
-    `by_backend`: every stage is a collective of the backend's, as on CUDA, and no message of our own.
-    """
-
-    flat: Tensor
+    flat: Tensor  # 1-D, contiguous; summed in place
     topology: Topology
-    dtype_across: torch.dtype | None = None
-    shard: Tensor | None = None
-    by_backend: bool = False
+    dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
+    shard: Tensor | None = None  # this rank's part of it between two-level stages
+    by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A named step of an algorithm: which ranks talk in it, and what they do on a job.
+    """A named step of an algorithm: which ranks talk in it, and what they do on a job."""
 
-    Names are unique over all algorithms: a stage has one predecessor, hence one order of jobs on every rank.
-    """
-
+    # Unique over all algorithms: a stage has one predecessor, hence one order of jobs on every rank.
     name: str
     scope: Scope
     run: Callable[[Job, dist.ProcessGroup], None]
@@ -80,6 +73,7 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
+    # With several ranks on a node the group mixes links: the forms by bytes are for one rank on each node.
     _sum_across_(job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring)
 
 
@@ -90,8 +84,8 @@ def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
 def _sum_across_(
     flat: Tensor, job: Job, group: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.ProcessGroup], None]
 ) -> None:
-    """All-reduce a tensor in a group that may span nodes; with several nodes, in the dtype for that."""
     dtype = job.dtype_across
+    # The choice by bytes is between messages of Gloo; NCCL has its own.
     all_reduce = _ring if job.by_backend else all_reduce
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
@@ -131,11 +125,7 @@ def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor.
-
-    A tail that does not divide is padded with zeros in a copy: an engine cuts tensors so that only the last chunk has
-    one.
-    """
+    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor."""
     if not job.by_backend:
         gloo_p2p.scatter_reduce_(job.flat, group)
         job.shard = gloo_p2p.part_of(job.flat, group)
@@ -143,6 +133,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     num_shards = dist.get_world_size(group)
     numel_shard = -(-job.flat.numel() // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
     numel_missing = num_shards * numel_shard - job.flat.numel()
+    # The backend asks for shards of equal size. A copy, but of the last chunk only: an engine cuts the others to fit.
     padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
     job.shard = job.flat.new_empty(numel_shard)  # of equal size on all ranks, as the backend asks
     _reduce_scatter(job.shard, padded, group=group)

@@ -37,8 +37,7 @@ def collect(
 ) -> list[RankStatus | None]:
     """Read the status of every rank, from the first of its keys that is there; None for one that gave none.
 
-    Waits until all are there, an error is in the store, the limit is over, or `wait` says that it ended. `ask` runs a
-    request to the store. `meanwhile` is run before each look.
+    Waits until all are there, an error is in the store, the limit is over, or `wait` says that it ended.
     """
 
     def without_status(ranks: Sequence[int]) -> list[int]:
@@ -100,7 +99,7 @@ class Presence:
         return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)  # low ranks first
 
     def ask_all(self) -> list[RankStatus | None]:
-        """Ask all ranks for their status, and wait for the answers for as long as patience lasts."""
+        """Ask all ranks for their status, and wait for the answers up to `PATIENCE_S`."""
         number = self._num_answered
         self._ask(lambda: self._store.set(f"question/{number}", "1"))
         # A rank that left has no answer any more, but its last status.

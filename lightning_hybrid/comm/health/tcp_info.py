@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+# TCP_ESTABLISHED of linux/tcp.h, and how many bytes of `struct tcp_info` are asked for.
 _ESTABLISHED = 1
 _BYTES = 104
 
@@ -34,24 +35,18 @@ Liveness = tuple[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class TcpConnection:
-    """One TCP connection, as this end sees it.
+    """One TCP connection, as this end sees it."""
 
-    `peer`, `port`: of the other end. `own`: this end's address. `is_open`: not closed by the other end. `heard_s`:
-    seconds since data or an acknowledgement came. `is_waiting`: something sent is not acknowledged yet.
-    """
-
-    peer: str
+    peer: str  # address of the other end, and its port
     port: int
-    own: str
-    is_open: bool
-    heard_s: float
-    is_waiting: bool
+    own: str  # address of this end
+    is_open: bool  # not closed by the other end
+    heard_s: float  # since data or an acknowledgement came
+    is_waiting: bool  # something sent is not acknowledged yet
 
 
 def tcp_connections() -> list[TcpConnection]:
     """Return every TCP connection of this process; empty where the kernel does not say.
-
-    Empty as well under `socket.setdefaulttimeout`: a look at a descriptor would make it one that does not block.
 
     >>> server = socket.create_server(("127.0.0.1", 0))
     >>> client = socket.create_connection(server.getsockname())
@@ -62,12 +57,14 @@ def tcp_connections() -> list[TcpConnection]:
     (None, None)
     """
     found: list[TcpConnection | None] = []
+    # Under `socket.setdefaulttimeout` a look at a descriptor would make it one that does not block, for its owner too.
     if socket.getdefaulttimeout() is not None:
         return []
     with suppress(OSError, AttributeError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError, struct.error):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    # A duplicate: Python closes what it wraps, and the connection is someone else's.
                     with socket.socket(fileno=os.dup(int(name))) as own:
                         found.append(_connection_of(own))
     return [each for each in found if each is not None]
@@ -92,7 +89,7 @@ def _connection_of(own: socket.socket) -> TcpConnection | None:
 
 
 def _plain(address: str) -> str:
-    """Return the IPv4 address inside an IPv6 one."""
+    # A socket of both families shows an IPv4 peer as an IPv6 address.
     return address.removeprefix("::ffff:")
 
 

@@ -12,8 +12,8 @@ from lightning_hybrid.comm.topology import Topology
 class Traffic:
     """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers.
 
-    `least_across`: what any algorithm must send from a node to the others. `across`: what this one sends.
-    `inside`: what the ranks of a node send one another.
+    `least_across`: what any algorithm must send from a node to the others. `across`: what this one sends. `inside`:
+    what the ranks of a node send one another.
     """
 
     least_across: float = 0.0
@@ -49,8 +49,7 @@ def traffic_of(
     Raises:
         ValueError: for `two_level` on nodes of different size, which has no shards there.
 
-    Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69) for the least and the ring; tests/netlab
-    measures `across` and `inside`.
+    Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69); tests/netlab measures `across` and `inside`.
 
     >>> by_node = Topology(rank=0, nodes=((0, 1), (2, 3)))
     >>> traffic_of("flat", by_node, 100.0)

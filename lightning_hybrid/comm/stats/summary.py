@@ -37,7 +37,6 @@ class BucketSummary:
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:
-        """Add the counts and times of the same bucket."""
         return dataclasses.replace(
             self,
             num_times=self.num_times + other.num_times,
@@ -85,7 +84,6 @@ class CommSummary:
         return self.least_bytes_across / self.busy_s if self.busy_s and self.least_bytes_across else None
 
     def __add__(self, other: CommSummary) -> CommSummary:
-        """Add the counts and times of two summaries."""
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
             seen = buckets.get(bucket.contents)  # a plan that changed makes another bucket of the same index

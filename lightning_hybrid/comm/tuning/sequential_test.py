@@ -84,6 +84,8 @@ class SequentialSignTest:
         """Compute for a challenger of whose pairs this share is faster: probability that it wins, pairs on average."""
         wins = mean_pairs = 0.0
         chances = {0: 1.0}  # number of faster pairs so far -> probability of being there, undecided
+        # Exact, by going through all numbers of faster pairs: the limits of Wald's test are exact without overshoot
+        # only.
         for num_pairs in range(1, self.most_pairs + 1):
             following: dict[int, float] = {}  # chances after one pair more
             for num_faster, chance in chances.items():
@@ -104,11 +106,9 @@ SIGN_TEST = SequentialSignTest()
 
 @dataclass
 class _Count:
-    """The pairs of one challenger. `log_ratios`: of its times to the incumbent's, pair by pair."""
-
     num_faster: int = 0
     num_slower: int = 0
-    log_ratios: list[float] = field(default_factory=list)
+    log_ratios: list[float] = field(default_factory=list)  # of its times to the incumbent's, pair by pair
 
 
 class PairedComparison(Generic[Arm]):
