@@ -49,22 +49,14 @@ TIME_TO_ACCURACY_STEP = "time_to_accuracy/step"
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: The name in loggers.
-        unit: SI unit, or "1" for a pure number.
-        meaning: One sentence.
-        from_clock: Whether it comes from a clock or from the operating system, so that a repeated run gives another
-            value; all others repeat digit for digit.
-        best: Whether the largest or the least of a run's values is its best; None where neither is.
-    """
-
-    name: str
-    unit: str
-    meaning: str
+    name: str  # in loggers
+    unit: str  # SI unit, or "1" for a pure number
+    meaning: str  # one sentence
+    # From a clock or the operating system: a repeated run gives another value. All others repeat digit for digit.
     from_clock: bool = False
-    best: Literal["max", "min"] | None = None
+    best: Literal["max", "min"] | None = None  # of a run's values; None where neither is
 
 
 _timed = partial(Metric, from_clock=True)

@@ -36,10 +36,8 @@ class DataOrderError(RuntimeError):
 class ReplicaCheck(Callback):
     """A comparison of all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
 
-    It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`).
-
-    Data-parallel training trusts that every rank makes the same step with the averaged gradients. After a flipped bit,
-    code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
+    It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`). After a flipped
+    bit, code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
 
         c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b

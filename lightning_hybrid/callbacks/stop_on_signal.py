@@ -43,18 +43,16 @@ class StopOnSignal(Callback):
     The exit code is a shell's for a process that SIGTERM ended, or SIGINT; other signals count as SIGTERM. Ctrl-C a
     second time ends the run at once, without a checkpoint.
 
-    The checkpoint is of a moment between two steps, after all of the last has been logged: a run that is resumed from
-    it goes on to the bit. The signal is obeyed after at most `every_n_steps` whole steps and, where that is under way,
-    one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait` differs.
+    A run that is resumed from the checkpoint goes on to the bit. The signal is obeyed after at most `every_n_steps`
+    whole steps and, where that is under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s
+    before it kills, unless `KillWait` differs.
 
     The host waits for the answer of all ranks, so on CUDA nothing of the next step is queued up meanwhile; see
     `every_n_steps`. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
 
     In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
     obeyed too, and once the checkpoint is on the disk rank zero queues the job again, unless
-    `SLURMEnvironment(auto_requeue=False)`.
-
-    *Every rank must have this callback.*
+    `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
 
     Args:
         dirpath: folder of the checkpoint; None: that of the first `ModelCheckpoint`, or else the trainer's
@@ -120,8 +118,7 @@ class StopOnSignal(Callback):
                 signal.signal(number, partial(self._on_signal, trainer, NO))
             if (number_of_slurm := requeue_signal_of(trainer)) is not None:
                 signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
-        # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place, at no more
-        # traffic.
+        # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place.
         if trainer.world_size > 1:
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
 

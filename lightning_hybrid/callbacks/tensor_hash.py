@@ -9,8 +9,6 @@ One element that differs always shows: its difference is below 2**32 and its wei
 with 2**t the largest power of two in all differences, t < 32, the sum is one of 2**(63 - t) values, each as likely. The
 weights depend on the place, so exchanged elements show as well. (Carter and Wegman 1979, "Universal classes of hash
 functions"; the multilinear form is that of Lemire and Kaser 2014, arXiv:1202.4961, who keep the upper 32 bits.)
-
-A sum of floats would not do: additions round, and differences of opposite sign cancel.
 """
 
 from __future__ import annotations
@@ -48,6 +46,7 @@ class Fingerprint:
         """Return the fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device, without a wait."""
         # Elements count in the order of memory, so two tensors must have the same strides to be comparable. Shape and
         # dtype are no part of it: the caller compares names, which say what a tensor is. A nan is what its bits are.
+        # Integers, and not a sum of floats: additions round, and differences of opposite sign cancel.
         sums = _integers(tensor)
         level = 0
         while level == 0 or sums.numel() > 1:

@@ -214,8 +214,7 @@ def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool =
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
-        # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells
-        # which.
+        # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells.
         found = _objects_in(path) if weights_only and isinstance(error, UnpicklingError) else []
         if not found:
             raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
@@ -238,8 +237,7 @@ def check_whole(path: Path) -> bool:
         raise DamagedCheckpointError(_damaged(path, "it is empty"))
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
-        # A file of stock Lightning has no checksum, and is accepted. So has one of ours that lost its end: that is
-        # refused.
+        # A file of stock Lightning has no checksum, and is accepted. One of ours that lost its end has none: refused.
         if not comment.startswith(_MAGIC):
             _refuse_torn(path, file, num_bytes)
             return False

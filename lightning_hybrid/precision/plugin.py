@@ -56,7 +56,7 @@ class MasterWeightPrecision(Precision):
     each batch but the last they are taken out of `p.grad`, and into the last backward they go back as a sum.
 
     LARS and LAMB (on a CPU: if `fused=True`) do all from *unscale* to *copy* themselves, unless clipping or a hook is
-    promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` then stays scaled fp16.
+    promised fp32 gradients; `p.grad` then stays scaled fp16.
 
     In manual optimization `p.grad` is fp32 and unscaled after each `manual_backward`, and each optimizer has a loss
     scale of its own. A backward takes the smallest of those that it can reach, and they go on from it.

@@ -1,18 +1,15 @@
 """Learning-rate schedules that wait when a step was skipped.
 
-After an overflow the optimizer does not step, so neither may a schedule that counts steps: a warm-up would lose some to
-the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
-
+A warm-up would lose steps to the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
 The schedule runs on the host; whether the step was skipped is known on the device. F forward, B backward, U update:
 
     device   | F1 B1 U1 | F2 B2 U2 | F3 ..
     host     queue F1 B1 U1, F2 B2 | wait for U1's flag | schedule of step 1 | queue U2, F3 B3 | wait for U2's flag ..
 
-The rate is needed when U2 is queued, not before, so the schedule's step 1 is put off until then. That is the one wait
-of a step, for something the device did before the F2 and B2 that it has still in store: it does not run dry.
-Elsewhere the host waits at once: on a CPU, which knows the flag; before a logged step and after the last batch of an
-epoch, so that what is logged or stepped by epochs finds today's rate; and at a checkpoint. In between
-`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` on CUDA are those of the step just made.
+The rate is needed when U2 is queued, not before, so the schedule's step 1 is put off until then: the one wait of a
+step, while the device still has F2 and B2 in store. Elsewhere the host waits at once: on a CPU, which knows the flag;
+before a logged step and after the last batch of an epoch; and at a checkpoint. In between, on CUDA,
+`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` are those of the step just made.
 """
 
 from __future__ import annotations

@@ -31,10 +31,7 @@ class Value(Protocol):
 
 
 class TrackedParameter(nn.Parameter):
-    """A parameter while it is tracked; `data` gives what it always gives.
-
-    Copies and pickles are plain parameters that hold the exact value, as of a model in mixed precision.
-    """
+    """A parameter while it is tracked; copies and pickles are plain parameters that hold the exact value."""
 
     clean_version: int | None
     is_data_known: bool

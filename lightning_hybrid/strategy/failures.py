@@ -41,10 +41,9 @@ OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
 
 
 class SetupWatchdog:
-    """Watchdog that names the rank others wait for, before there is an engine or where there will be none. Collective.
+    """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective."""
 
-    A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
-    """
+    # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
 
     def __init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()

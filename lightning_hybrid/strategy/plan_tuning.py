@@ -40,14 +40,7 @@ def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: 
 
 
 class FitTuning:
-    """Tuning of an engine's plan in one fit, where that is worth it: at the first batch the run's length is known.
-
-    Args:
-        engine: the engine of the fit.
-        tune: the user's setting.
-        cache_dir: where plans are saved; None: in the user's cache.
-        on_plan: called on every rank when a plan is taken for good.
-    """
+    """Tuning of an engine's plan in one fit, where that is worth it; arguments as in strategy and `TuningSession`."""
 
     def __init__(
         self,

@@ -190,7 +190,7 @@ class RendezvousMixin:
             RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
         """
         mine: Any = self
-        # These four lines and the last call are Lightning's own `setup_distributed` (2.6); the store is what differs.
+        # As Lightning's own `setup_distributed` (2.6), but for the store.
         reset_seed()
         mine.set_world_ranks()
         mine._process_group_backend = mine._get_process_group_backend()

@@ -13,11 +13,10 @@ Events alone order what is written and read:
     end      of every stage of every chunk        the next stage's stream waits, where it is another one
     done     after the last, and `finish`         the future's own event follows it: who waits for it waits for all
 
-The same events take times. They say afterwards what happened when, and meanwhile where a bucket is: `look` asks which
-are through, and never waits for one. It is called before each bucket and each reading of the counts, and four times a
-second by the watchdog, which so notices what hangs. Whether the order of buckets was the same on all ranks comes with
-the step's last bucket, and is read when that is seen to be done: one step late. So is a failure: what the device did
-meanwhile to the weights is not to be used.
+The same events take times, and say where a bucket is: `look` asks which are through, and never waits for one. It is
+called before each bucket and each reading of the counts, and four times a second by the watchdog, which so notices what
+hangs. Whether the order of buckets was the same on all ranks is read when the step's last bucket is seen to be done:
+one step late. So is a failure: what the device did meanwhile to the weights is not to be used.
 
 What only two GPUs can show: that NCCL runs both streams' kernels at the same time, and that aborting its communicators
 ends them. All else is tested with streams, events and communicators that only record what is asked of them.
@@ -83,12 +82,8 @@ class _Issued:
 class CudaStreams:
     """The streams of an engine.
 
-    Args:
-        device: of all tensors.
-        groups: of every stage.
-        trace: gets the times of each step once the device is through with it.
-        latch: what is in flight, and whether anything has failed.
-        watchdog: compares new buckets, and reports what a stage raises, or a wrong checksum, to all ranks.
+    `trace` gets the times of each step once the device is through with it; `watchdog` compares new buckets, and reports
+    what a stage raises, or a wrong checksum, to all ranks.
     """
 
     def __init__(

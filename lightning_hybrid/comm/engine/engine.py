@@ -148,8 +148,7 @@ class CommEngine:
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 self._raise_as_unusable()
-            # On CUDA what is on the streams keeps its order whatever the plan: only what a thread still carries is in
-            # the way.
+            # On CUDA what is on the streams keeps its order whatever the plan: only what threads carry is in the way.
             if not all(bucket.is_issued for bucket in self._latch.in_flight):
                 raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
             self.plan = plan
@@ -173,12 +172,9 @@ class CommEngine:
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
 
-        Where any stage of any tensor fails on any rank, on every rank the future of every tensor in flight raises one
-        `RuntimeError` that names rank, bucket, stage, algorithm and cause, and so does every later call of this
-        method. So it does where ranks submit different tensors, or die, or come to a halt.
-
-        On CUDA a future only orders streams, and the next call raises: what the device made of the sums that were lost
-        must not be used.
+        Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
+        future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
+        and so does every later call. On CUDA a future only orders streams, and the next call raises.
 
         Raises:
             ValueError: if `flat` has another shape.
@@ -268,8 +264,7 @@ class CommEngine:
             self._is_closed = True
         healthy_until_s = time.monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
-        # A failure may come while closing waits: from then on the short limit counts, however much is left of the long
-        # one.
+        # A failure may come while closing waits: from then on the short limit counts, whatever is left of the long one.
         def limit_s() -> float:
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = time.monotonic() + FAILED_CLOSE_LIMIT_S

@@ -49,8 +49,7 @@ class RollingHash:
 
     def add(self, record: str) -> None:
         """Append a record."""
-        # The hash so far is the key, so that the order of records counts. Not `hash()`: Python salts it in each
-        # process.
+        # The hash so far is the key, so that the order of records counts. Not `hash()`: Python salts that.
         digest = hashlib.blake2b(record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")).digest()
         self.value = int.from_bytes(digest, "little")
 
@@ -141,8 +140,7 @@ class CopyPool:
         """Take a copy back."""
         key = copy.body.numel(), copy.body.dtype
         with self._lock:
-            # Sizes change with the plan and when DDP rebuilds its buckets: what is of no use any more must not stay for
-            # good.
+            # Sizes change with the plan and when DDP rebuilds its buckets: old ones must not stay for good.
             if key not in self._free and len(self._free) >= MOST_SIZES_IN_POOL:
                 self._free.clear()
             self._free.setdefault(key, []).append(copy)

@@ -58,14 +58,7 @@ class StageThread:
 
 
 class StageThreads:
-    """All stage threads of an engine.
-
-    Args:
-        groups: of every stage and column.
-        trace: counts when each bucket and stage begins and ends.
-        latch: what is in flight, and whether anything has failed.
-        watchdog: compares new buckets, and reports what a stage raises to all ranks.
-    """
+    """All stage threads of an engine; `watchdog` compares new buckets, and reports what a stage raises to all ranks."""
 
     def __init__(self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog) -> None:
         self._groups = groups

@@ -44,7 +44,7 @@ COMPARE_LIMIT_S = 60.0
 
 
 class Watched(Protocol):
-    """What a watchdog watches: an engine's `FailureLatch`."""
+    """What a watchdog watches, such as an engine's `FailureLatch`."""
 
     def status(self) -> RankStatus:
         """Where this rank stands now."""
@@ -142,8 +142,7 @@ class Watchdog:
         left = RankStatus(num_submitted=status.num_submitted, order=status.order, place="gone", has_left=True)
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
-            # The store may end with rank 0: it stays until the others have read the error, up to the limit of a
-            # request.
+            # The store may end with rank 0: it stays until others have read the error, for a limited time.
             if self._has_failed and self._rank == 0:
                 self._ask(self._let_others_read)
         except Exception:  # there may be no rank any more to read it

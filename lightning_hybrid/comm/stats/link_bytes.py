@@ -10,15 +10,11 @@ from lightning_hybrid.comm.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers.
+    """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers."""
 
-    `least_across`: what any algorithm must send from a node to the others. `across`: what this one sends. `inside`:
-    what the ranks of a node send one another.
-    """
-
-    least_across: float = 0.0
-    across: float = 0.0
-    inside: float = 0.0
+    least_across: float = 0.0  # what any algorithm must send from a node to the others
+    across: float = 0.0  # what this one sends
+    inside: float = 0.0  # what the ranks of a node send one another
 
 
 NO_TRAFFIC = Traffic()

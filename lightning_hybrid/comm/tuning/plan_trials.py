@@ -250,8 +250,7 @@ def effect(
         return tuple(
             ("flat", 1, 1) if each.algorithm in whole else (each.algorithm, each.num_chunks, 1) for each in planned
         )
-    # No more sets of groups are in use than there are chunks to go round them: plans that differ beyond that do the
-    # same.
+    # No more sets of groups are in use than there are chunks to go round them: other plans do the same.
     num_chunks = {
         name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)
     }
