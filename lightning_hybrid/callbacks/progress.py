@@ -80,8 +80,7 @@ class _PlainBar(_LoggedValues, TQDMProgressBar):
 def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
     """Make a bar with loss, images per second, exposed communication, waiting for data and what the module logs for it.
 
-    It is Rich's where `rich` is installed, else the plain one. Values are those of the last logged step, which
-    `TrainingMetrics`, to be listed before it, has read; between logged steps nothing is read from the device.
+    It is Rich's where `rich` is installed. Values are those that `TrainingMetrics`, to be listed before it, read last.
 
     Args:
         refresh_rate: of Rich's bar per second; of the plain one in batches.

@@ -184,8 +184,6 @@ def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 def order_of(loaders: Any) -> dict[str, Any]:
     """Collect what is known of the order of a loader, or of several, and does not depend on the rank.
 
-    These are attributes of the loader, its sampler, its batch sampler's sampler and its order, and lengths.
-
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)
     >>> found = order_of(DataLoader(range(10), batch_size=5, sampler=sampler))

@@ -33,10 +33,9 @@ class DurableCheckpointIO(TorchCheckpointIO):
         remove    after all that was saved before it is on the disk, and not if that failed
 
     Any other reader of Lightning checkpoints reads these; checkpoints of others load here, without a comparison. Where
-    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread.
-
-    Mappings in hyper-parameters that are no dicts, such as OmegaConf's, are saved as dicts: only code that the file
-    names could build them. Other objects are saved as they are, with a warning that they will not load.
+    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread. Mappings in
+    hyper-parameters, such as OmegaConf's, are saved as dicts; other objects as they are, with a warning that they will
+    not load.
 
     Args:
         in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
@@ -44,8 +43,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         max_in_memory: With `in_background`, checkpoints that are copied and not yet written. A further one waits for
             the first to be written. Host memory, in bytes of the checkpoint's tensors: once for each that is not yet
             written; once between checkpoints, for the next; none after the end of fitting.
-        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Our choice: a checkpoint of
-            100 GB takes a disk of 200 MB/s 500 s.
+        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds.
         keep_previous: Whether a checkpoint that is overwritten stays next to the new one, as `<name>.previous.ckpt`:
             twice the space, and another one to resume from if the disk damages the newest. The recipes set it, for
             `resume=auto`; False is what `ddp` does.
@@ -62,6 +60,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         *,
         in_background: bool = False,
         max_in_memory: int = 2,
+        # Our choice: a checkpoint of 100 GB takes a disk of 200 MB/s 500 s.
         timeout_s: float = 900.0,
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",

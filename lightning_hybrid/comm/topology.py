@@ -119,6 +119,7 @@ class Topology:
         >>> Topology.from_identities(rank=0, identities=["a", "b", "a"]).nodes
         ((0, 2), (1,))
         """
+        # A dict keeps the order of insertion: nodes come in the order of their first ranks, the same on every rank.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
             nodes.setdefault(identity, []).append(owner)

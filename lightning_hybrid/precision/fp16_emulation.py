@@ -38,9 +38,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         y = half( f( float(half(x)), float(half(w)) ) )
 
     A call is taken over when one of its tensors is fp16, or where `torch.autocast` is on, which would round fp32
-    operands to fp16. Calls with `out=` and all other functions run unchanged.
-
-    Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
+    operands to fp16. Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
 
     Args:
         with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.

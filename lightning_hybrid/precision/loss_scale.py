@@ -3,8 +3,7 @@
     scaled_loss = scale * loss        =>  every gradient is `scale` times too large, and is divided back in fp32
 
 The scale is always a power of two, so scaling and unscaling are exact in fp16 and fp32 as long as nothing overflows
-(Micikevicius et al. 2017, arXiv:1710.03740). All state lives in 0-dim device tensors and is updated with device
-arithmetic only: neither class ever makes the host wait.
+(Micikevicius et al. 2017, arXiv:1710.03740). State lives in 0-dim device tensors: no class makes the host wait.
 """
 
 from __future__ import annotations

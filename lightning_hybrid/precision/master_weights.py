@@ -118,8 +118,7 @@ class MasterWeights:
         frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
             averages are written there, in steps that half precision would round away.
 
-    Normalisation layers compute in fp32, as do weights that are computed from others (`parametrizations`,
-    `weight_norm`, `spectral_norm`). `torchmetrics` objects are left alone.
+    Weights that are computed from others (`parametrizations`, `weight_norm`, `spectral_norm`) stay fp32 as well.
     """
 
     def __init__(

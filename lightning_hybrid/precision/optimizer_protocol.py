@@ -97,10 +97,8 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 class DirectSteps:
     """Hooks that put the masters in where user code steps a torch optimizer itself, or one that a wrapper holds.
 
-    Args:
-        optimizer: with those that it wraps.
-        step_context: puts the masters in while it is entered; called with the optimizer that steps.
-        is_in_step: returns whether the step is Lightning's.
+    `step_context`, called with the optimizer that steps, puts the masters in while it is entered; `is_in_step` returns
+    whether the step is Lightning's.
     """
 
     def __init__(

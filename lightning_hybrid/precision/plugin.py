@@ -167,6 +167,7 @@ class MasterWeightPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
         trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
+        # Refused before training, and not noticed in a checkpoint.
         if trainer is not None and not self._has_strategy:
             raise MisconfigurationException(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "

@@ -87,6 +87,7 @@ class OptimizerStepState:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         self.num_skipped.add_(skipped)
+        # A clean step multiplies by 0: no branch on the host.
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,11 +107,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """The states of all optimizers, in the trainer's order. Further ones start as copies of the first.
-
-    Args:
-        loss_scale: of the first optimizer, which the others copy; None with bf16.
-    """
+    """The states of all optimizers, in the trainer's order; further loss scales are copies of the first's."""
 
     def __init__(self, loss_scale: LossScale | None) -> None:
         super().__init__([OptimizerStepState(loss_scale=loss_scale)])

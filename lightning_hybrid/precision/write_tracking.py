@@ -6,9 +6,8 @@ count of its own. So `data` of a tracked parameter notes that it was read: its r
 
     untouched   =   `data` was not read since `track`, and `_version` is what it was at `mark_clean`
 
-Neither sees writes behind torch's back: through numpy or DLPack views, by kernels that are given addresses, by a
-replayed CUDA graph, or through `data` inside a compiled graph. Code that writes so has to call
-`torch.autograd.graph.increment_version(parameter)`, as autograd asks of it anyway.
+Neither sees writes behind torch's back: through numpy or DLPack views, by kernels that are given addresses, a replayed
+CUDA graph, or `data` in a compiled graph. Such code has to call `torch.autograd.graph.increment_version(parameter)`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
     before there is an engine     a watchdog of its own names dead, stopped, hanging and failed ranks
     from then on                  the engine's does (`comm/health/watchdog.py`)
 
-On CUDA torch's own watchdog would end a process without a word as soon as NCCL reports a lost peer, or after the time
-limit; here it only aborts communicators (`CLEAN_UP_ONLY`), and the error that follows is reported and explained. By
-then the weights may have taken a step with gradients that are no averages: nothing is saved after a failure.
+On CUDA the weights may have taken a step with gradients that are no averages: nothing is saved after a failure.
 """
 
 from __future__ import annotations
@@ -34,6 +32,8 @@ from lightning_hybrid.strategy.arguments import with_own_names
 # Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
+# By default torch's watchdog ends a process without a word as soon as NCCL reports a lost peer, or after the time
+# limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
 INSIDE = "in a collective of Lightning's or torch's"

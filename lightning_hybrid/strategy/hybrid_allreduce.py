@@ -127,6 +127,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         self._has_optimizers = False  # made before the module was converted
         # Gradients then are views of DDP's buckets, and need no copy into them and back.
         ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        # For a torch without `bucket_cap_mb_list`, which `bucket_caps_for_ddp` gives where it is known.
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
             accelerator=accelerator,

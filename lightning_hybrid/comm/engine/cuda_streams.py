@@ -129,6 +129,7 @@ class CudaStreams:
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
         """Put all of a bucket on the streams; the future carries a CUDA event. Raises where a stage does."""
+        # Filled while the bucket is put on the streams: where an error comes, its last entry names the stage.
         at: list[str] = ["order"]
         try:
             return self._issue(bucket, at)
@@ -308,6 +309,7 @@ def _in_order(chunks: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tu
     >>> [(chunk, index) for chunk, index in _in_order("ab", ["network"])]
     [('a', 0), ('b', 0)]
     """
+    # A slot is the time of one chunk: the stages that come back to a stream run one slot later.
     is_back = [stream in streams[:index] for index, stream in enumerate(streams)]
     for slot in range(len(chunks) + 1):
         for index, late in enumerate(is_back):

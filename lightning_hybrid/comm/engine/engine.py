@@ -6,11 +6,9 @@
         -> [broadcast]  bucket 0        for every stage and column
         -> finish -> future
 
-Large buckets go in chunks (in_flight.py). The plan may change between two submits (`adopt`). What must be equal on all
-ranks is checked: the plan when the engine is made, each bucket's contents when they are first seen, the order of
-everything once per step (order_check.py). What fails on one rank fails on all (health/watchdog.py).
-
-On CUDA there are no threads: the same stages are put on side streams in the order of submits (cuda_streams.py).
+Large buckets go in chunks (in_flight.py). What must be equal on all ranks is checked: the plan when the engine is made,
+each bucket's contents when they are first seen, the order of everything once per step (order_check.py). What fails on
+one rank fails on all (health/watchdog.py). On CUDA the stages are put on side streams instead (cuda_streams.py).
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
     gather_parts_       part r of rank r -> all others
     exchange_           every tensor -> every rank, which adds them
 
-Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
-one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
-tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link
-crowd each other, so large tensors between nodes are better off in Gloo's ring (`between_nodes_form` chooses).
+Each is one round of messages, all under way at once: one delay, where Gloo's rings cost 2 to 4 (n - 1). Sums are in
+rank order, so that all ranks get the same bits, and 16-bit tensors are added in fp32 and rounded once, where Gloo
+rounds at every hop. n messages at a time into one slow link crowd each other, so large tensors between nodes are better
+off in Gloo's ring (`between_nodes_form` chooses).
 
 Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
 contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.

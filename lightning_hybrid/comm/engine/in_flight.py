@@ -123,6 +123,7 @@ class InFlightBucket:
     @property
     def place(self) -> str:
         """Where it is, in words: where one of its chunks is in a stage, if any, else where one waits."""
+        # A chunk inside a collective says more of where a rank hangs than one that waits behind it.
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
         chunk = (inside or waiting or self.chunks)[0]

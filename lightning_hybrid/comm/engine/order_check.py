@@ -7,8 +7,7 @@ and its 64 bits b travel at the end of the last bucket of a step, as a checksum 
     copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 wherever own element is 0
 
 Where two ranks differ in a bit, each finds a 1 of the other's where its own element is 0, and so does every rank that
-agrees with either. Sums of zeros are exact, so this holds for any number of ranks and in any dtype. It costs no message
-of its own: 128 elements more in one that goes anyway, and a copy of the chunk that carries them.
+agrees with either. Sums of zeros are exact, in any dtype. It costs no message of its own, but a copy of one chunk.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Four ways to sum a flat tensor over all ranks, each a sequence of stages.
 
     flat            all_reduce
-                      everywhere
-    parallel_flat   parallel_all_reduce
-                      flat, of chunks in several groups at once
-    hierarchical    reduce            -> ring                -> broadcast
-                      to the node's        all-reduce of the      to the node's
-                      leader               leaders                other ranks
-    two_level       scatter_reduce    -> shard_all_reduce    -> gather
-                      each rank of a       over the ranks of      of the shards
-                      node sums a shard    equal local rank       inside the node
+    parallel_flat   parallel_all_reduce: of chunks, in several groups at once
+    hierarchical    reduce to the node's leader -> ring of the leaders -> broadcast to the node's other ranks
+    two_level       scatter_reduce, each rank of a node a shard -> shard_all_reduce, equal local ranks -> gather
 
 `hierarchical` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
 4 (k - 1) + 2 (P / k - 1) hops where a ring takes 2 (P - 1), but all bytes leave a node through its leader.

@@ -62,6 +62,7 @@ Rank 1 is on host y.
     # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
     behind = [rank for rank in behind if not here[rank].is_inside] or behind
     absent = [rank for rank, each in here.items() if not each.is_inside and each.place != IDLE]
+    # The order matters: a rank that is gone makes others look late, and a rank that is late makes others wait.
     if silent:
         blame = _no_answer(silent, statuses, hosts, addresses)
     elif left:

@@ -1,9 +1,8 @@
 """Whether every rank is still there, asked while a bucket is in flight for long; no failure as long as all answer.
 
 Over Gloo a dead rank's connections break, and the collective raises. A kernel of NCCL that waits for a dead rank on
-the same node waits for ever, so a rank has to ask: one that has waited for some seconds puts a numbered question into
-the store, every watchdog answers it with the status of its rank, and a rank that leaves it unanswered for `PATIENCE_S`
-is dead, stopped or unreachable. One that is slow (reads data, writes a checkpoint, compiles) answers.
+the same node waits for ever: so a rank that has waited for some seconds puts a numbered question into the store, and
+every watchdog answers it, also that of a slow rank. Without an answer for `PATIENCE_S` a rank is dead or cut off.
 """
 
 from __future__ import annotations
@@ -59,11 +58,8 @@ def collect(
 class Presence:
     """The questions of one engine, and the answers of one rank.
 
-    Args:
-        store: keys of this engine.
-        ask: runs a request to the store, or raises where the store does not answer.
-        status: returns where this rank stands now.
-        wait: waits for some seconds; returns whether the watchdog is to end.
+    `ask` runs a request to the store, or raises where the store does not answer; `wait` waits for some seconds, and
+    returns whether the watchdog is to end.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """What the kernel knows of TCP connections: whether a host that says nothing is cut off, slow or stopped.
 
-A rank that does not answer a question may be dead, stopped, or behind a link on which an answer takes a minute, and no
-question tells them apart. TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and
-the connections of a process that died are closed. So where a rank is missed, the kernel is asked for the state of every
-TCP connection of this process: a system call each, made only then.
+A rank that does not answer a question may be dead, stopped, or behind a slow link, and no question tells them apart.
+TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and the connections of a process
+that died are closed. So where a rank is missed, the kernel is asked for the state of every TCP connection.
 
     sent data is not acknowledged, nothing was heard since the wait began       cut        the host is down, or its link
     sent data is not acknowledged, but something was heard                      slow       it lives, its link is slow
@@ -124,6 +123,7 @@ def most_telling(found: Sequence[Liveness | None]) -> Liveness | None:
     """
     there = [liveness for liveness in found if liveness is not None]
     words = {word for word, _ in there}
+    # One sign of life outweighs all silence; of silence, data that is not acknowledged says most.
     word = next((word for word in ("slow", "taken", "cut", "idle") if word in words), None)
     return None if word is None else (word, min(heard_s for _, heard_s in there))
 

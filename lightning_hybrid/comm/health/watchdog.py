@@ -177,6 +177,7 @@ class Watchdog:
                 if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
                     self._ask(self._answer)
                     has_answered = True  # from now on only the error is waited for
+                # The error comes after the alarm: the rank that raised it first collects every status, and then writes.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     error_of_all = self._ask(lambda: self._store.get("error")).decode()
                     self._note_read()
@@ -189,6 +190,7 @@ class Watchdog:
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1  # of requests in a row
+                # One silent request may be another thread's doing; an error of the connection is final.
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
                 if is_stalled and not self._ended.is_set():  # else nothing here waits for the others
@@ -213,6 +215,7 @@ class Watchdog:
 
     def _status_and_liveness(self) -> RankStatus:
         status, waited_s = self._watched.status(), self._watched.stalled_s()
+        # Connections are looked at only where this rank waits: it costs a system call for each.
         if waited_s:
             status = replace(
                 status, liveness=tcp_info.liveness_by_address(tcp_info.tcp_connections(), waited_s=waited_s)
@@ -225,6 +228,7 @@ class Watchdog:
     def _store_failed(self, error: Exception) -> str:
         waited_s, port = max(self._watched.stalled_s(), STORE_LIMIT_S), store_port()
         connections = tcp_info.tcp_connections()
+        # All connections to the store's host, not that of the store alone: any of them shows that the host lives.
         to_host = {each.peer for each in connections if each.port == port}
         found = tcp_info.liveness_by_address([each for each in connections if each.peer in to_host], waited_s=waited_s)
         liveness = tcp_info.most_telling(list(found.values())) if isinstance(error, TimeoutError) else None

@@ -23,7 +23,7 @@ class BucketSummary:
     num_chunks: int
     traffic: Traffic = dataclasses.field(default_factory=Traffic)  # of one all-reduce of it
     num_times: int = 0  # how often it was averaged
-    in_flight_s: float | None = 0.0  # from submit until averaged, in all; buckets overlap, so theirs exceed `busy_s`
+    in_flight_s: float | None = 0.0  # from submit until averaged; buckets overlap: their sum may exceed `busy_s`
     exposed_s: float | None = 0.0  # of the step's exposed time, from the end of the bucket done before it to its own
 
     @property

@@ -8,9 +8,8 @@
     then             communication's time is monitored: where it changes beyond noise the plan is tuned again, at
                      most twice, and then one warning says that it is stale
 
-The unit is the optimizer step, from the begin of its first batch to the end of its last `optimizer_step`: what
-happens between steps (validation, checkpoints, waiting for the next batch) is not in its time. A plan changes between
-two steps, on every rank after the same one, when no bucket is in flight; all that changes is the order of additions.
+The unit is the optimizer step, from the begin of its first batch to the end of its last `optimizer_step`. A plan
+changes between two steps, on every rank after the same one; all that changes is the order of additions.
 """
 
 from __future__ import annotations
@@ -117,6 +116,7 @@ class TuningSession:
     def before_batch(self) -> None:
         """Change the plan between two steps, if it is to change. Collective for the first batch of a step."""
         if self._began_s is not None and self._ended_s is not None:
+            # A step ended with its optimizer's step, not here: validation and checkpoints are not in its time.
             step_s, self._began_s, self._ended_s = self._ended_s - self._began_s, None, None
             self._num_steps += 1
             before_s = self._clock()
