@@ -53,14 +53,13 @@ if TYPE_CHECKING:
 class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, DDPStrategy):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
-    `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`; other precisions keep
-    Lightning's meaning. No hyper-parameter is changed behind the user: the learning rate is not multiplied by anything.
+    `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
+    behind the user: the learning rate is not multiplied by anything.
 
     Args:
-        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once),
-            `"hierarchical"` (reduce in the node, ring of node leaders, broadcast in the node), `"two_level"`
-            (scatter-reduce in the node, all-reduce across nodes, gather in the node), or `"auto"`: per bucket the
-            one that fits its bytes and the topology.
+        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once), `"hierarchical"`
+            (reduce in the node, ring of node leaders, broadcast), `"two_level"` (scatter-reduce in the node, all-reduce
+            across nodes, gather), or `"auto"`: per bucket the one that fits its bytes and the topology.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
@@ -125,9 +124,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         self._has_optimizers = False  # made before the module was converted
-        # Gradients then are views of DDP's buckets, and need no copy into them and back.
-        ddp_kwargs.setdefault("gradient_as_bucket_view", True)
-        # For a torch without `bucket_cap_mb_list`, which `bucket_caps_for_ddp` gives where it is known.
+        ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
             accelerator=accelerator,
@@ -222,8 +219,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         super().model_to_device()
         if self._half is not None:
             assert self.lightning_module is not None
-            # Now, on the fp32 parameters: what constructors make of them, such as slow weights, is then fp32. Lightning
-            # makes optimizers later, and finds them made.
+            # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
             if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
                 self.setup_optimizers(self.lightning_module.trainer)
                 self._has_optimizers = True
