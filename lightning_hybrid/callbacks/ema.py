@@ -20,9 +20,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
         average <- decay * average + (1 - decay) * master         fp32, after each step
 
-    Validation sees the average, rounded to the model's precision; training goes on from where it was. Checkpoints hold
-    the average as their weights, and the trained weights under a key of their own; after `fit` the module holds the
-    average.
+    Validation sees the average, rounded to the model's precision; after `fit` the module holds the average. Checkpoints
+    hold it as their weights, and the trained weights under a key of their own.
 
     Args:
         decay: part of the average that stays at each update, 0 to 1.

@@ -5,11 +5,9 @@ A file is what `torch.save` writes, a zip archive, with a comment at its end:
     archive                                        as torch wrote it, but for its last 2 bytes, the comment's length
     "lightning_hybrid crc32 <8 hex> of <16 hex>"   checksum and number of the bytes before
 
-A zip archive may have a comment, so torch, stock Lightning and `unzip` read the file as any other. torch looks at no
-checksum: a flipped bit in a weight loads without an error. CRC-32 finds every damage of up to 32 bits in a row, and
-misses one in 4 billion of larger ones. It does not protect from intent: `weights_only` does.
-
-A kill at any moment leaves the old file or the new one under its name:
+torch, stock Lightning and `unzip` read the file as any other. torch looks at no checksum: a flipped bit in a weight
+loads without an error. CRC-32 finds every damage of up to 32 bits in a row, and misses one in 4 billion of larger ones.
+It does not protect from intent: `weights_only` does. A kill leaves the old file or the new one under its name:
 
     write .NAME.part, fsync  ->  rename to NAME, fsync of the directory  ->  the one before is NAME.previous
 """

@@ -57,9 +57,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         bucket = (sum over ranks of bucket / before) / after         before * after = world_size
 
     Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
-    holds `bucket.buffer()`. Afterwards all ranks hold the same bits.
-
-    Complex gradients arrive as pairs of reals.
+    holds `bucket.buffer()`. Afterwards all ranks hold the same bits. Complex gradients arrive as pairs of reals.
 
     Raises:
         TypeError: for sparse gradients.

@@ -57,7 +57,7 @@ class Chunk:
         self.job.flat = copy.whole
 
     def take_sum(self) -> Tensor | None:
-        """Put the sum where it belongs; returns how wrong its checksum is, on the device, or None without one."""
+        """Put the sum where it belongs; return the checksum's mismatch, on the device, or None without a checksum."""
         if self._copy is None or self.checksum is None:
             return None
         self.part.copy_(self._copy.body)

@@ -16,9 +16,6 @@ from lightning_hybrid.comm.topology import Scope, Topology
 class CommGroups:
     """The process groups of a set of stages, made for them alone and destroyed together.
 
-    Each stage has groups of its own: two stages that ran on one Gloo group from two threads would be matched with each
-    other by order of arrival, which sums the wrong tensors without a word.
-
     `by_stage` has the group of this rank in each stage; None where it has no other rank to talk to.
 
     Args:
@@ -34,6 +31,8 @@ class CommGroups:
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
         self._scopes: dict[str, Scope] = {}
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
+        # Each stage has groups of its own: two stages on one Gloo group would be matched with each other by order of
+        # arrival, which sums the wrong tensors without a word.
         self._owned: list[dist.ProcessGroup] = []
         everybody = tuple(range(topology.world_size))  # the default group serves for these
         # DDP's own collectives, as that of `find_unused_parameters`, are then in one order with the sums on the device

@@ -5,9 +5,6 @@
 
 A stage thread has one predecessor, so its queue, and with it the order of collectives on its group, is the order in
 which chunks were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
-
-A thread that has done its stage on the last chunk of a step, after which nothing comes to it, does the next stage too
-where that is idle: the step waits for this chunk, and waking another thread takes time.
 """
 
 from __future__ import annotations
@@ -156,7 +153,7 @@ class StageThreads:
             return
         chunk.place = f"waiting for stage `{successor.stage.name}`"
         # Equal counts: the next stage is idle. Nothing follows this chunk in its step, so no other thread runs that
-        # stage meanwhile, and waking its thread is saved.
+        # stage meanwhile. The step waits for this chunk, and waking another thread takes time.
         if chunk.is_last and successor.num_put == successor.num_done:
             self._pass_through(successor, chunk)
         else:
