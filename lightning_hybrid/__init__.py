@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Import `DurableCheckpointIO` when it is first asked for: only trainers that save need it."""
+    # Imported when it is first asked for: only trainers that save need it, and every user pays for an import.
     if name != "DurableCheckpointIO":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning_hybrid.checkpoint.io import DurableCheckpointIO

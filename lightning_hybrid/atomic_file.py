@@ -14,9 +14,8 @@ from typing import IO, Any
 def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     """Give a path next to `path` to write to, and rename it to `path` when the block ends without an error.
 
-    After a kill at any moment `path` holds the old content or the new one; what the kill leaves in the other file is
-    written over the next time. After an error nothing is left there. Content that must survive a power failure needs
-    `sync` within the block, and `sync_directory` after it.
+    After a kill at any moment `path` holds the old content or the new one. After an error no other file is left.
+    Content that must survive a power failure needs `sync` within the block, and `sync_directory` after it.
 
     Args:
         path: The file to replace or create. Its folder must exist.
@@ -28,6 +27,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     >>> path.read_text(), os.listdir(path.parent)
     ('whole', ['some.txt'])
     """
+    # One fixed name: what a kill leaves there is written over the next time.
     part = part_path(path)
     if has_rivals:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")

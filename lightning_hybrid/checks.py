@@ -14,6 +14,7 @@ def require_number(
     Traceback (most recent call last):
     ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
     """
+    # True is an int in Python, and would pass for 1. Comparisons with nan are false, so it is refused as well.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value < high or (above and value == low):
         interval = f"{'(' if above else '['}{low:g}, {high:g})"
@@ -27,6 +28,7 @@ def require_positive(name: str, value: float, why: str) -> None:
     Traceback (most recent call last):
     ValueError: `bytes_per_s` (=0.0) must be positive: it is a rate.
     """
+    # Not `value <= 0`: nan must be refused.
     if not value > 0:
         raise ValueError(f"`{name}` (={value!r:.80}) must be positive: {why}.")
 

@@ -49,22 +49,14 @@ TIME_TO_ACCURACY_STEP = "time_to_accuracy/step"
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: The name in loggers.
-        unit: SI unit, or "1" for a pure number.
-        meaning: One sentence.
-        from_clock: Whether it comes from a clock or from the operating system, so that a repeated run gives another
-            value; all others repeat digit for digit.
-        best: Whether the largest or the least of a run's values is its best; None where neither is.
-    """
-
-    name: str
-    unit: str
-    meaning: str
+    name: str  # in loggers
+    unit: str  # SI unit, or "1" for a pure number
+    meaning: str  # one sentence
+    # From a clock or the operating system: a repeated run gives another value. All others repeat digit for digit.
     from_clock: bool = False
-    best: Literal["max", "min"] | None = None
+    best: Literal["max", "min"] | None = None  # of a run's values; None where neither is
 
 
 _timed = partial(Metric, from_clock=True)
@@ -168,13 +160,13 @@ _TABLE = (
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
+# A metric for each bucket, by its place in the step.
 BUCKET_EXPOSED_S = Metric(
     name=f"{COMM_EXPOSED_S}/bucket_<index>",
     unit="s",
     meaning="Part of the exposed time per step from the end of the bucket before until this bucket was done.",
     from_clock=True,
 )
-"""A metric for each bucket, by its place in the step."""
 
 
 def exposed_s_of_bucket(index: int) -> str:
@@ -186,12 +178,12 @@ def exposed_s_of_bucket(index: int) -> str:
     return BUCKET_EXPOSED_S.name.replace("<index>", str(index))
 
 
+# A metric for each optimizer but the first.
 LOSS_SCALE_OF_OPTIMIZER = Metric(
     name=f"{TRAIN_LOSS_SCALE}/optimizer_<index>",
     unit="1",
     meaning="The same for a further optimizer in manual optimization; the first has no index.",
 )
-"""A metric for each optimizer but the first."""
 
 
 def loss_scale_of_optimizer(index: int) -> str:
@@ -203,11 +195,11 @@ def loss_scale_of_optimizer(index: int) -> str:
     return LOSS_SCALE_OF_OPTIMIZER.name.replace("<index>", str(index)) if index else TRAIN_LOSS_SCALE
 
 
+# Metrics for each parameter group with trust ratios but the first.
 TRUST_RATIO_OF_GROUP = tuple(
     Metric(name=f"{name}/group_<index>", unit="1", meaning="The same of a further group; the first has no index.")
     for name in (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
 )
-"""Metrics for each parameter group with trust ratios but the first."""
 
 
 def trust_ratios_of_group(index: int) -> tuple[str, ...]:

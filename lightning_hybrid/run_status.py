@@ -16,22 +16,14 @@ from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The state of a run that `HybridAllReduceStrategy` carries out; every field is empty under another strategy.
+    """The state of a run that `HybridAllReduceStrategy` carries out; every field is empty under another strategy."""
 
-    optimizer_steps     loss scale and skipped steps of each optimizer; () unless there are fp32 masters
-    masters             the fp32 masters, while the module is converted
-    has_grad_scaler     whether Lightning scales the loss (`precision="16-mixed"`)
-    comm_trace          counters of the communication, while a fit runs
-    communication_plan  ranks, nodes, buckets and algorithms in one line, once known
-    link_bytes_per_s    rate of a node's link, where the user gave it
-    """
-
-    optimizer_steps: Sequence[OptimizerStepState] = ()
-    masters: MasterWeights | None = None
-    has_grad_scaler: bool = False
-    comm_trace: CommTrace | None = None
-    communication_plan: str | None = None
-    link_bytes_per_s: float | None = None
+    optimizer_steps: Sequence[OptimizerStepState] = ()  # of each optimizer; () unless there are fp32 masters
+    masters: MasterWeights | None = None  # while the module is converted
+    has_grad_scaler: bool = False  # whether Lightning scales the loss (`precision="16-mixed"`)
+    comm_trace: CommTrace | None = None  # counters of the communication, while a fit runs
+    communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
 
     @property
     def loss_scales(self) -> list[LossScale]:

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from lightning_hybrid import metrics as m
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
+# Buckets in the picture; where there are more, those that were exposed longest.
 MOST_BARS = 40
-"""Buckets in the picture; where there are more, those that were exposed longest."""
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
@@ -50,10 +50,7 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
 
 
 def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
-    """Return the section of `summary.json` on all steps; None where a time was not measured, or with one node only.
-
-    Bytes of links are those of the busiest node, by its algorithm's formula.
-    """
+    """Return the section of `summary.json` on all steps; None where a time was not measured, or with one node only."""
     return {
         "num_steps": comm.num_steps,
         "num_buckets": comm.num_buckets,

@@ -20,12 +20,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
         average <- decay * average + (1 - decay) * master         fp32, after each step
 
-    Validation sees the average, rounded to the model's precision; training goes on from where it was. Checkpoints hold
-    the average as their weights, and the trained weights under a key of their own; after `fit` the module holds the
-    average.
-
-    Lightning's own would average the fp16 copies of the masters, and each validation would round the average itself to
-    fp16, as it swaps the two. Here the average stays where it is, and the module's tensors are saved meanwhile.
+    Validation sees the average, rounded to the model's precision; after `fit` the module holds the average. Checkpoints
+    hold it as their weights, and the trained weights under a key of their own.
 
     Args:
         decay: part of the average that stays at each update, 0 to 1.
@@ -72,7 +68,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
     @torch.no_grad()
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        """Put the average into the module; called again, put the trained weights back."""
+        # Lightning swaps the two, which would round the average itself to fp16 at each validation. Here it stays where
+        # it is, and the module's tensors are saved meanwhile; the second call puts them back.
         current = list(_tensors(pl_module))
         if self._trained is None:
             assert self._average_model is not None

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+# The key of the sums in a checkpoint.
 KEY = "epoch_metrics"
-"""The key of the sums in a checkpoint."""
 
 
 class KeepEpochMetrics(Callback):
@@ -23,11 +23,9 @@ class KeepEpochMetrics(Callback):
         `torchmetrics` objects of the module        their states
         `self.log(..., on_epoch=True)`              sums and weights of Lightning's
 
-    Lightning 2.6 saves neither: after a resume in mid-epoch the epoch's values are those of its rest. Sums of ranks
-    differ, and rank zero writes the checkpoint, so they are gathered: *every rank must have this callback.*
-
-    Under another number of ranks the sums fit no rank: a warning says that the epoch's values are of its rest.
-    A value that is logged before the checkpoint and never again in that epoch is lost.
+    Lightning 2.6 saves neither: after a resume in mid-epoch the epoch's values are those of its rest; so it is here
+    under another number of ranks, with a warning. *Every rank must have this callback.* A value that is logged before
+    the checkpoint and never again in that epoch is lost.
     """
 
     def __init__(self) -> None:
@@ -49,6 +47,7 @@ class KeepEpochMetrics(Callback):
         ranks: list[Any] = [own]
         if trainer.world_size > 1 and dist.is_initialized():
             ranks = [None] * trainer.world_size
+            # Each rank has sums of its own, and rank zero alone writes the checkpoint.
             dist.all_gather_object(ranks, own)
         if any(each["metrics"] or each["logged"] for each in ranks):
             checkpoint[KEY] = ranks
@@ -101,7 +100,7 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
 
 
 def _states(trainer: pl.Trainer, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each metric that training has updated since its reset: how often, and its states."""
+    # Those that training has updated since their reset, and not those that validation logs.
     results = cast(Any, trainer.fit_loop.epoch_loop.val_loop._results) or {}
     of_validation = {id(result.value) for result in results.values() if not result.is_tensor}
     for name, metric in _metrics(module):
@@ -111,7 +110,6 @@ def _states(trainer: pl.Trainer, module: torch.nn.Module) -> Iterator[tuple[str,
 
 
 def _sums(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each value that is averaged or added up over the epoch: its sum so far, and the weight of that."""
     for key, result in cast(Any, trainer.fit_loop.epoch_loop._results).items():
         names = {"mean": ("value", "cumulated_batch_size"), "sum": ("value",)}
         reduction = "mean" if result.meta.is_mean_reduction else "sum" if result.meta.is_sum_reduction else None
@@ -120,7 +118,6 @@ def _sums(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _on(value: Any, device: torch.device | str, *, is_copied: bool = False) -> Any:
-    """Move a state, which may be a list of tensors."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=is_copied)
     return [each.detach().to(device, copy=is_copied) for each in value]

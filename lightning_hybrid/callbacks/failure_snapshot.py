@@ -95,11 +95,8 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
 def save_state(
     folder: Path, trainer: pl.Trainer, *, batch: Any, batch_idx: int, error: str, history: list[tuple[int, float]]
 ) -> Path | None:
-    """Save the state at the moment of failure as `step<s>_rank<r>.pt`; return None where there is one already.
-
-    It holds batch, random states, scale history and place of the rank that calls it; on rank zero also the fp32
-    weights, which are the same on all. It loads with `torch.load(..., weights_only=True)`.
-    """
+    """Save the state at the moment of failure as `step<s>_rank<r>.pt`; return None where there is one already."""
+    # It loads with `torch.load(..., weights_only=True)`. fp32 weights are the same on all ranks: rank zero saves them.
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
     if path.exists():
         return None
@@ -125,12 +122,12 @@ def save_state(
 
 
 def _plain(leaf: Any) -> Any:
-    """Return what `weights_only=True` loads: tensors and plain values, and the text of anything else."""
+    # What `weights_only=True` loads: tensors and plain values, and the text of anything else.
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | str | None) else repr(leaf)
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest magnitude; nan where there is one."""
+    # One pass over memory, and no copy of absolute values; nan where there is one.
     return torch.linalg.vector_norm(tensor.detach(), float("inf"))

@@ -20,11 +20,11 @@ from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
 from lightning_hybrid.run_status import run_status
 
+# Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16.
 PROBE_AFTER = 20
-"""Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16."""
 
+# Steps at the least loss scale before a warning: a short burst of overflows would be over by then.
 STEPS_AT_FLOOR = 200
-"""Steps at the least loss scale before a warning: a short burst of overflows would be over by then."""
 
 NUM_SAVED = 8
 MOST_NAMES = 5
@@ -51,9 +51,8 @@ class NumericsMonitor(Callback):
     any error in a batch, but communication's       the batch is described in a note, and saved
     ==============================================  ==================================================================
 
-    Per step it asks the device whether the loss is finite, and leaves the answer there. The host reads at logged steps,
-    where `TrainingMetrics` reads anyway, and on a CPU, where it waits for nothing. Layers are probed only after 20
-    skipped steps in a row. *Every rank must have this callback.*
+    The host waits for the device at logged steps only. Layers are probed only after 20 skipped steps in a row. *Every
+    rank must have this callback.*
 
     Args:
         run_dir: the state at the failure is saved in `<run_dir>/numbers`, once: by each rank whose own numbers are bad,
@@ -118,6 +117,7 @@ class NumericsMonitor(Callback):
             self._look(trainer, pl_module, batch, batch_idx)
 
     def _count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
+        # The answer stays on the device; the host reads it at logged steps, where `TrainingMetrics` reads anyway.
         bad = ~torch.isfinite(loss.detach()).all()
         # A ring buffer on the device: only bad losses are written, which is decided there, so the host never waits.
         place = self._num_bad % NUM_SAVED
@@ -146,7 +146,7 @@ class NumericsMonitor(Callback):
         self._warn_of_zeros(trainer, pl_module)
 
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """Raise on every rank what any rank has seen first: (step, rank) in one number, so a minimum of 8 bytes."""
+        # On every rank what any rank has seen first: (step, rank) in one number, so the minimum is one of 8 bytes.
         world = trainer.world_size
         key = torch.where(self._first_bad == NEVER, NEVER, self._first_bad * world + trainer.global_rank)
         if world > 1:
@@ -191,7 +191,7 @@ class NumericsMonitor(Callback):
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn of gradients that stay zero. They are the same on every rank, so rank zero warns."""
+        # Gradients are the same on every rank, so rank zero warns.
         found = largest_gradients(pl_module)
         if not trainer.is_global_zero or not found or all(one is None for one in found.values()):
             return  # manual loops may have removed them
@@ -263,7 +263,7 @@ class NumericsMonitor(Callback):
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def _ask_others(self, trainer: pl.Trainer) -> str:
-        """Gather on which ranks the loss was not finite, and in which batches; the same text on all. Collective."""
+        # Collective; the same text on all ranks.
         own = (host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
         ranks = [own] * trainer.world_size
         if trainer.world_size > 1:
@@ -289,7 +289,6 @@ class NumericsMonitor(Callback):
 
 
 def _reads_are_free(device: torch.device) -> bool:
-    """Return whether the host reads a value without a wait."""
     return device.type == "cpu"
 
 
@@ -298,11 +297,9 @@ def _here(trainer: pl.Trainer) -> str:
 
 
 def _num_in_a_row(trainer: pl.Trainer) -> int:
-    """Return the steps skipped in a row, of the optimizer with most. Wait for the device."""
     return max((int(one.num_in_a_row) for one in run_status(trainer).optimizer_steps), default=0)
 
 
 def _skips(trainer: pl.Trainer) -> bool:
-    """Return whether a step with inf or nan is skipped."""
     status = run_status(trainer)
     return bool(status.loss_scales) or status.has_grad_scaler

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 
+# Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs.
 _SHOWN = {
     m.TRAIN_LOSS: ("loss", "{:.4g}", 1.0),
     m.IMAGES_PER_S: ("images/s", "{:,.0f}", 1.0),
@@ -19,7 +20,6 @@ _SHOWN = {
     m.DATA_WAIT_S: ("data wait, ms", "{:.3g}", 1e3),
     m.TRAIN_SKIPPED_STEPS: ("skipped", "{:.0f}", 1.0),
 }
-"""Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs."""
 
 
 def labelled(metrics: dict[str, Any]) -> dict[str, str]:
@@ -36,7 +36,7 @@ def labelled(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 class _LoggedValues(ProgressBar):
-    """A bar of the values at the last logged step: Lightning's read all after each batch, and on CUDA wait for each."""
+    # Values of the last logged step: Lightning's bars read all after each batch, and on CUDA wait for each.
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -68,7 +68,7 @@ class _LoggedValues(ProgressBar):
 
 class _RichBar(_LoggedValues, RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
-        """Leave out the "/-2" of "Epoch 3/-2" where the steps are limited and the epochs are not."""
+        # Where the steps are limited and the epochs are not, Lightning writes "Epoch 3/-2".
         text = super()._get_train_description(current_epoch)
         return text.replace("/-2", "") if self.trainer.max_epochs == -1 else text
 
@@ -80,8 +80,7 @@ class _PlainBar(_LoggedValues, TQDMProgressBar):
 def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
     """Make a bar with loss, images per second, exposed communication, waiting for data and what the module logs for it.
 
-    It is Rich's where `rich` is installed, else the plain one. Values are those of the last logged step, which
-    `TrainingMetrics`, to be listed before it, has read; between logged steps nothing is read from the device.
+    It is Rich's where `rich` is installed. Values are those that `TrainingMetrics`, to be listed before it, read last.
 
     Args:
         refresh_rate: of Rich's bar per second; of the plain one in batches.

@@ -36,18 +36,14 @@ class DataOrderError(RuntimeError):
 class ReplicaCheck(Callback):
     """A comparison of all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
 
-    It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`).
-
-    Data-parallel training trusts that every rank makes the same step with the averaged gradients. After a flipped bit,
-    code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
+    It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`). After a flipped
+    bit, code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
 
         c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. The start of
-    training, also from a checkpoint, and its end are checked too. Buffers are left out: the running
-    statistics of BatchNorm are each rank's own until the next forward. So are parameters that
-    `DistributedDataParallel` ignores.
+    training, also from a checkpoint, and its end are checked too. Buffers and parameters that DDP ignores are left out.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.
@@ -108,7 +104,7 @@ class ReplicaCheck(Callback):
             raise self._explain(own, order, step=trainer.global_step, equal_at=before)
 
     def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, equal_at: int) -> RuntimeError:
-        """Make the error, the same on every rank. Collective."""
+        # Collective: every rank has seen the difference, and makes the same error of it.
         ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
         dist.all_gather_object(ranks, (host_identity()[0], values, order))
@@ -135,16 +131,14 @@ class ReplicaCheck(Callback):
 
 
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that must be the same on all ranks, with its name.
-
-    For each parameter these are itself, its fp32 master and its optimizer state; then come loss scales and counts of
-    skipped steps.
-    """
+    """Yield every tensor that must be the same on all ranks, with its name."""
     module = trainer.strategy.lightning_module
     assert module is not None
     status = run_status(trainer)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    # No buffers: the running statistics of BatchNorm are each rank's own until the next forward.
     for name, parameter in module.named_parameters():
+        # DDP does not average these: they are each rank's own.
         if name in ignored:
             continue
         yield f"`{name}`", parameter
@@ -189,8 +183,6 @@ def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def order_of(loaders: Any) -> dict[str, Any]:
     """Collect what is known of the order of a loader, or of several, and does not depend on the rank.
-
-    These are attributes of the loader, its sampler, its batch sampler's sampler and its order, and lengths.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)

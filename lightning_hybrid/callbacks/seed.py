@@ -19,11 +19,9 @@ _EPOCH, _VALIDATION = 1, 2
 class SeedEachStep(Callback):
     """Seeding of each batch's random numbers from (seed, rank, epoch, batch), not from all that went before.
 
-    A run resumed in mid-epoch then draws the same dropout masks as the uninterrupted one, on each rank, and nothing has
-    to be saved: Lightning saves no generator state, and rank zero alone writes the checkpoint.
-
-    The start of an epoch is seeded from (seed, rank, epoch), a validation from these and the step. It seeds torch's
-    generators, the CUDA ones too, numpy's and Python's. List it before callbacks that draw numbers.
+    A run resumed in mid-epoch then draws the same dropout masks as the uninterrupted one, on each rank. The start of an
+    epoch is seeded from (seed, rank, epoch), a validation from these and the step. It seeds torch's generators, the
+    CUDA ones too, numpy's and Python's. List it before callbacks that draw numbers.
 
     Args:
         seed: seed of the run.
@@ -48,6 +46,7 @@ class SeedEachStep(Callback):
         self._seed(trainer, trainer.global_step, _VALIDATION)
 
     def _seed(self, trainer: pl.Trainer, *place: int) -> None:
+        # Seeded, and not saved: Lightning saves no generator state, and rank zero alone writes the checkpoint.
         entropy = [self.seed, trainer.global_rank, trainer.current_epoch, *place]
         # Three independent words: with one seed for all, the generators would draw related numbers.
         for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3, np.uint64).tolist()

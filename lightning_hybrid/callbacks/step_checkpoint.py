@@ -11,12 +11,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 class StepCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, but never between a step and the validation or the end of the epoch after it.
 
-    Lightning 2.6 takes a checkpoint that was written there for one of a finished epoch: a run that goes on from it
-    leaves out that validation, and at the end of an epoch all that is done there, schedules by epochs included. With
-    `every_n_train_steps` such a checkpoint comes at the end of the epoch, or in mid-epoch one step later. All arguments
-    and all else are `ModelCheckpoint`'s.
+    With `every_n_train_steps` such a checkpoint comes at the end of the epoch, or in mid-epoch one step later. All
+    arguments and all else are `ModelCheckpoint`'s.
     """
 
+    # Lightning 2.6 takes a checkpoint that was written there for one of a finished epoch: a run that goes on from it
+    # leaves out that validation, and at the end of an epoch all that is done there, schedules by epochs included.
     _is_due = False
 
     def on_train_batch_end(
@@ -29,6 +29,7 @@ class StepCheckpoint(ModelCheckpoint):
         self._is_due |= is_its_step and self._last_global_step_saved != step
         data_fetcher = trainer.fit_loop._data_fetcher
         assert data_fetcher is not None
+        # A validation or the end of the epoch follows this batch: the checkpoint waits for it.
         if loop.batch_progress.is_last_batch or loop._should_check_val_fx(data_fetcher):
             return
         accumulates = loop._should_accumulate()

@@ -28,11 +28,11 @@ CHECKPOINT_NAME = "stopped.ckpt"
 # A request to a rank: to stop, by the signal of that number, and to requeue. The largest over ranks is obeyed.
 NO, REQUEUE = 0, 1000
 
+# A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first.
 AT_ONCE_AFTER_S = 2.0
-"""A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first."""
 
+# How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s.
 REQUEUE_LIMIT_S = 30.0
-"""How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s."""
 
 
 class StopOnSignal(Callback):
@@ -43,19 +43,16 @@ class StopOnSignal(Callback):
     The exit code is a shell's for a process that SIGTERM ended, or SIGINT; other signals count as SIGTERM. Ctrl-C a
     second time ends the run at once, without a checkpoint.
 
-    The checkpoint is of a moment between two steps, after all of the last has been logged: a run that is resumed from
-    it goes on to the bit. The signal is obeyed after at most `every_n_steps` whole steps and, where that is under way,
-    one validation; writing the checkpoint comes on top. SLURM leaves 30 s before it kills, unless `KillWait` differs.
+    A run that is resumed from the checkpoint goes on to the bit. The signal is obeyed after at most `every_n_steps`
+    whole steps and, where that is under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s
+    before it kills, unless `KillWait` differs.
 
-    Lightning's broadcast of rank zero's flag before every batch becomes a maximum over ranks: the traffic is the same,
-    or less with `every_n_steps`. The host waits for each answer, so on CUDA nothing of the next step is queued up
-    meanwhile. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
+    The host waits for the answer of all ranks, so on CUDA nothing of the next step is queued up meanwhile; see
+    `every_n_steps`. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
 
     In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
     obeyed too, and once the checkpoint is on the disk rank zero queues the job again, unless
-    `SLURMEnvironment(auto_requeue=False)`.
-
-    *Every rank must have this callback.*
+    `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
 
     Args:
         dirpath: folder of the checkpoint; None: that of the first `ModelCheckpoint`, or else the trainer's
@@ -112,7 +109,7 @@ class StopOnSignal(Callback):
             signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
 
     def _install_handlers(self, trainer: pl.Trainer) -> None:
-        """Install the handlers. Lightning, which installed its own before, restores the old ones after the fit."""
+        # Lightning, which installed its own before, restores the old ones after the fit.
         # In place of Lightning's handlers. That of SIGTERM calls a collective in the middle of a rank's work, and a
         # rank above zero leaves alone. That of SLURM's signal saves in the middle of a step and then tests the weights
         # of that moment: a file `hpc_ckpt_*` in the run's directory beats those in memory.
@@ -121,6 +118,7 @@ class StopOnSignal(Callback):
                 signal.signal(number, partial(self._on_signal, trainer, NO))
             if (number_of_slurm := requeue_signal_of(trainer)) is not None:
                 signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
+        # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place.
         if trainer.world_size > 1:
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
 
@@ -167,19 +165,20 @@ class StopOnSignal(Callback):
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _on_signal(self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None) -> None:
-        """Note the signal. This runs in the middle of anything: no collective, no file, no lock."""
+        # This runs in the middle of anything: no collective, no file, no lock.
         if number == signal.SIGINT:
             now_s = time.monotonic()
             if self._interrupted_s is not None and now_s - self._interrupted_s > AT_ONCE_AFTER_S:
                 raise KeyboardInterrupt
             if self._interrupted_s is None and trainer.is_global_zero:
+                # Not `print`: the code that was interrupted may be in the middle of one.
                 os.write(2, b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n")
             self._interrupted_s = now_s if self._interrupted_s is None else self._interrupted_s
         self._asked = max(self._asked, requeue + number)
         self._stop_single_rank(trainer)
 
     def _stop_single_rank(self, trainer: pl.Trainer) -> None:
-        """Stop a run of one rank: there is no question before a batch, and Lightning reads this flag after each."""
+        # One rank has no question before a batch to wait for; Lightning reads this flag after each batch.
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 

@@ -9,8 +9,6 @@ One element that differs always shows: its difference is below 2**32 and its wei
 with 2**t the largest power of two in all differences, t < 32, the sum is one of 2**(63 - t) values, each as likely. The
 weights depend on the place, so exchanged elements show as well. (Carter and Wegman 1979, "Universal classes of hash
 functions"; the multilinear form is that of Lemire and Kaser 2014, arXiv:1202.4961, who keep the upper 32 bits.)
-
-A sum of floats would not do: additions round, and differences of opposite sign cancel.
 """
 
 from __future__ import annotations
@@ -45,11 +43,10 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device, without a wait.
-
-        Elements count in the order of memory, so two tensors must have the same strides to be comparable. Shape and
-        dtype are no part of it: the caller compares names, which say what a tensor is. Every nan is what its bits are.
-        """
+        """Return the fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device, without a wait."""
+        # Elements count in the order of memory, so two tensors must have the same strides to be comparable. Shape and
+        # dtype are no part of it: the caller compares names, which say what a tensor is. A nan is what its bits are.
+        # Integers, and not a sum of floats: additions round, and differences of opposite sign cancel.
         sums = _integers(tensor)
         level = 0
         while level == 0 or sums.numel() > 1:
@@ -72,6 +69,7 @@ class Fingerprint:
 
     def _weights_of(self, level: int, device: torch.device) -> Tensor:
         if (level, device) not in self._weights:
+            # Fixed seeds: every process and machine has the same weights.
             drawn = np.random.default_rng([1202, 4961, level]).integers(0, 2**64, _ROW, dtype=np.uint64)
             odd = (drawn | np.uint64(1)).view(np.int64)
             self._weights[level, device] = torch.from_numpy(odd).to(device)
@@ -79,7 +77,6 @@ class Fingerprint:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """View the bytes of a tensor as a flat list of integers of at most 32 bits, in the order of memory."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         flat = tensor.view(-1)
@@ -89,5 +86,6 @@ def _integers(tensor: Tensor) -> Tensor:
         flat = tensor.contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 4:
         flat = flat.clone()  # integers of 32 bits cannot begin there
+    # The widest integers that the bytes make whole numbers of.
     size = 4 if flat.numel() * flat.element_size() % 4 == 0 else flat.element_size()
     return flat.view(_INTEGERS[size])

@@ -21,9 +21,7 @@ class TimeToAccuracy(Callback):
         time_to_accuracy/total_s   validation counted, that which saw it included
 
     and the step, as finely as validation is done. The clock travels in the checkpoint: what an interrupted run did
-    after its last checkpoint is not counted. A target that was reached before the interruption stays reached.
-
-    Every rank must have this callback; the target is reached when every rank sees it reached.
+    after its last checkpoint is not counted. *Every rank must have this callback.*
 
     Args:
         target: value of the metric to reach.

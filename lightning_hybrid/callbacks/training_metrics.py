@@ -28,10 +28,7 @@ class TrainingMetrics(Callback):
     """Logging of what `lightning_hybrid.metrics` lists under train, comm, data, throughput and memory.
 
     At every `log_every_n_steps`-th step, and at no other, it reads values from the device and averages the loss over
-    ranks: *every rank must have this callback.* Loss scale, skipped steps and communication are those of the strategy's
-    `run_status`, trust ratios those of LARS and LAMB in automatic optimization, waiting that of the strategy's
-    prefetcher: what is missing is not logged.
-
+    ranks: *every rank must have this callback.* What is missing is not logged, as trust ratios without LARS or LAMB.
     Times are rank zero's, between two logged steps, less validation. They need batches of equal size on all ranks.
 
     Args:
@@ -206,13 +203,13 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
             continue
         ratios = torch.stack(group)
         found = torch.stack([ratios.min(), ratios.median(), ratios.max()]).tolist()
+        # After a skipped step the gradients, and so the ratios, are not finite.
         if all(map(math.isfinite, found)):
             values |= dict(zip(m.trust_ratios_of_group(index), found, strict=True))
     return values
 
 
 def _waits(trainer: pl.Trainer) -> Iterator[Callable[[], float]]:
-    """Yield `take_wait_s` of each training loader that measures its wait."""
     for loader in tree_leaves(trainer.train_dataloader):
         if (take_wait_s := getattr(loader, "take_wait_s", None)) is not None:
             yield take_wait_s

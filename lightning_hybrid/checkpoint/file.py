@@ -5,11 +5,9 @@ A file is what `torch.save` writes, a zip archive, with a comment at its end:
     archive                                        as torch wrote it, but for its last 2 bytes, the comment's length
     "lightning_hybrid crc32 <8 hex> of <16 hex>"   checksum and number of the bytes before
 
-A zip archive may have a comment, so torch, stock Lightning and `unzip` read the file as any other. torch looks at no
-checksum: a flipped bit in a weight loads without an error. CRC-32 finds every damage of up to 32 bits in a row, and
-misses one in 4 billion of larger ones. It does not protect from intent: `weights_only` does.
-
-A kill at any moment leaves the old file or the new one under its name:
+torch, stock Lightning and `unzip` read the file as any other. torch looks at no checksum: a flipped bit in a weight
+loads without an error. CRC-32 finds every damage of up to 32 bits in a row, and misses one in 4 billion of larger ones.
+It does not protect from intent: `weights_only` does. A kill leaves the old file or the new one under its name:
 
     write .NAME.part, fsync  ->  rename to NAME, fsync of the directory  ->  the one before is NAME.previous
 """
@@ -69,6 +67,7 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     >>> torch.load(path), read_checkpoint(previous_of(path)), check_whole(path)
     ({'step': 2}, {'step': 1}, True)
     """
+    # The old file has this second name until the new one is durable, so at no moment is there none.
     old = path.with_name(f".{path.name}.old")
     sink: _ChecksumFile | None = None
     try:
@@ -113,10 +112,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 class _ChecksumFile:
-    """A file that computes the checksum of what is written to it, and holds the last two bytes back for `finish`.
-
-    These two bytes are the length of the archive's comment, which torch writes as 0.
-    """
+    """A file that computes the checksum of what is written to it, and holds the last two bytes back for `finish`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.crc32, self.num_bytes, self.held = file, 0, 0, b""
@@ -124,6 +120,8 @@ class _ChecksumFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        # The last two bytes are the length of the archive's comment, which torch writes as 0. They are held back, as it
+        # writes in pieces of any size and only `finish` knows which was last.
         if len(view) < 2:
             view = memoryview(self.held + view)
         else:
@@ -214,6 +212,7 @@ def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool =
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
+        # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells.
         found = _objects_in(path) if weights_only and isinstance(error, UnpicklingError) else []
         if not found:
             raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
@@ -236,6 +235,7 @@ def check_whole(path: Path) -> bool:
         raise DamagedCheckpointError(_damaged(path, "it is empty"))
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
+        # A file of stock Lightning has no checksum, and is accepted. One of ours that lost its end has none: refused.
         if not comment.startswith(_MAGIC):
             _refuse_torn(path, file, num_bytes)
             return False

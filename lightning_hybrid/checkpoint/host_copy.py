@@ -45,6 +45,7 @@ def as_plain(
         return of_tensor(value)
     if value is None or type(value) in (*_SCALARS, torch.Size):
         return value
+    # These two before the scalars: a member of IntEnum is an int, a float64 of numpy is a float.
     if isinstance(value, Enum):
         return again(value.value)
     if isinstance(value, np.generic):
@@ -87,9 +88,7 @@ class HostCopies:
 
         bytes of a block = bytes of its tensors, each rounded up to 64;  where a block is too small, an eighth more
 
-    So neither changing shapes nor tensors that come and go allocate memory each time; fresh pages cost a CPU more than
-    the copy. From CUDA the copies are enqueued after the step in progress: call `wait` before reading them. torch
-    rounds page-locked memory up to a power of two.
+    From CUDA the copies are enqueued after the step in progress: call `wait` before reading them.
 
     >>> host = HostCopies()
     >>> weights = torch.ones(2, 3)
@@ -109,6 +108,8 @@ class HostCopies:
 
     def take(self, checkpoint: Any) -> Any:
         """Copy `checkpoint`; later steps do not change the copy, which is valid until the next call."""
+        # Two passes: the first finds the tensors, so that the size of a block is known before it is filled; the second
+        # puts the copies where the tensors were.
         found: dict[_Key, Tensor] = {}
 
         def noted(tensor: Tensor) -> Tensor:
@@ -143,6 +144,8 @@ class HostCopies:
         }
 
     def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
+        # One block is used again for tensors of any shape: fresh pages cost a CPU more than the copy. torch rounds
+        # page-locked memory up to a power of two.
         block = self._blocks.pop(is_locked, None)
         if block is None or block.numel() < num_bytes:
             size = num_bytes if block is None else num_bytes + num_bytes // 8
@@ -164,16 +167,13 @@ def _key_of(tensor: Tensor) -> _Key:
 
 
 def _room_for(tensor: Tensor) -> int:
-    """Compute the bytes of a copy, rounded up."""
     return -(-tensor.numel() * tensor.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
-    """Copy a tensor into `block`, `begin` bytes after its start, with the strides of `torch.empty_like`.
-
-    Its storage is that part of the block alone: `torch.save` writes the whole storage of a tensor.
-    """
+    # `frombuffer` gives a storage of this part of the block alone: `torch.save` writes the whole storage of a tensor.
     target = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+    # A tensor on `meta` has no memory: only the strides that torch would choose are wanted.
     target = target.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
     # A copy from CUDA to page-locked memory copies bytes: the flags of a conjugate or negative view would be lost.
     return target.copy_(tensor.detach().resolve_conj().resolve_neg(), non_blocking=tensor.is_cuda)

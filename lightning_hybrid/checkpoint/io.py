@@ -33,10 +33,9 @@ class DurableCheckpointIO(TorchCheckpointIO):
         remove    after all that was saved before it is on the disk, and not if that failed
 
     Any other reader of Lightning checkpoints reads these; checkpoints of others load here, without a comparison. Where
-    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread.
-
-    Mappings in hyper-parameters that are no dicts, such as OmegaConf's, are saved as dicts: only code that the file
-    names could build them. Other objects are saved as they are, with a warning that they will not load.
+    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread. Mappings in
+    hyper-parameters, such as OmegaConf's, are saved as dicts; other objects as they are, with a warning that they will
+    not load.
 
     Args:
         in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
@@ -44,8 +43,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         max_in_memory: With `in_background`, checkpoints that are copied and not yet written. A further one waits for
             the first to be written. Host memory, in bytes of the checkpoint's tensors: once for each that is not yet
             written; once between checkpoints, for the next; none after the end of fitting.
-        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds. Our choice: a checkpoint of
-            100 GB takes a disk of 200 MB/s 500 s.
+        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds.
         keep_previous: Whether a checkpoint that is overwritten stays next to the new one, as `<name>.previous.ckpt`:
             twice the space, and another one to resume from if the disk damages the newest. The recipes set it, for
             `resume=auto`; False is what `ddp` does.
@@ -62,6 +60,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         *,
         in_background: bool = False,
         max_in_memory: int = 2,
+        # Our choice: a checkpoint of 100 GB takes a disk of 200 MB/s 500 s.
         timeout_s: float = 900.0,
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
@@ -91,7 +90,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if not self.in_background:
             self._try(partial(self._write, as_plain(checkpoint), Path(path)))
             return
-        self._raise_earlier_error()
+        self._raise_earlier_error()  # a thread cannot raise into training: the next call does it
         copies = self._free_copies()
         copy = copies.take(checkpoint)
         self._put(partial(self._write_copy, copies, copy, Path(path)))
@@ -118,6 +117,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if not _is_local_file_protocol(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
+            # Lightning removes the old checkpoint right after it saves the new one. In the queue behind that write, and
+            # only if it succeeded: else the old one is all there is.
             self._thread.put(partial(remove_checkpoint, Path(path)), limit_s=self.timeout_s, needs_success=True)
         else:
             remove_checkpoint(Path(path))
@@ -154,6 +155,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Return memory that no job reads; wait for a job to end if `max_in_memory` are not yet written."""
         if not self._thread.wait_for_place(limit_s=self.timeout_s):
             raise self._too_slow()
+        # Taken out, so that no later save writes into what the thread still reads.
         return self._copies.pop() if self._copies else HostCopies()
 
     def _put(self, job: Callable[[], None]) -> None:
@@ -191,13 +193,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def _would_hide_another(error: BaseException) -> bool:
-    """Whether another error is being handled, which this one must not hide."""
+    # In `teardown` after a failed step: the error of the step must be the one that the user sees.
     other = sys.exc_info()[1]
     return other is not None and other is not error
 
 
 def _warn_of_objects(path: Path) -> None:
-    """Warn of objects when a checkpoint is written, and not only when it is needed."""
+    # At the first write, and not only when the checkpoint is needed and refuses to load.
     if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))):
         rank_zero_warn(
             f"The checkpoint `{path}` holds objects (={', '.join(found)}) next to tensors and plain data: it will load "

@@ -35,7 +35,7 @@ class WriterThread:
         self._has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments alone: strategies are pickled before anything runs."""
+        # Strategies are pickled (spawn) before anything runs: there is no queue to take along, and a lock cannot be.
         return {"max_jobs": self.max_jobs, "name": self.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -50,10 +50,13 @@ class WriterThread:
             needs_success: Leave the job out if the latest other one failed.
         """
         with self._changed:
+            # A removal holds no memory, so it needs no place. The condition's lock is re-entrant.
             if not needs_success and not self.wait_for_place(limit_s=limit_s):
                 return False
             self._jobs.append((job, needs_success))
             if self._thread is None:
+                # No daemon: Python waits for it at exit, so what was put is written. It is started under the lock under
+                # which it decides to end, so no job is left without a thread.
                 self._thread = threading.Thread(target=self._work, name=self.name)
                 self._thread.start()
         return True
@@ -86,6 +89,7 @@ class WriterThread:
                 if not self._jobs:
                     self._thread = None
                     return
+                # It stays in the queue while it runs: `wait` and `num_jobs` count it.
                 job, needs_success = self._jobs[0]
             if not (needs_success and self._has_failed):
                 self._do(job, counts=not needs_success)

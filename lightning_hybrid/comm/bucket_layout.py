@@ -8,19 +8,19 @@ from typing import Literal
 KIB = 1024
 MIB = 1024 * KIB
 
+# Size at which torch's DistributedDataParallel closes its first bucket.
 DDP_FIRST_BUCKET_BYTES = MIB
-"""Size at which torch's DistributedDataParallel closes its first bucket."""
 
+# Chunks and parts of chunks begin at multiples of this many elements, which vector instructions find aligned.
 ALIGNMENT = 16
-"""Chunks and parts of chunks begin at multiples of this many elements, which vector instructions find aligned."""
 
+# Up to here a rank sends all it has to every other rank across nodes: 4 nodes at 100 Mbit/s and 200 us took 2.5 ms for
+# 4 KiB against 4.4 in two rounds and 6.5 in Gloo's ring; for 64 KiB, which is more than this, 18, 12 and 15 ms.
 EXCHANGE_BYTES = 64 * KIB
-"""Up to here a rank sends all it has to every other rank across nodes: 4 nodes at 100 Mbit/s and 200 us took 2.5 ms for
-4 KiB against 4.4 in two rounds and 6.5 in Gloo's ring; for 64 KiB, which is more than this, 18, 12 and 15 ms."""
 
+# Up to here in two rounds: 4 nodes at 1 Gbit/s and 2 ms took 11 ms for 64 KiB against 29 in Gloo's ring. Far beyond it
+# too, but at 100 Mbit/s and 200 us 44 ms against 40 for 256 KiB, and 679 against 518 for 4 MiB.
 SCATTER_BYTES = 128 * KIB
-"""Up to here in two rounds: 4 nodes at 1 Gbit/s and 2 ms took 11 ms for 64 KiB against 29 in Gloo's ring. Far beyond it
-too, but at 100 Mbit/s and 200 us 44 ms against 40 for 256 KiB, and 679 against 518 for 4 MiB."""
 
 Form = Literal["exchange", "scatter_gather", "ring"]
 
@@ -45,14 +45,14 @@ def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
 def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> list[int]:
     """Cut `numel` elements into at most `num_chunks` chunks, at least one, at multiples of `alignment`.
 
-    Of four or more the first and the last have a quarter of the others: while the first is in its first stage, and the
-    last in its last, no other stage has anything to do.
+    Of four or more the first and the last have a quarter of the others.
 
     >>> chunk_numels(100, 3), chunk_numels(1600, 4), chunk_numels(0, 3)
     ([48, 48, 4], [160, 640, 640, 160], [0])
     """
     if not numel:
         return [0]
+    # Short ends: while the first chunk is in its first stage, and the last in its last, no other stage has work.
     has_short_ends = num_chunks >= 4
     num_units = 4 * num_chunks - 6 if has_short_ends else num_chunks  # ends are one unit long, others four
     end = middle = _rounded_up(-(-numel // num_units), alignment)

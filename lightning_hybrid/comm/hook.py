@@ -7,10 +7,9 @@ it is exact, and the sum of 2,048 gradients then has 64 times the room it would 
 bits of the subnormal range where dividing by 2,048 first would lose 11. Other dtypes have room for the sum of all:
 `before` is 1, which saves a pass over memory.
 
-How near the sum comes to the exact one is another question. NCCL adds in the wire's dtype and rounds at every addition,
-inside a node too; over Gloo 16-bit tensors are added in fp32 inside a node and rounded once. What was measured of
-accuracy on CPUs therefore does not hold on GPUs. Overflow does not depend on that: at 2,048 ranks any part of a sum is
-at most 32 times the largest gradient of any rank, and inf and nan survive every order of additions.
+NCCL adds in the wire's dtype and rounds at every addition; over Gloo 16-bit tensors are added in fp32 inside a node and
+rounded once: what was measured of accuracy on CPUs does not hold on GPUs. Overflow does not depend on that: at 2,048
+ranks any part of a sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
 """
 
 from functools import partial
@@ -33,9 +32,6 @@ class HookState:
 
     `comm_dtype`: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
 
-    Pickles without its engine, as threads and process groups cannot travel; `DistributedDataParallel` does not
-    register hooks again after unpickling, so the caller must do it, with a state that has an engine.
-
     Raises:
         ValueError: for another dtype.
     """
@@ -50,6 +46,8 @@ class HookState:
         self.comm_dtype = comm_dtype
 
     def __getstate__(self) -> dict:
+        # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
+        # caller must do it, with a state that has an engine.
         return {"engine": None, "comm_dtype": self.comm_dtype}
 
 
@@ -59,9 +57,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         bucket = (sum over ranks of bucket / before) / after         before * after = world_size
 
     Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
-    holds `bucket.buffer()`. Afterwards all ranks hold the same bits.
-
-    Complex gradients arrive as pairs of reals.
+    holds `bucket.buffer()`. Afterwards all ranks hold the same bits. Complex gradients arrive as pairs of reals.
 
     Raises:
         TypeError: for sparse gradients.
@@ -77,6 +73,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
+    # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
     dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
     before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
     return engine.submit(
@@ -97,6 +94,7 @@ def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
     """
     if not is_fp16:
         return 1, float(world_size)
+    # A power of two divides exactly. Near the square root, so neither sums overflow nor small gradients vanish.
     before = 1 << (world_size.bit_length() // 2)
     return before, world_size / before
 
@@ -112,6 +110,7 @@ def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> T
     if comm_dtype is None or comm_dtype == buffer.dtype:
         return buffer.div_(before) if before > 1 else buffer
     if comm_dtype.itemsize > buffer.dtype.itemsize:
+        # First to the wider dtype, then divide: dividing in fp16 would lose bits of subnormal gradients.
         wire = buffer.to(comm_dtype)
         return wire.div_(before) if before > 1 else wire
     return torch.div(buffer, before, out=torch.empty_like(buffer, dtype=comm_dtype))

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, get_args
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
+# Names of the all-reduce algorithms in engine/stages.py.
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
-"""Names of the all-reduce algorithms in engine/stages.py."""
 
 
 class NodeShape(Protocol):
@@ -31,29 +31,30 @@ class NodeShape(Protocol):
         """Ranks on each node; None where nodes differ."""
 
 
+# Buckets are not made smaller than this only to have more of them.
 LEAST_FUSED_BYTES = 2 * MIB
-"""Buckets are not made smaller than this only to have more of them."""
 
+# Backward hides all but the first of n equal buckets at its begin and the last at its end: of communication that takes
+# as long as backward, 1 - 1 / n. On one node there is no slow link to hide, and each bucket costs its start: 8 MiB of
+# gradients, 4 ranks on 2 cores took 54 ms in 4 buckets, 31 in 2. On CUDA a bucket costs the tens of microseconds that
+# NCCL takes to start, so None is DDP's own rule there.
 NUM_BUCKETS_ACROSS_NODES = 16
 
+# No chunk is made smaller than this: its messages would cost more than they hide.
 LEAST_CHUNK_BYTES = 64 * KIB
-"""No chunk is made smaller than this: its messages would cost more than they hide."""
 
 MAX_BYTES = 2**50
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """The plan of one bucket. Equal contents get equal plans.
-
-    `index`, `numel`, `dtype` (without `torch.`): the contents. `algorithm`, `num_chunks`: the decision.
-    """
+    """The plan of one bucket. Equal contents get equal plans."""
 
     index: int
     numel: int
     num_bytes: int
-    dtype: str
-    algorithm: Algorithm
+    dtype: str  # without `torch.`
+    algorithm: Algorithm  # this and the next are decided by the contents, which stand above
     num_chunks: int
 
     def describe(self) -> str:
@@ -97,25 +98,18 @@ class CommPlan:
         bucket_bytes: small tensors are fused up to this size; a larger one travels alone. 25 MiB is
             DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
         num_buckets: tensors are fused into smaller buckets than that where it would make fewer than this, but not
-            smaller than 2 MiB: backward hides all but the first of n equal buckets at its begin and the last at its
-            end, so of communication that takes as long as backward it can hide 1 - 1 / n. 1: `bucket_bytes` it is.
-            None: 16 between nodes; 1 on one node, where there is no slow link to hide and each bucket costs its start
-            (a step with 8 MiB of gradients, 4 ranks on 2 cores: 54 ms in 4 buckets, 31 in 2). On CUDA None is DDP's
-            own rule, see `ddp_buckets`: there each bucket costs tens of microseconds that NCCL takes to start.
+            smaller than 2 MiB. 1: `bucket_bytes` it is. None: 16 between nodes, 1 on one node, on CUDA DDP's own rule
+            (`ddp_buckets`).
         last_bucket_bytes: as `bucket_bytes`, for the bucket that is ready last: backward is over then and hides
             nothing of it. Where `num_buckets` is None, between nodes only, and not on CUDA.
         chunk_bytes: buckets of `hierarchical` and `two_level` are cut into chunks of about this size times the
-            number of nodes, as a ring cuts each again into one part per node: of 512 KiB at 2 nodes an all-reduce of
-            8 MiB took 696 ms at 100 Mbit/s where of 1 MiB it took 712; at 4 nodes 1104 and 1067.
+            number of nodes, as a ring cuts each again into one part per node.
         num_parallel_groups: chunks go round over this many independent sets of process groups, of `two_level` with k
-            ranks on a node over 2 / k times as many, but one at least: each is k flows. Gloo asks consent for each
-            message, and another flow uses the wire meanwhile; too many flows hinder each other: at
-            100 Mbit/s 8 MiB took 723 ms with 8 flows, 704 with 4 (k = 4), and 1051 with 4, 1081 with 2 (k = 2).
+            ranks on a node over 2 / k times as many, but one at least: each is k flows.
         check_order: compare, once per step, the order of all buckets over ranks (order_check.py). The 128 elements
             that do it shift where Gloo's ring begins to add, so without them `flat` is plain DistributedDataParallel
             bit for bit, and with them all but the last bucket is.
-        hierarchical_below_bytes: see the rule. 1 MiB: on emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s Gloo
-            the hierarchical form took 13.5 ms against 17.3 ms at 1 MB and 91.3 ms against 88.9 ms at 8 MB.
+        hierarchical_below_bytes: bytes below which `auto` takes `hierarchical`, see the rule.
 
     Raises:
         ValueError: if a value is outside these.
@@ -130,8 +124,13 @@ class CommPlan:
     bucket_bytes: int = 25 * MIB
     num_buckets: int | None = None
     last_bucket_bytes: int = MIB
+    # On emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s Gloo the hierarchical form took 13.5 ms against 17.3 at
+    # 1 MB, and 91.3 against 88.9 at 8 MB.
     hierarchical_below_bytes: int = MIB
+    # 8 MiB at 100 Mbit/s took 696 ms in chunks of 512 KiB and 712 of 1 MiB on 2 nodes, 1104 and 1067 on 4 nodes.
     chunk_bytes: int = 256 * KIB
+    # Gloo asks consent for each message, and another flow uses the wire meanwhile; too many hinder each other: 8 MiB
+    # took 723 ms with 8 flows, 704 with 4 (4 ranks a node), 1051 with 4 and 1081 with 2 (2 ranks a node).
     num_parallel_groups: int = 2
     check_order: bool = True
 
@@ -243,6 +242,7 @@ class CommPlan:
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
         """Choose the algorithm of a bucket of `num_bytes` on the wire, of a 16-bit dtype or not, by the table above."""
+        # Shards need as many ranks on every node. `fallback` says it to the user.
         if self.algorithm == "two_level" and topology.ranks_per_node is None:
             return "flat"
         if self.algorithm != "auto":
@@ -269,7 +269,7 @@ class CommPlan:
 
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
-        """Bytes, and whether of 16 bits: one of each kind between which `algorithm_for` distinguishes."""
+        # Bytes, and whether of 16 bits: one case of each kind between which `algorithm_for` distinguishes.
         return (0, True), (self.hierarchical_below_bytes, True), (self.hierarchical_below_bytes, False)
 
     def fallback(self, topology: NodeShape) -> str | None:
@@ -345,7 +345,7 @@ plan 5e97'
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse two values for one key, of which JSON would take the last without a word."""
+    # Of two values for one key JSON would take the last without a word.
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)

@@ -12,21 +12,17 @@ from typing import Literal
 
 import torch.distributed as dist
 
+# The ranks among which a stage talks. `world`: all. `node`: those of one node. `leaders`: the first of every node.
+# `across`: those with the same local rank, one of every node (equal nodes only).
 Scope = Literal["world", "node", "leaders", "across"]
-"""The ranks among which a stage talks.
-
-`world`: all. `node`: those of one node. `leaders`: the first of every node. `across`: those with the same
-local rank, one of every node (equal nodes only).
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """The ranks of every node, seen from one rank.
 
-    `nodes` holds the global ranks of each node, ascending; nodes are ordered by their first rank, which is the
-    node's leader. Ranks of one node need not be consecutive (cyclic launchers interleave them), and nodes need not be
-    of equal size.
+    `nodes` holds the global ranks of each node, ascending; nodes are ordered by their first rank, the node's leader.
+    Ranks of a node need not be consecutive (cyclic launchers interleave them), nor nodes of equal size.
 
     >>> topology = Topology(rank=3, nodes=((0, 2), (1, 3)))
     >>> topology.leader, topology.local_rank, topology.ranks_per_node
@@ -123,6 +119,7 @@ class Topology:
         >>> Topology.from_identities(rank=0, identities=["a", "b", "a"]).nodes
         ((0, 2), (1,))
         """
+        # A dict keeps the order of insertion: nodes come in the order of their first ranks, the same on every rank.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
             nodes.setdefault(identity, []).append(owner)
@@ -132,9 +129,9 @@ class Topology:
     def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
         """Find the nodes by gathering every rank's `host_identity`. Ranks are those of `group` (default: WORLD).
 
-        Collective: every rank of the group must call it, in the same order. Launcher variables and
-        `rank // local_size` are not used: both are wrong for cyclic rank orders and uneven nodes.
+        Collective: every rank of the group must call it, in the same order.
         """
+        # Not launcher variables or `rank // local_size`: both are wrong for cyclic rank orders and uneven nodes.
         identities: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
         dist.all_gather_object(identities, host_identity(), group=group)
         return cls.from_identities(rank=dist.get_rank(group), identities=identities)
@@ -165,12 +162,10 @@ equal size, and here the last node would hold 4 ranks. Either launch a multiple 
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return what processes of one node have in common: host name, boot and network namespace.
-
-    The boot id separates hosts that share a name; the network namespace separates containers (and emulated
-    hosts) on one machine, which reach each other over a network and not over loopback. What cannot be read counts as
-    empty. cgroups are left out on purpose: launchers give each rank of one node its own.
-    """
+    """Return what processes of one node have in common: host name, boot and network namespace; empty if unreadable."""
+    # The boot id separates hosts that share a name; the network namespace separates containers (and emulated hosts) on
+    # one machine, which reach each other over a network and not over loopback. Not cgroups: launchers give each rank
+    # of one node its own.
     boot_id = network_namespace = ""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()

@@ -14,7 +14,8 @@ class AverageOfMasters(AveragedModel):
     """torch's averaged model, over a LightningModule's masters where it has some."""
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Average the fp32 values: half-precision ones are rounded, and torch takes no mix of both in one list."""
+        """Average the fp32 values."""
+        # Half-precision ones are rounded, and torch takes no mix of both in one list.
         super().update_parameters(_Masters(model))
 
 

@@ -38,9 +38,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         y = half( f( float(half(x)), float(half(w)) ) )
 
     A call is taken over when one of its tensors is fp16, or where `torch.autocast` is on, which would round fp32
-    operands to fp16. Calls with `out=` and all other functions run unchanged.
-
-    Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
+    operands to fp16. Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
 
     Args:
         with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.
@@ -58,7 +56,6 @@ class Fp16MatmulEmulation(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Take over `func` if it is a matrix product of fp16 tensors."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
             # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` recomputes in backward would
@@ -76,6 +73,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
             return func(*args, **kwargs)  # refused, as on a GPU
         if torch.float16 not in dtypes and not (is_autocast and torch.float32 in dtypes and name not in _NOT_CAST):
             return func(*args, **kwargs)
+        # fp16 operands in fp32 arithmetic: products of two fp16 numbers are exact in fp32, as in tensor cores.
         args, kwargs = tree_map_only(Tensor, _operand, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             result = func(*args, **kwargs)
@@ -85,7 +83,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 def _backward(
     tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """Run `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode."""
+    # `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode.
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     retain_graph = create_graph if retain_graph is None else retain_graph
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())

@@ -10,9 +10,6 @@ _FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precisio
 class FullAccumulation:
     """Switch of torch's flags that allow cuBLAS to add the parts of a split product in half precision, its default.
 
-    A weight gradient of a large batch is such a product. Under a loss scale its parts can exceed 65,504 where the sum
-    does not, and they are rounded as well. The flags belong to the process, with or without CUDA.
-
     >>> matmul, full = torch.backends.cuda.matmul, FullAccumulation()
     >>> before, _ = matmul.allow_fp16_reduced_precision_reduction, full.begin()
     >>> during, _ = matmul.allow_fp16_reduced_precision_reduction, full.end()
@@ -23,6 +20,8 @@ class FullAccumulation:
     def __init__(self) -> None:
         self._forbidden: list[str] = []
 
+    # A weight gradient of a large batch is such a product. Under a loss scale its parts can exceed 65,504 where the sum
+    # does not, and they are rounded as well. The flags belong to the process, with or without CUDA.
     def begin(self) -> None:
         """Forbid what the user allows."""
         for flag in _FLAGS:

@@ -3,8 +3,7 @@
     scaled_loss = scale * loss        =>  every gradient is `scale` times too large, and is divided back in fp32
 
 The scale is always a power of two, so scaling and unscaling are exact in fp16 and fp32 as long as nothing overflows
-(Micikevicius et al. 2017, arXiv:1710.03740). All state lives in 0-dim device tensors and is updated with device
-arithmetic only: neither class ever makes the host wait.
+(Micikevicius et al. 2017, arXiv:1710.03740). State lives in 0-dim device tensors: no class makes the host wait.
 """
 
 from __future__ import annotations
@@ -86,11 +85,8 @@ class DynamicLossScale(LossScale):
             and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
         `growth_interval` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
 
-    The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks: without them a long run
-    can drive the scale to inf, and a burst of overflows can drive it to 0, where it stays for good.
-
-    `hysteresis` is the rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale
-    as it is. (apex forgives all that do not come in a row; such a scale may stay too high for ever.)
+    The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks. `hysteresis` is the rule of
+    Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale as it is.
 
     Args:
         init_scale: first scale; a power of two.
@@ -169,6 +165,7 @@ class DynamicLossScale(LossScale):
             )
         else:
             # The same rule with a count of forgiven overflows; no branch on the host, which does not know `found_inf`.
+            # (apex forgives all that do not come in a row: such a scale may stay too high for ever.)
             self.num_clean_steps.add_(1).masked_fill_(found_inf, 0)
             grow = self.num_clean_steps >= self.growth_interval
             self.hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
@@ -177,6 +174,7 @@ class DynamicLossScale(LossScale):
             scale.mul_(factor.masked_fill_(grow, self.growth_factor))
             self.num_clean_steps.masked_fill_(grow, 0)
             self.hysteresis_left.masked_fill_(grow, self.hysteresis)
+        # Without bounds a long run could drive the scale to inf, and a burst of overflows to 0, where it would stay.
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
     def state_dict(self) -> dict[str, float]:
@@ -239,6 +237,7 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
     for gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         by_dtype.setdefault(real.dtype, []).append(real)
+    # torch's own kernel, which `GradScaler` calls: it takes a list of one dtype, and no complex numbers.
     for of_one_dtype in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(of_one_dtype, found_inf, inverse_scale)
     return found_inf

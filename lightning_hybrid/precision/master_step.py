@@ -31,8 +31,7 @@ class MasterStep:
     def in_one_pass(self, optimizer: Optimizer, state: OptimizerStepState, **kwargs: Any) -> Tensor | None:
         """Step on scaled half gradients: the optimizer unscales, checks, updates and writes the half copies itself.
 
-        Returns:
-            1.0 if a gradient was inf or nan, else 0.0; None without a loss scale.
+        Return 1.0 if a gradient was inf or nan, else 0.0; None without a loss scale.
         """
         with self.on_masters(optimizer) as pairs:
             copies = {pair.master: pair.low for pair in pairs}
@@ -47,8 +46,9 @@ class MasterStep:
     def from_unscaled(
         self, optimizer: Optimizer, state: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
     ) -> None:
-        """Step with unscaled gradients. An optimizer that cannot skip by itself makes the host wait for `found_inf`."""
+        """Step with unscaled gradients; skip where `found_inf` is 1."""
         by_itself = found_inf is not None and supports_device_skip(optimizer, self._device)
+        # An optimizer that cannot skip by itself makes the host wait for the device here, once per step.
         if found_inf is not None and not by_itself:
             state.skip_flag = SkipFlag(bool(found_inf))
             if state.skip_flag.was_skipped():

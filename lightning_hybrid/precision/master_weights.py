@@ -84,8 +84,8 @@ class MasterPair:
 
             master = where(low == low_dtype(master), master, low)
 
-        Stochastic weight averaging, EMA, weight clamps and pruning write the module's tensors. Without this the next
-        copy from the masters would undo them. Untouched elements stay as they are, in all fp32 bits.
+        Weight averaging, clamps and pruning write the module's tensors, and the next copy from the masters would undo
+        that. Untouched elements stay as they are, in all fp32 bits.
         """
         # A state dict writes the master alone: then the low tensor, which was not written, follows.
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
@@ -118,8 +118,7 @@ class MasterWeights:
         frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
             averages are written there, in steps that half precision would round away.
 
-    Normalisation layers compute in fp32, as do weights that are computed from others (`parametrizations`,
-    `weight_norm`, `spectral_norm`). `torchmetrics` objects are left alone.
+    Weights that are computed from others (`parametrizations`, `weight_norm`, `spectral_norm`) stay fp32 as well.
     """
 
     def __init__(
@@ -161,10 +160,8 @@ class MasterWeights:
         return MasterPair(low=parameter, master=master, original_dtype=original_dtype)
 
     def follow_device(self) -> None:
-        """Move each master to where its low tensor is; track writes to it.
-
-        Call it between the module's move and DDP, whose gradient accumulators are for the parameters as they are then.
-        """
+        """Move each master to where its low tensor is; track writes to it."""
+        # Between the module's move and DDP, whose gradient accumulators are for the parameters as they are then.
         for pair in self.pairs.values():
             pair.master.data = pair.master.data.to(pair.low.device)
             track(pair.low, pair)
@@ -213,12 +210,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
-        """Take rank zero's values, those of names in `ignored` excepted.
-
-        Collective: every rank of WORLD must call it. `DistributedDataParallel` gives every rank rank zero's weights
-        when it wraps a module, in half precision here: where ranks began with other weights, as without a common seed,
-        their masters would keep other lower digits, and the ranks would part.
-        """
+        """Take rank zero's values, those of names in `ignored` excepted. Collective: every rank must call it."""
+        # DDP gives every rank rank zero's weights when it wraps a module, in half precision here: where ranks began
+        # with other weights, as without a common seed, the masters' lower digits would differ, and the ranks part.
         pairs = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
         masters = [pair.master.detach() for pair in pairs if pair is not None]
         if masters:
@@ -235,6 +229,7 @@ class MasterWeights:
             pair.absorb_outside_writes_()
             untrack(pair.low)
             gradient = pair.low.grad
+            # `grad_dtype` can only change while there is no gradient.
             pair.low.grad = None
             pair.low.data = pair.master.data.to(pair.original_dtype)
             pair.low.grad_dtype = pair.original_dtype
@@ -279,19 +274,17 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _was_written(low: Tensor) -> bool:
-    """Return whether torch counted a write to `low` since its pair was marked clean."""
     return getattr(low, "clean_version", None) != low._version
 
 
 def _is_reparametrised(module: nn.Module) -> bool:
-    """Return whether a weight is computed from the parameters of `module`."""
+    # New style (`parametrizations`) or old (`weight_norm`, `spectral_norm`): a weight is computed from the parameters.
     return isinstance(module, parametrize.ParametrizationList) or any(
         isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()
     )
 
 
 def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` and its descendants, without `torchmetrics` objects and what they hold."""
     seen: set[int] = set()
     stack = [module]
     while stack:
@@ -304,7 +297,7 @@ def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _exchange_(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Put the second of each pair where the first is: in groups (`load_state_dict` makes new ones) and in state."""
+    # The groups at this moment: `load_state_dict` makes new ones.
     substitute = {id(old): new for old, new in pairs}
     for group in optimizer.param_groups:
         group["params"] = [substitute.get(id(parameter), parameter) for parameter in group["params"]]

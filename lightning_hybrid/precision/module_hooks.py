@@ -28,14 +28,7 @@ class Pair(Protocol):
 
 
 class ModuleHooks:
-    """The hooks of one conversion.
-
-    They reach it through a link that copies and pickles of a module lose: there the hooks do nothing.
-
-    Args:
-        pair_of: the pair of a parameter, or None.
-        dtype: the compute dtype.
-    """
+    """The hooks of one conversion; `pair_of` returns the pair of a parameter, or None."""
 
     def __init__(self, pair_of: Callable[[Tensor], Pair | None], dtype: torch.dtype) -> None:
         self.pair_of = pair_of
@@ -94,7 +87,8 @@ class ModuleHooks:
 
 
 class _Link:
-    """The way from a hook to its conversion; a copy or pickle of it leads nowhere."""
+    # Hooks reach their conversion through this link. A copy or pickle leads nowhere: hooks of a copied module must not
+    # reach the masters of the original.
 
     def __init__(self, hooks: ModuleHooks | None = None) -> None:
         self.hooks = hooks

@@ -56,7 +56,7 @@ class MasterWeightPrecision(Precision):
     each batch but the last they are taken out of `p.grad`, and into the last backward they go back as a sum.
 
     LARS and LAMB (on a CPU: if `fused=True`) do all from *unscale* to *copy* themselves, unless clipping or a hook is
-    promised fp32 gradients (`optimizer_protocol.grads_are_observed`); `p.grad` then stays scaled fp16.
+    promised fp32 gradients; `p.grad` then stays scaled fp16.
 
     In manual optimization `p.grad` is fp32 and unscaled after each `manual_backward`, and each optimizer has a loss
     scale of its own. A backward takes the smallest of those that it can reach, and they go on from it.
@@ -150,13 +150,11 @@ class MasterWeightPrecision(Precision):
         self.masters.hooks.step_context = self.forward_context
 
     def follow_device(self, device: torch.device) -> None:
-        """Move masters and loss scale to the `device` that the module was moved to.
-
-        In a fit the module is converted now. Its optimizers were made before, so that what their constructors make of
-        parameters, such as accumulators and slow weights, is fp32.
-        """
+        """Move masters and loss scale to the `device` of the module; in a fit, convert the module now."""
         self._device = device
         self._full_accumulation.begin()
+        # Optimizers were made before, so that what their constructors make of parameters, such as accumulators and slow
+        # weights, is fp32.
         if self._is_fit:
             self._convert()
         if self.masters is not None:
@@ -169,6 +167,7 @@ class MasterWeightPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
         trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
+        # Refused before training, and not noticed in a checkpoint.
         if trainer is not None and not self._has_strategy:
             raise MisconfigurationException(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
@@ -194,17 +193,14 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run under autocast: matrix products take half operands, losses and other delicate functions are fp32.
-
-        The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
-        their dtypes too: operands are cast where they are used, targets are not.
-        """
+        """Run under autocast: matrix products take half operands, losses and other delicate functions are fp32."""
+        # The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
+        # their dtypes too: operands are cast where they are used, targets are not.
         with torch.autocast(self._device.type, dtype=self.dtype), self._arithmetic():
             yield
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """Compute inside as a step does; on a CPU fp16 matrix products are emulated (`fp16_emulation`)."""
         with ExitStack() as stack:
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
@@ -224,6 +220,7 @@ class MasterWeightPrecision(Precision):
             self.masters.return_sums()
         if self._scale is not None:
             self._last_loss = tensor.detach()
+            # In fp32: a half-precision loss times a scale of 65,536 would overflow.
             tensor = tensor.float() * self._scale
         return super().pre_backward(tensor, module)
 
@@ -233,14 +230,12 @@ class MasterWeightPrecision(Precision):
             super().backward(tensor, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last.
-
-        In manual optimization they are unscaled: user code may read, clip and change them from now on.
-        """
+        """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last."""
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
         is_local = not self._is_last_backward()
         if not module.automatic_optimization:
+            # Unscaled at once: user code may read, clip and change them from now on.
             for parameters in self.optimizer_steps.parameters_by_optimizer(module):
                 self._unscaled.unscale(parameters, self._scale, to_fp32=self.masters.gradient_fp32, is_local=is_local)
             self._unscaled.put_back()
@@ -257,11 +252,9 @@ class MasterWeightPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, unscale, call hooks and clip, then step on the masters or skip the step whole.
-
-        Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
-        same decision with no further collective.
-        """
+        """Run the closure, unscale, call hooks and clip, then step on the masters or skip the step whole."""
+        # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
+        # same decision with no further collective.
         assert isinstance(optimizer, Optimizer)
         assert self._step is not None
         assert self.masters is not None
@@ -297,7 +290,6 @@ class MasterWeightPrecision(Precision):
         )
 
     def _unscale_(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        """Put fp32 gradients, divided by the scale, into `p.grad`; return 1.0 if one is inf or nan, else 0.0."""
         assert self.masters is not None
         parameters, scale = list(parameters_of(optimizer)), None
         if state.loss_scale is not None:
@@ -314,7 +306,7 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
-        """Let user code step `optimizer`, `outer` itself or within it: on the masters, or on nothing after overflow."""
+        # User code steps `optimizer`, which is `outer` or within it: on the masters, or on nothing after overflow.
         state = self.optimizer_steps.of(outer)
         found_inf = self._unscale_(optimizer, state)
         assert self._step is not None
@@ -324,7 +316,7 @@ class MasterWeightPrecision(Precision):
             state.count(found_inf)
 
     def _stop_if_stuck(self, state: OptimizerStepState, model: LightningModule) -> None:
-        """Look for endless overflow where the host knows of a skip, and at logged steps; see `on_train_end`."""
+        # Only where the host knows of a skip, and at logged steps: else it would wait for the device in each step.
         flag, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
         if is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
@@ -333,7 +325,7 @@ class MasterWeightPrecision(Precision):
     # ---- schedules -------------------------------------------------------------------------------------------------
 
     def _may_put_off_schedules(self) -> bool:
-        """Return True on CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well."""
+        # On CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well.
         assert isinstance(self._module, LightningModule)
         trainer, every = self._module.trainer, self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0

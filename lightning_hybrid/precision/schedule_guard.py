@@ -1,18 +1,15 @@
 """Learning-rate schedules that wait when a step was skipped.
 
-After an overflow the optimizer does not step, so neither may a schedule that counts steps: a warm-up would lose some to
-the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
-
+A warm-up would lose steps to the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
 The schedule runs on the host; whether the step was skipped is known on the device. F forward, B backward, U update:
 
     device   | F1 B1 U1 | F2 B2 U2 | F3 ..
     host     queue F1 B1 U1, F2 B2 | wait for U1's flag | schedule of step 1 | queue U2, F3 B3 | wait for U2's flag ..
 
-The rate is needed when U2 is queued, not before, so the schedule's step 1 is put off until then. That is the one wait
-of a step, for something the device did before the F2 and B2 that it has still in store: it does not run dry.
-Elsewhere the host waits at once: on a CPU, which knows the flag; before a logged step and after the last batch of an
-epoch, so that what is logged or stepped by epochs finds today's rate; and at a checkpoint. In between
-`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` on CUDA are those of the step just made.
+The rate is needed when U2 is queued, not before, so the schedule's step 1 is put off until then: the one wait of a
+step, while the device still has F2 and B2 in store. Elsewhere the host waits at once: on a CPU, which knows the flag;
+before a logged step and after the last batch of an epoch; and at a checkpoint. In between, on CUDA,
+`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` are those of the step just made.
 """
 
 from __future__ import annotations
@@ -46,17 +43,15 @@ class ScheduleGuard:
         self._waiting: list[tuple[list[SkipFlag], Callable[[], None]]] = []
 
     def __len__(self) -> int:
-        """Return the number of guarded schedules."""
         return len(self._guarded)
 
     def guard(self, config: LRSchedulerConfig) -> None:
         """Make `config.scheduler.step()` do nothing where its optimizer's last step was skipped.
 
-        Only schedulers with `interval="step"` are guarded: one that counts epochs has to move however its last step
-        ended. `ReduceLROnPlateau` follows a metric, not steps. The object stays itself and an instance of its class;
-        its class becomes a subclass whose namespace, not the instance's, holds the check, so `state_dict()` is
-        unchanged.
+        Only schedulers with `interval="step"`, and not `ReduceLROnPlateau`, which follows a metric.
         """
+        # One that counts epochs has to move however its last step ended. The object stays itself and an instance of its
+        # class; the check is in the namespace of a subclass, not of the instance, so `state_dict()` is unchanged.
         scheduler = config.scheduler
         if config.interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or is_guarded(scheduler):
             return

@@ -60,17 +60,12 @@ class SkipFlag:
 
 @dataclass(eq=False)
 class OptimizerStepState:
-    """One optimizer's loss scale and counters.
+    """One optimizer's loss scale and counters."""
 
-    loss_scale      of the next backward;  None with bf16
-    grad_scale      what the gradients waiting for the next step were multiplied by
-    skip_flag       of the last step;  None: it was not skipped
-    """
-
-    loss_scale: LossScale | None
+    loss_scale: LossScale | None  # of the next backward; None with bf16
     optimizer: Optimizer | None = None
-    grad_scale: Tensor | None = None
-    skip_flag: SkipFlag | None = None
+    grad_scale: Tensor | None = None  # what the gradients waiting for the next step were multiplied by
+    skip_flag: SkipFlag | None = None  # of the last step; None: it was not skipped
     num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
@@ -92,6 +87,7 @@ class OptimizerStepState:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         self.num_skipped.add_(skipped)
+        # A clean step multiplies by 0: no branch on the host.
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,11 +107,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """The states of all optimizers, in the trainer's order. Further ones start as copies of the first.
-
-    Args:
-        loss_scale: of the first optimizer, which the others copy; None with bf16.
-    """
+    """The states of all optimizers, in the trainer's order; further loss scales are copies of the first's."""
 
     def __init__(self, loss_scale: LossScale | None) -> None:
         super().__init__([OptimizerStepState(loss_scale=loss_scale)])
@@ -136,6 +128,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
             if state.optimizer is None:
                 state.optimizer = optimizer
                 return state
+        # A copy: each optimizer's scale follows its own overflows.
         new = OptimizerStepState(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
         new.to(self._device)
         self.append(new)

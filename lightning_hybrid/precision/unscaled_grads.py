@@ -13,16 +13,12 @@ from lightning_hybrid.precision.loss_scale import unscale_
 
 @dataclass(eq=False)
 class Unscaled:
-    """One fp32 gradient in `p.grad` that was divided by a loss scale.
-
-    found_inf   whether it or one of those divided with it is inf or nan;  None: not known, or there is no scale
-    is_local    it is this rank's alone: the next backward that averages has to average it too
-    """
+    """One fp32 gradient in `p.grad` that was divided by a loss scale."""
 
     parameter: Tensor
     gradient: Tensor
-    found_inf: Tensor | None = None
-    is_local: bool = False
+    found_inf: Tensor | None = None  # whether it or one divided with it is inf or nan; None: not known, or no scale
+    is_local: bool = False  # this rank's alone: the next backward that averages has to average it too
 
 
 class UnscaledGradients:
@@ -73,6 +69,7 @@ class UnscaledGradients:
                     "and the all-reduce of buckets need dense gradients. Build the embedding with `sparse=False`."
                 )
             if gradient.dtype.itemsize == 2:  # half precision
+                # What was set aside may lie in the memory that `to_fp32` reuses, and both are needed for the sum.
                 gradient = gradient.float() if to_fp32 is None or aside is not None else to_fp32(parameter)
             gradients.append(gradient)
         found_inf = None
@@ -86,6 +83,7 @@ class UnscaledGradients:
 
     def _put(self, unscaled: Unscaled) -> None:
         parameter = unscaled.parameter
+        # `grad_dtype` None allows a gradient of another dtype than the parameter's.
         if unscaled.gradient is not parameter.grad:
             parameter.grad_dtype = None
             parameter.grad = unscaled.gradient

@@ -6,9 +6,8 @@ count of its own. So `data` of a tracked parameter notes that it was read: its r
 
     untouched   =   `data` was not read since `track`, and `_version` is what it was at `mark_clean`
 
-Neither sees writes behind torch's back: through numpy or DLPack views, by kernels that are given addresses, by a
-replayed CUDA graph, or through `data` inside a compiled graph. Code that writes so has to call
-`torch.autograd.graph.increment_version(parameter)`, as autograd asks of it anyway.
+Neither sees writes behind torch's back: through numpy or DLPack views, by kernels that are given addresses, a replayed
+CUDA graph, or `data` in a compiled graph. Such code has to call `torch.autograd.graph.increment_version(parameter)`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ class Value(Protocol):
 
 
 class TrackedParameter(nn.Parameter):
-    """A parameter while it is tracked; `data` gives what it always gives.
-
-    Copies and pickles are plain parameters that hold the exact value, as of a model in mixed precision.
-    """
+    """A parameter while it is tracked; copies and pickles are plain parameters that hold the exact value."""
 
     clean_version: int | None
     is_data_known: bool
@@ -58,11 +54,9 @@ class TrackedParameter(nn.Parameter):
         _DATA.__set__(self, value)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what a plain parameter would."""
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter with the exact value."""
         if id(self) not in memo:
             exact = self.value.exact().clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(exact, self.requires_grad)
@@ -70,16 +64,14 @@ class TrackedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter with the exact value."""
         return nn.Parameter(self.value.exact(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def track(parameter: Tensor, value: Value) -> None:
-    """Begin to track; `is_untouched` is False until `mark_clean`. The parameter's identity and behaviour stay.
-
-    Only what is exactly an `nn.Parameter` is tracked: a class of the user's may have a `data` of its own.
-    """
+    """Begin to track; `is_untouched` is False until `mark_clean`. The parameter's identity and behaviour stay."""
+    # Only what is exactly an `nn.Parameter`: a class of the user's may have a `data` of its own.
     if type(parameter) is nn.Parameter:
+        # Its class is changed in place: optimizers, DDP and user code hold references to this object.
         parameter.__class__ = TrackedParameter
         parameter.clean_version = None  # type: ignore[attr-defined]
         parameter.is_data_known = False  # type: ignore[attr-defined]

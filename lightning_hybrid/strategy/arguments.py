@@ -115,11 +115,9 @@ def plan_from(plan: CommPlan | Planner | str | None, *, algorithm: Any, bucket_b
 def ask_planner(
     planner: Planner, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
 ) -> CommPlan:
-    """Return the planner's choice for this module's gradients, of the dtype on the wire or that of the largest one.
-
-    Gradients get ready about in the reverse order of the parameters.
-    """
-    # Ranks that know the same module choose the same plan: nothing here is measured.
+    """Return the planner's choice for this module's gradients, of the dtype on the wire or that of the largest one."""
+    # Ranks that know the same module choose the same plan: nothing here is measured. Gradients get ready about in the
+    # reverse order of the parameters.
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
@@ -273,6 +271,7 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
     Raises:
         ValueError: names optimizer and group.
     """
+    # By identity: `in` would compare tensors element by element.
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):

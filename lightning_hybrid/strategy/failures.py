@@ -3,9 +3,7 @@
     before there is an engine     a watchdog of its own names dead, stopped, hanging and failed ranks
     from then on                  the engine's does (`comm/health/watchdog.py`)
 
-On CUDA torch's own watchdog would end a process without a word as soon as NCCL reports a lost peer, or after the time
-limit; here it only aborts communicators (`CLEAN_UP_ONLY`), and the error that follows is reported and explained. By
-then the weights may have taken a step with gradients that are no averages: nothing is saved after a failure.
+On CUDA the weights may have taken a step with gradients that are no averages: nothing is saved after a failure.
 """
 
 from __future__ import annotations
@@ -31,9 +29,11 @@ from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, 
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.strategy.arguments import with_own_names
 
+# Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group."""
 
+# By default torch's watchdog ends a process without a word as soon as NCCL reports a lost peer, or after the time
+# limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
 INSIDE = "in a collective of Lightning's or torch's"
@@ -41,11 +41,9 @@ OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
 
 
 class SetupWatchdog:
-    """Watchdog that names the rank others wait for, before there is an engine or where there will be none.
+    """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective."""
 
-    Collective: every rank of WORLD must make one. Ends with `leave`. A collective that waits meanwhile fails when the
-    backend says so; only then can the cause be named.
-    """
+    # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
 
     def __init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -98,18 +96,15 @@ class SetupWatchdog:
 
 
 class SigtermOnAnyRank:
-    """Handler of SIGTERM for one fit, in place of Lightning's: it notes the signal, and the next batch raises.
-
-    Rank zero's signal is obeyed as Lightning does; another rank's by ending its run, of which the others learn within
-    seconds.
-    """
+    """Handler of SIGTERM for one fit, in place of Lightning's: it notes the signal, and the next batch raises."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._was_asked = False
         # Lightning 2.6 asks rank zero before each batch whether it received a signal, and its handler calls the same
         # collective in the middle of what a rank does: a signal to a rank above zero leaves the ranks waiting in
-        # different collectives for good.
+        # different collectives for good. Here rank zero's signal is obeyed as Lightning does; another rank's by ending
+        # its run, of which the others learn within seconds.
         installed = signal.getsignal(signal.SIGTERM)
         if isinstance(installed, _HandlersCompose):
             installed.signal_handlers = [
@@ -136,10 +131,9 @@ class SigtermOnAnyRank:
 
 
 class FailureReportMixin:
-    """Strategy mixin: report an error on one rank to all ranks, and name the rank that caused it.
+    """Strategy mixin: report an error on one rank to all ranks, and name the rank that caused it."""
 
-    `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
-    """
+    # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
 
     _engine: CommEngine | None = None
     _setup_watchdog: SetupWatchdog | None = None
@@ -172,7 +166,6 @@ class FailureReportMixin:
             return super().broadcast(*args, **kwargs)  # type: ignore[misc]
 
     def _waiting_for_ranks(self) -> AbstractContextManager[None]:
-        """Mark what runs inside as a collective, for the watchdog before there is an engine."""
         return nullcontext() if self._setup_watchdog is None else self._setup_watchdog.waiting()
 
     def _end_setup_watchdog(self) -> None:
@@ -181,12 +174,10 @@ class FailureReportMixin:
             watchdog.leave()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the error to the ranks that wait for this one; where another rank is the cause, say which.
-
-        An error of a collective of DDP or Lightning, such as the broadcast of buffers, stays itself with more words.
-        """
+        """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
         watchdog = self._engine or self._setup_watchdog
         if watchdog is not None and is_of_a_collective(exception):
+            # Of DDP or Lightning, such as the broadcast of buffers: it stays itself, with more words.
             exception.args = (watchdog.explain(exception),)
         elif watchdog is not None:
             watchdog.abort(reason_of(exception))
@@ -214,7 +205,6 @@ class FailureReportMixin:
         self._sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
 
     def _obey_sigterm(self) -> None:
-        """End the run before a batch, if this rank received a SIGTERM."""
         if self._sigterm is not None:
             self._sigterm.before_batch()
 
@@ -225,7 +215,6 @@ class FailureReportMixin:
         super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _end_failure_reports(self) -> None:
-        """Say where the run stopped, and give back what was set for it. May be called again."""
         self._end_setup_watchdog()
         ended_by, self._ended_by, self._sigterm = self._ended_by, None, None
         if ended_by is not None:  # only now: a callback may have written a checkpoint after the error
@@ -236,10 +225,8 @@ class FailureReportMixin:
 
 
 def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Report on rank zero the epoch and step at which a fit ended early, and what it can go on from.
-
-    An error before the first step is not reported: there is nothing to go on from.
-    """
+    """Report on rank zero the epoch and step at which a fit ended early, and what it can go on from."""
+    # Not of an error before the first step: there is nothing to go on from.
     is_stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
     is_under_way = trainer.state.fn == TrainerFn.FITTING and (trainer.global_step > 0 or is_stopped)
     if not is_under_way or not trainer.is_global_zero:

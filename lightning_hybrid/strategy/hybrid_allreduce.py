@@ -53,14 +53,13 @@ if TYPE_CHECKING:
 class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, DDPStrategy):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
-    `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`; other precisions keep
-    Lightning's meaning. No hyper-parameter is changed behind the user: the learning rate is not multiplied by anything.
+    `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
+    behind the user: the learning rate is not multiplied by anything.
 
     Args:
-        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once),
-            `"hierarchical"` (reduce in the node, ring of node leaders, broadcast in the node), `"two_level"`
-            (scatter-reduce in the node, all-reduce across nodes, gather in the node), or `"auto"`: per bucket the
-            one that fits its bytes and the topology.
+        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once), `"hierarchical"`
+            (reduce in the node, ring of node leaders, broadcast), `"two_level"` (scatter-reduce in the node, all-reduce
+            across nodes, gather), or `"auto"`: per bucket the one that fits its bytes and the topology.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
@@ -125,7 +124,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         self._has_optimizers = False  # made before the module was converted
-        ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
         ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
             accelerator=accelerator,
@@ -156,7 +155,6 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
 
     @property
     def _half(self) -> MasterWeightPrecision | None:
-        """The precision plugin where the model is half with fp32 masters, else None."""
         return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightPrecision) else None
 
     @property
@@ -187,7 +185,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             self._discover_topology()
 
     def _discover_topology(self) -> Topology:
-        """Find out which ranks share a node. Collective, unless the user said it by `ranks_per_node`."""
+        # Collective, unless the user said it by `ranks_per_node`.
         if self._ranks_per_node is None:
             return Topology.discover()
         return Topology.from_ranks_per_node(
@@ -221,8 +219,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         super().model_to_device()
         if self._half is not None:
             assert self.lightning_module is not None
-            # Now, on the fp32 parameters: what constructors make of them, such as slow weights, is then fp32. Lightning
-            # makes optimizers later, and finds them made.
+            # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
             if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
                 self.setup_optimizers(self.lightning_module.trainer)
                 self._has_optimizers = True
@@ -248,12 +245,12 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             self._masters.broadcast_(self.lightning_module, ignored)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap with the plan's buckets, on the current stream: on one of its own, gradients would cross streams."""
+        # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
         caps = bucket_caps_for_ddp(model, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **(self._ddp_kwargs | caps))
 
     def _register_ddp_hooks(self) -> None:
-        """Build groups and engine, and register the hook: on every device type, CPU included."""
+        # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         assert self._timeout is not None
         self._engine = CommEngine(

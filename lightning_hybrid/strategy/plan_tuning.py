@@ -15,10 +15,11 @@ from lightning_hybrid.comm.tuning.plan_cache import default_folder
 from lightning_hybrid.comm.tuning.plan_trials import MOST_STEPS
 from lightning_hybrid.comm.tuning.session import TuningSession
 
+# Steps that tuning needs, about: with fewer it would end before it has found much.
 LEAST_STEPS = 100
-"""Steps that tuning needs, about: with fewer it would end before it has found much."""
+
+# Share of a run's steps that tuning may take; a run shorter than `LEAST_STEPS / MOST_SHARE` is not tuned.
 MOST_SHARE = 0.1
-"""Share of a run's steps that tuning may take; a run shorter than `LEAST_STEPS / MOST_SHARE` is not tuned."""
 
 
 def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: bool, num_steps: float) -> str | None:
@@ -39,14 +40,7 @@ def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: 
 
 
 class FitTuning:
-    """Tuning of an engine's plan in one fit, where that is worth it: at the first batch the run's length is known.
-
-    Args:
-        engine: the engine of the fit.
-        tune: the user's setting.
-        cache_dir: where plans are saved; None: in the user's cache.
-        on_plan: called on every rank when a plan is taken for good.
-    """
+    """Tuning of an engine's plan in one fit, where that is worth it; arguments as in strategy and `TuningSession`."""
 
     def __init__(
         self,
@@ -68,6 +62,7 @@ class FitTuning:
         if not self._is_begun:
             assert module is not None
             self._is_begun = True
+            # At the first batch: Lightning knows the number of steps only when the loaders are there.
             self._begin(module.trainer)
         if self._tuning is not None:
             self._tuning.before_batch()

@@ -15,8 +15,8 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 
+# Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
-"""Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds."""
 
 MAX_NAMED = 8  # ranks that did not come; there may be thousands
 
@@ -26,13 +26,10 @@ class RendezvousError(RuntimeError):
 
 
 def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Wait until all ranks have come, and return the store of a new process group.
+    """Wait until all ranks have come, and return the store of a new process group. Collective.
 
     Rank zero listens on `address` alone where that is a number (or `localhost`), and on all interfaces where it is a
-    name: a host may know its own name by another address than others do. Each rank writes its name into the store;
-    rank zero waits for all and writes the result, so that every rank ends with the same words.
-
-    Collective: every rank of the world must call it.
+    name: a host may know its own name by another address than others do.
 
     Args:
         address: `MASTER_ADDR`.
@@ -64,6 +61,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
             f"`RANK` (={rank}) must be another one on each process: {other} is rank {rank} at {where}, and so is {me}. "
             "Start each rank once, with torchrun or srun, which number them."
         )
+    # Rank zero waits for all names and writes the result, so that every rank ends with the same words.
     missing = _collect(calls, world_size, end_s) if rank == 0 else _await_result(calls, end_s, where, rank, timeout)
     if missing:
         raise RendezvousError(
@@ -92,15 +90,14 @@ def listening_address(address: str) -> str:
 
 
 def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Make a store that listens there; one that this process already has there is used again (`multi_tenant`)."""
     listener = _listen(listening_address(address), port)
+    # `multi_tenant`: a store that this process already has at this port, of an earlier fit, is used again.
     common: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     descriptor = None if listener is None else listener.detach()  # the store closes it
     return dist.TCPStore(address, port, world_size, is_master=True, master_listen_fd=descriptor, **common)
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """Bind a socket there; None leaves it to torch, which listens on all interfaces."""
     if not address:
         return None
     # torch's own listener would take every interface: any host could reach the store.
@@ -122,7 +119,6 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def _collect(calls: dist.Store, world_size: int, end_s: float) -> str:
-    """Wait for all ranks, write the result for all and return it: "" or who did not come."""
     missing = list(range(world_size))
     while True:
         missing = [rank for rank in missing if not calls.check([f"rank {rank}"])]
@@ -158,7 +154,6 @@ def _join(address: str, port: int, world_size: int, timeout: timedelta) -> dist.
 
 
 def _await_result(calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta) -> str:
-    """Wait for rank zero's result of the rendezvous."""
     left_s = max(0.0, end_s - time.monotonic()) + GRACE_S
     try:
         calls.wait(["result"], timedelta(seconds=left_s))
@@ -195,6 +190,7 @@ class RendezvousMixin:
             RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
         """
         mine: Any = self
+        # As Lightning's own `setup_distributed` (2.6), but for the store.
         reset_seed()
         mine.set_world_ranks()
         mine._process_group_backend = mine._get_process_group_backend()

@@ -37,8 +37,7 @@ class RunReport(Callback):
 
     Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it. Curves are what other
     callbacks (`TrainingMetrics`, to be listed before it) and the module log, thinned beyond 2,000 points; communication
-    is rank zero's, of every step since the first. With `fast_dev_run` nothing is written. `table` is the summary in a
-    few lines.
+    is rank zero's, of every step since the first. With `fast_dev_run` nothing is written.
 
     Args:
         run_dir: where to write; None: the trainer's `default_root_dir`.
@@ -168,6 +167,7 @@ class RunReport(Callback):
 
     def exposed_share(self) -> float | None:
         """Return exposed communication as a share of the time of all logged steps, weighted by their time."""
+        # Windows have equally many images, so the time of one is in proportion to 1 / images per second.
         step_s = {step: 1 / images_per_s for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ())}
         shares = dict(self.curves.get(m.COMM_EXPOSED_SHARE, ()))
         weights = {step: step_s[step] for step in shares if step in step_s}

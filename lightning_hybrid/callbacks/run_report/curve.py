@@ -9,17 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Points of a curve: four to a pixel of a panel of the picture of a run.
 MAX_POINTS = 2000
-"""Points of a curve: four to a pixel of a panel of the picture of a run."""
 
 Point = tuple[int, float]
 
 
 class Curve(Sequence[Point]):
     """Values of a metric by steps, at most `MAX_POINTS`: a curve that has become too long is thinned.
-
-    The points are numbers in one array, 16 bytes each: as tuples, 40,000 of them (20 metrics) would be copied and
-    pickled at every checkpoint, while training waits.
 
     Args:
         points: first points: pairs, or the tensor of another curve.
@@ -34,6 +31,8 @@ class Curve(Sequence[Point]):
     """
 
     def __init__(self, points: Tensor | Iterable[Point] = ()) -> None:
+        # One array, 16 bytes a point: as tuples, 40,000 of them (20 metrics) would be copied and pickled at every
+        # checkpoint, while training waits.
         self._points = np.empty((MAX_POINTS, 2))  # steps, exact up to 2^53, and values
         self._num_points = 0
         for step, value in points.tolist() if isinstance(points, Tensor) else points:
@@ -77,14 +76,14 @@ class Curve(Sequence[Point]):
 def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     """Pick at most so many points, spread evenly over the steps, with the least and the largest value.
 
-    The choice depends on the points alone, so a resumed run has the curve of one that went through.
-
     >>> thinned([(step, -1.0 if step == 5 else float(step)) for step in range(100)], num_points=6)
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]
     """
     values = [value for _, value in curve]
+    # By the points alone: a resumed run has the curve of one that went through.
     extremes = {0, values.index(min(values)), values.index(max(values))}
     first, last = curve[0][0], curve[-1][0]
     num_intervals = num_points - len(extremes)
+    # One point of each interval, its last: later ones overwrite earlier ones of the same key.
     ends = {(step - first) * num_intervals // (last - first + 1): index for index, (step, _) in enumerate(curve)}
     return [curve[index] for index in sorted({*extremes, *ends.values()})]

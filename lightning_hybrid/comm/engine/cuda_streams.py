@@ -13,11 +13,10 @@ Events alone order what is written and read:
     end      of every stage of every chunk        the next stage's stream waits, where it is another one
     done     after the last, and `finish`         the future's own event follows it: who waits for it waits for all
 
-The same events take times. They say afterwards what happened when, and meanwhile where a bucket is: `look` asks which
-are through, and never waits for one. It is called before each bucket and each reading of the counts, and four times a
-second by the watchdog, which so notices what hangs. Whether the order of buckets was the same on all ranks comes with
-the step's last bucket, and is read when that is seen to be done: one step late. So is a failure: what the device did
-meanwhile to the weights is not to be used.
+The same events take times, and say where a bucket is: `look` asks which are through, and never waits for one. It is
+called before each bucket and each reading of the counts, and four times a second by the watchdog, which so notices what
+hangs. Whether the order of buckets was the same on all ranks is read when the step's last bucket is seen to be done:
+one step late. So is a failure: what the device did meanwhile to the weights is not to be used.
 
 What only two GPUs can show: that NCCL runs both streams' kernels at the same time, and that aborting its communicators
 ends them. All else is tested with streams, events and communicators that only record what is asked of them.
@@ -48,14 +47,14 @@ from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
 HIGH_PRIORITY = -1
 
+# How long a failure waits for communicators to end; they go on ending afterwards.
 ABORT_LIMIT_S = 5.0
-"""How long a failure waits for communicators to end; they go on ending afterwards."""
 
+# The trace gets the times of a step's buckets together, but of this many at most: a step may have no end.
 MOST_UNREPORTED = 64
-"""The trace gets the times of a step's buckets together, but of this many at most: a step may have no end."""
 
+# How long the watchdog waits for a look at the device: a driver that hangs must not keep it from answering.
 LOOK_LIMIT_S = 1.0
-"""How long the watchdog waits for a look at the device: a driver that hangs must not keep it from answering."""
 
 
 @dataclass
@@ -83,12 +82,8 @@ class _Issued:
 class CudaStreams:
     """The streams of an engine.
 
-    Args:
-        device: of all tensors.
-        groups: of every stage.
-        trace: gets the times of each step once the device is through with it.
-        latch: what is in flight, and whether anything has failed.
-        watchdog: compares new buckets, and reports what a stage raises, or a wrong checksum, to all ranks.
+    `trace` gets the times of each step once the device is through with it; `watchdog` compares new buckets, and reports
+    what a stage raises, or a wrong checksum, to all ranks.
     """
 
     def __init__(
@@ -124,11 +119,8 @@ class CudaStreams:
         self._groups.keep(self._stages)
 
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into chunks: several only where there are two streams to overlap.
-
-        None is made for the checksum: on a device a copy costs less than one message more. All but the last can be
-        sharded without padding.
-        """
+        """Cut a bucket into chunks: several only where there are two streams to overlap."""
+        # No short tail for the checksum: on a device a copy costs less than one message more.
         num_chunks = bucket.plan.num_chunks if len(STAGES[bucket.plan.algorithm]) > 1 else 1
         bucket.split(job, num_chunks, checksum=checksum, alignment=self._alignment, has_short_tail=False)
 
@@ -137,6 +129,7 @@ class CudaStreams:
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
         """Put all of a bucket on the streams; the future carries a CUDA event. Raises where a stage does."""
+        # Filled while the bucket is put on the streams: where an error comes, its last entry names the stage.
         at: list[str] = ["order"]
         try:
             return self._issue(bucket, at)
@@ -169,6 +162,7 @@ class CudaStreams:
         with torch.cuda.stream(streams[-1]):
             mismatch = bucket.chunks[-1].take_sum()
             if mismatch is not None:
+                # Pinned, and copied without a wait: the host reads it when `done` has passed.
                 issued.mismatch = torch.empty((), dtype=mismatch.dtype, pin_memory=flat.is_cuda)
                 issued.mismatch.copy_(mismatch, non_blocking=True)
             result = bucket.finish(flat)
@@ -201,7 +195,7 @@ class CudaStreams:
             chunk.sum_in(copy)
 
     def _run(self, chunk: Chunk, stage: Stage, stream: torch.cuda.Stream) -> _StageRun:
-        """Put a stage of a chunk on its stream."""
+        # An event costs the host some time: the begin of a stage is wanted for a timeline only.
         begin = self._event() if self._trace.keep_events else None
         end, num_bytes = self._event(), chunk.num_bytes
         with torch.cuda.stream(stream):
@@ -230,6 +224,7 @@ class CudaStreams:
                     _set_places(self._issued[0])
             except RuntimeError:  # of the driver: the host meets it too, and says so
                 return
+        # Without the lock: `report` asks other ranks, and the failure that follows takes it.
         if different is not None and not self._has_failed:
             error = OrderError("the order of buckets in the step before was not the same")
             self._watchdog.report(different.failed_in("order", error), error)
@@ -277,7 +272,7 @@ class CudaStreams:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        """End the communicators after a failure, which frees hosts and devices that wait in them. Once."""
+        # Once: aborting communicators frees hosts and devices that wait in them.
         with self._aborting:  # a second thread that fails comes back when the first has done it
             if self._has_failed:
                 return
@@ -286,11 +281,9 @@ class CudaStreams:
                 self._stuck = abort_all(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Free the communicators when the device is through with its work; returns what would not end, by name.
-
-        `limit_s` is asked again and again: how long, from now on, that may take. After a failure nothing is waited
-        for.
-        """
+        """Free the communicators when the device is done or `limit_s` over; returns what would not end, by name."""
+        # After a failure nothing is waited for.
+        # Not `synchronize`: after a rank is lost a kernel may never end, and the host would hang with it.
         while self._issued and not self._has_failed and limit_s() > 0:
             self.look_within_limit()
             time.sleep(0.001)
@@ -316,6 +309,7 @@ def _in_order(chunks: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tu
     >>> [(chunk, index) for chunk, index in _in_order("ab", ["network"])]
     [('a', 0), ('b', 0)]
     """
+    # A slot is the time of one chunk: the stages that come back to a stream run one slot later.
     is_back = [stream in streams[:index] for index, stream in enumerate(streams)]
     for slot in range(len(chunks) + 1):
         for index, late in enumerate(is_back):

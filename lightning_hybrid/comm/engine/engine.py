@@ -6,11 +6,9 @@
         -> [broadcast]  bucket 0        for every stage and column
         -> finish -> future
 
-Large buckets go in chunks (in_flight.py). The plan may change between two submits (`adopt`). What must be equal on all
-ranks is checked: the plan when the engine is made, each bucket's contents when they are first seen, the order of
-everything once per step (order_check.py). What fails on one rank fails on all (health/watchdog.py).
-
-On CUDA there are no threads: the same stages are put on side streams in the order of submits (cuda_streams.py).
+Large buckets go in chunks (in_flight.py). What must be equal on all ranks is checked: the plan when the engine is made,
+each bucket's contents when they are first seen, the order of everything once per step (order_check.py). What fails on
+one rank fails on all (health/watchdog.py). On CUDA the stages are put on side streams instead (cuda_streams.py).
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
+# After a failure, how long closing waits for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
-"""After a failure, how long closing waits for stages that may hang until their group's timeout."""
 
+# Of the timeout: on CUDA a bucket in flight for longer is a failure, before torch's watchdog makes it its own.
 GIVE_UP_AT = 0.9
-"""Of the timeout: on CUDA a bucket in flight for longer is a failure, before torch's watchdog makes it its own."""
 
 
 class CommEngine:
@@ -95,6 +93,7 @@ class CommEngine:
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
+        # Before any group is made: ranks with different plans would make different groups, and wait for each other.
         alone, on_cuda = topology.world_size == 1, self._on_cuda
         token, hosts, addresses = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes)
         self._watchdog = Watchdog(
@@ -113,7 +112,6 @@ class CommEngine:
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
 
     def _new_carrier(self) -> StageThreads | CudaStreams:
-        """Make the carrier of this device, and import no other."""
         shared: Any = {"groups": self._groups, "trace": self.trace, "latch": self._latch, "watchdog": self._watchdog}
         if self._on_cuda:
             from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
@@ -148,6 +146,7 @@ class CommEngine:
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 self._raise_as_unusable()
+            # On CUDA what is on the streams keeps its order whatever the plan: only what threads carry is in the way.
             if not all(bucket.is_issued for bucket in self._latch.in_flight):
                 raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
             self.plan = plan
@@ -171,12 +170,9 @@ class CommEngine:
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
 
-        Where any stage of any tensor fails on any rank, on every rank the future of every tensor in flight raises one
-        `RuntimeError` that names rank, bucket, stage, algorithm and cause, and so does every later call of this
-        method. So it does where ranks submit different tensors, or die, or come to a halt.
-
-        On CUDA a future only orders streams, and the next call raises: what the device made of the sums that were lost
-        must not be used.
+        Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
+        future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
+        and so does every later call. On CUDA a future only orders streams, and the next call raises.
 
         Raises:
             ValueError: if `flat` has another shape.
@@ -200,7 +196,8 @@ class CommEngine:
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        """Record the order of submits; returns the checksum of it that the bucket carries, if it is a step's last."""
+        # Returns the checksum of the order that the bucket carries, if it is a step's last. A bucket whose record is
+        # new gets `contents`, which are compared through the store before anything of it is sent.
         record, several = self._order.add(bucket.plan, is_last=bucket.is_last), self.topology.world_size > 1
         if record is not None and several:
             text = f"{record}; all so far: {self._order.value:016x}"
@@ -208,7 +205,7 @@ class CommEngine:
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 
     def _planned(self, index: int, flat: Tensor) -> tuple[BucketPlan, Traffic]:
-        """Return what is decided for this tensor, and the bytes on the links for one sum of it; decided once."""
+        # Decided once: it runs in every step, in the thread of backward.
         key = (index, flat.numel(), flat.dtype)
         if key not in self._buckets:
             numel, num_bytes, topology = flat.numel(), flat.numel() * flat.element_size(), self.topology
@@ -245,11 +242,9 @@ class CommEngine:
         self._latch.trip(self._watchdog.raise_alarm(f"comm: rank {self.topology.rank} gave up: {reason}"))
 
     def explain(self, error: BaseException) -> str:
-        """Say which rank is the cause of a foreign collective that failed here, then `error`.
-
-        Fails this engine on every rank, as `abort` does, but with a diagnosis of the status that all ranks are asked
-        for. An error that says already why the engine failed is left as it is.
-        """
+        """Say which rank is the cause of a foreign collective that failed here, then `error`; fail on every rank."""
+        # As `abort`, but with a diagnosis of the status that all ranks are asked for. An error that says already why
+        # the engine failed is left as it is.
         if not self._latch.error and not self._is_closed:
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
             self._latch.trip(self._watchdog.collect_status(noticed), error)
@@ -257,18 +252,17 @@ class CommEngine:
         return str(error) if failure in str(error) else f"{failure} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> None:
-        """End the threads and free the groups. May be called again.
-
-        Healthy, it waits for what is in flight. After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come
-        back; one that is still inside a collective then is left there, with its group, and a warning says so. On CUDA
-        it then waits for nothing: the failure has aborted all communicators.
-        """
+        """End the threads and free the groups; healthy, after what is in flight. May be called again."""
+        # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one that is still inside a collective
+        # then is left there, with its group, and a warning says so. On CUDA it then waits for nothing: the failure has
+        # aborted all communicators.
         with self._latch.lock:
             if self._is_closed:
                 return
             self._is_closed = True
         healthy_until_s = time.monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
+        # A failure may come while closing waits: from then on the short limit counts, whatever is left of the long one.
         def limit_s() -> float:
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = time.monotonic() + FAILED_CLOSE_LIMIT_S

@@ -6,10 +6,10 @@
     gather_parts_       part r of rank r -> all others
     exchange_           every tensor -> every rank, which adds them
 
-Each is one round of messages, all under way at once, where Gloo's rings take a round per rank; each costs a group of n
-one delay where those cost 2 to 4 (n - 1). Sums are in rank order, so that all ranks get the same bits, and 16-bit
-tensors are added in fp32 and rounded once, where Gloo rounds at every hop. n messages at a time into one slow link
-crowd each other, so large tensors between nodes are better off in Gloo's ring (`between_nodes_form` chooses).
+Each is one round of messages, all under way at once: one delay, where Gloo's rings cost 2 to 4 (n - 1). Sums are in
+rank order, so that all ranks get the same bits, and 16-bit tensors are added in fp32 and rounded once, where Gloo
+rounds at every hop. n messages at a time into one slow link crowd each other, so large tensors between nodes are better
+off in Gloo's ring (`between_nodes_form` chooses).
 
 Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
 contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 
+# Each stage thread has memory of its own, so two sums at the same time share none.
 _thread_local = threading.local()
 
 
@@ -36,6 +37,7 @@ def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
         _send(flat, 0, group).wait()
         return
     arrived = _scratch("rows", (size - 1) * flat.numel(), flat.dtype).view(size - 1, flat.numel())
+    # All receives are posted before any is waited for, so that messages arrive at the same time.
     arrivals = [_receive(row, rank, group) for rank, row in enumerate(arrived, 1)]
     _add_up([flat, *arrived], [None, *arrivals], out=flat)
 
@@ -83,6 +85,7 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
     departures = [_send(flat, rank, group) for rank in _others(me, size)]
     rows[me] = flat  # in its place: sums are in rank order on every rank
+    # The sends read `flat`: they must be through before the sum is written into it.
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
@@ -97,11 +100,12 @@ def _parts(flat: Tensor, size: int) -> list[Tensor]:
 
 
 def _others(me: int, size: int) -> list[int]:
-    """List every other rank, nearest above first: so not all begin with the same."""
+    # The nearest above first: so not all ranks begin by sending to the same one.
     return [(me + distance) % size for distance in range(1, size)]
 
 
 def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    # The group's own method takes the rank in the group, where `dist.isend(dst=...)` takes the global one.
     return group.send([tensor], rank, 0)
 
 
@@ -121,10 +125,8 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into `out`.
-
-    `out` may be one of the rows. `before_writing` is run before it is written.
-    """
+    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into `out`."""
+    # `out` may be one of the rows: nothing is written there before all are added up.
     waits = iter(arrivals)
 
     def arrived(row: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def _add_up(
 
 
 def _scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory that this thread uses again and again: fresh pages cost more than what is done in them."""
+    # Memory that this thread uses again and again: fresh pages cost more than what is done in them.
     held: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
     if name not in held or held[name].numel() < num_bytes:

@@ -21,6 +21,7 @@ from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.trace import CommTrace
 
+# A last chunk above this size is cut, so that only this many elements are copied for the checksum.
 CHECKSUMMED_BYTES_LIMIT = 4 * MIB
 CHECKSUMMED_NUMEL = 16 * KIB
 
@@ -29,18 +30,14 @@ _NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a bucket on its way through the stages.
-
-    `part`: view of the bucket. `job`: what the stages see; with a `checksum` it is a copy of the part, with the
-    checksum behind it. `place`: where it is now, in words. `is_last`: nothing follows it in this step.
-    """
+    """A part of a bucket on its way through the stages."""
 
     bucket: InFlightBucket
-    part: Tensor
-    job: Job
-    place: str = "waiting for its first stage"
+    part: Tensor  # a view of the bucket
+    job: Job  # what the stages see: the part, or a copy with the checksum behind it
+    place: str = "waiting for its first stage"  # where it is now, in words
     checksum: int | None = None
-    is_last: bool = False
+    is_last: bool = False  # nothing follows it in this step
     _copy: ChecksummedCopy | None = None
 
     @property
@@ -60,7 +57,7 @@ class Chunk:
         self.job.flat = copy.whole
 
     def take_sum(self) -> Tensor | None:
-        """Put the sum where it belongs; returns how wrong its checksum is, on the device, or None without one."""
+        """Put the sum where it belongs; return the checksum's mismatch, on the device, or None without a checksum."""
         if self._copy is None or self.checksum is None:
             return None
         self.part.copy_(self._copy.body)
@@ -83,20 +80,15 @@ class Chunk:
 
 @dataclass(eq=False)
 class InFlightBucket:
-    """A bucket that was submitted, and the future of its sum.
-
-    `finish`: applied to the sum. `contents`: store key and text by which ranks compare a bucket that is new, before
-    its first chunk is sent. `is_last`: of its step. `is_issued`: all of it is on the device's streams, where nothing
-    changes its order any more.
-    """
+    """A bucket that was submitted, and the future of its sum."""
 
     flat: Tensor
     plan: BucketPlan
-    finish: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor]  # applied to the sum
     traffic: Traffic = NO_TRAFFIC
-    contents: tuple[str, str] | None = None
-    is_last: bool = False
-    is_issued: bool = False
+    contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
+    is_last: bool = False  # of its step
+    is_issued: bool = False  # all of it is on the device's streams, where nothing changes its order any more
     done: Future = field(default_factory=Future)
     error: str | None = None
     cause: BaseException | None = None
@@ -115,15 +107,12 @@ class InFlightBucket:
         alignment: int = ALIGNMENT,
         has_short_tail: bool = True,
     ) -> None:
-        """Make the chunks. The checksum, if any, goes behind the last.
-
-        `has_short_tail`: a last chunk that is long is cut once more, since the chunk with the checksum is copied: one
-        short message more takes less time than a copy of a long chunk.
-        """
+        """Make the chunks; the checksum, if any, goes behind the last, which with `has_short_tail` is cut once more."""
         parts = [self.flat]
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
         numel = parts[-1].numel()
+        # The chunk with the checksum is copied: one short message more takes less time than a copy of a long chunk.
         if has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
             parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
@@ -134,6 +123,7 @@ class InFlightBucket:
     @property
     def place(self) -> str:
         """Where it is, in words: where one of its chunks is in a stage, if any, else where one waits."""
+        # A chunk inside a collective says more of where a rank hangs than one that waits behind it.
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
         chunk = (inside or waiting or self.chunks)[0]
@@ -147,13 +137,13 @@ class InFlightBucket:
     def compare_contents(self, watchdog: Watchdog) -> None:
         """Compare a bucket that is new with those of other ranks, once; other threads of this rank wait meanwhile.
 
-        Sizes that differ would end the process: Gloo calls abort().
-
         Raises:
             OrderError: if another rank submitted something else here.
         """
+        # Before the first byte is sent: where sizes differ, Gloo calls abort(), which ends the process.
         if self.contents is not None:
             with self._lock:
+                # Asked again under the lock: another column's thread may have compared it meanwhile.
                 if self.contents is not None:
                     key, own = self.contents
                     first = watchdog.compare(key, own)
@@ -181,8 +171,9 @@ class InFlightBucket:
         return done.value()
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        """Let the future raise. `set_exception` is no way to do it: DDP would report a failed cast."""
+        """Let the future raise."""
         self.error, self.cause = error, cause
+        # Not `set_exception`: DDP would report a failed cast in place of the error.
         self.done.set_result(None)  # `result` then raises
 
     def failed_in(self, stage: str, cause: Exception) -> str:
@@ -194,7 +185,8 @@ class InFlightBucket:
         )
 
     def release_tensors(self) -> None:
-        """Drop all tensors of a bucket whose work is on the streams: the device's allocator knows who uses them."""
+        """Drop all tensors of a bucket whose work is on the streams."""
+        # They may go before the device is done: the allocator knows by `record_stream` who still uses them.
         for chunk in self.chunks:
             chunk.part = chunk.job.flat = _NOTHING
             chunk.job.shard = chunk._copy = None
@@ -242,6 +234,7 @@ class FailureLatch:
             lost, self.in_flight = list(self.in_flight), {}
             for bucket in lost:  # before anything waits: a thread may be about to put one on the streams
                 bucket.error, bucket.cause = self.error, self.cause
+        # Without the lock: on CUDA it waits for communicators to end, and other threads ask for the status meanwhile.
         self.give_up(lost)
         for bucket in lost:
             bucket.fail(self.error, self.cause)

@@ -7,8 +7,7 @@ and its 64 bits b travel at the end of the last bucket of a step, as a checksum 
     copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 wherever own element is 0
 
 Where two ranks differ in a bit, each finds a 1 of the other's where its own element is 0, and so does every rank that
-agrees with either. Sums of zeros are exact, so this holds for any number of ranks and in any dtype. It costs no message
-of its own: 128 elements more in one that goes anyway, and a copy of the chunk that carries them.
+agrees with either. Sums of zeros are exact, in any dtype. It costs no message of its own, but a copy of one chunk.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ NUM_BITS = 64
 NUM_CHECKSUM_ELEMENTS = 2 * NUM_BITS
 _MASK = (1 << NUM_BITS) - 1
 
+# How many records of buckets a rank remembers, to say where it went another way than others.
 NUM_RECENT = 64
-"""How many records of buckets a rank remembers, to say where it went another way than others."""
 
+# A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two.
 MOST_SIZES_IN_POOL = 4
-"""A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two."""
 
 
 class RollingHash:
@@ -49,15 +48,13 @@ class RollingHash:
 
     def add(self, record: str) -> None:
         """Append a record."""
+        # The hash so far is the key, so that the order of records counts. Not `hash()`: Python salts that.
         digest = hashlib.blake2b(record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")).digest()
         self.value = int.from_bytes(digest, "little")
 
 
 class BucketOrder:
-    """The buckets submitted so far, in order.
-
-    `value`: hash of all of them. `recent`: records of the latest.
-    """
+    """The buckets submitted so far, in order; `value`: hash of all of them."""
 
     def __init__(self) -> None:
         self.num_submitted = self.value = 0
@@ -116,10 +113,8 @@ class ChecksummedCopy:
         self._checksum.copy_(_ready_to_copy(_elements(value), self._checksum), non_blocking=True)
 
     def mismatch(self, value: int) -> Tensor:
-        """Return a 0-dim tensor on the device: 0 if the checksums of all ranks were that of `value`.
-
-        The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
-        """
+        """Return a 0-dim tensor on the device: 0 if the checksums of all ranks were that of `value`."""
+        # The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
         own_is_zero = _ready_to_copy(_elements(~value), self._checksum).to(self._checksum.device, non_blocking=True)
         return torch.dot(self._checksum, own_is_zero)  # no host has to wait for it here
 
@@ -141,16 +136,17 @@ class CopyPool:
         return copy
 
     def give_back(self, copy: ChecksummedCopy) -> None:
-        """Take a copy back. One step needs one copy, so those of many other sizes are dropped."""
+        """Take a copy back."""
         key = copy.body.numel(), copy.body.dtype
         with self._lock:
+            # Sizes change with the plan and when DDP rebuilds its buckets: old ones must not stay for good.
             if key not in self._free and len(self._free) >= MOST_SIZES_IN_POOL:
                 self._free.clear()
             self._free.setdefault(key, []).append(copy)
 
 
 def _ready_to_copy(elements: Tensor, target: Tensor) -> Tensor:
-    """Convert to the target's dtype; for a GPU in pinned memory, since a copy from other memory may wait."""
+    # For a GPU in pinned memory: the host waits for a copy from other memory.
     elements = elements.to(target.dtype)
     return elements.pin_memory() if target.is_cuda else elements
 

@@ -16,20 +16,13 @@ from lightning_hybrid.comm.topology import Scope, Topology
 class CommGroups:
     """The process groups of a set of stages, made for them alone and destroyed together.
 
-    Each stage has groups of its own: two stages that ran on one Gloo group from two threads would be matched with each
-    other by order of arrival, which sums the wrong tensors without a word. `share` lets stages of equal membership
-    use one group, and the default group serve for all ranks; right only where a single thread issues everything in one
-    order (CUDA streams), and there it saves communicators: hundreds of MiB each. DistributedDataParallel's own
-    collectives, as that of `find_unused_parameters`, are then in one order with the sums on the device as well, which
-    NCCL asks of communicators that are in use at the same time. Where the default group is bound to a device, the
-    groups of a scope are made by one split of it, else one after the other, by all ranks.
-
     `by_stage` has the group of this rank in each stage; None where it has no other rank to talk to.
 
     Args:
         topology: seen from this rank.
         timeout: of every collective. `dist.new_group` would not inherit that of the default group.
-        share: see above.
+        share: whether stages of equal membership use one group, and the default group serves for all ranks. Only where
+            a single thread issues everything in one order (CUDA streams); it saves communicators, hundreds of MiB each.
     """
 
     def __init__(self, *, topology: Topology, timeout: timedelta, share: bool = False) -> None:
@@ -38,16 +31,17 @@ class CommGroups:
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
         self._scopes: dict[str, Scope] = {}
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
+        # Each stage has groups of its own: two stages on one Gloo group would be matched with each other by order of
+        # arrival, which sums the wrong tensors without a word.
         self._owned: list[dist.ProcessGroup] = []
         everybody = tuple(range(topology.world_size))  # the default group serves for these
+        # DDP's own collectives, as that of `find_unused_parameters`, are then in one order with the sums on the device
+        # as well, which NCCL asks of communicators that are in use at the same time.
         if share and dist.is_initialized() and dist.get_world_size() == len(everybody):
             self._built[everybody] = dist.distributed_c10d._get_default_group()
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
-        """Make the groups of the stages that have none yet. `scopes`: by the name of the stage.
-
-        Collective: every rank of WORLD must call it with the same stages in the same order.
-        """
+        """Make the groups of the stages (by name) that have none yet. Collective: the same stages in the same order."""
         rank, built = self.topology.rank, self._built
         for stage, scope in scopes.items():
             if stage in self.by_stage:
@@ -66,7 +60,7 @@ class CommGroups:
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
-        """Make groups of these ranks, None where this rank is not in it. All ranks of WORLD call it, in one order."""
+        # One split of the default group where it is bound to a device; else one after the other, by all ranks.
         if self._share and missing and _can_be_split():
             split = dist.split_group(
                 split_ranks=[list(ranks) for ranks in missing], timeout=self._timeout, group_desc=desc
@@ -125,7 +119,7 @@ def _destroy(group: dist.ProcessGroup) -> None:
 
 
 def _can_be_split() -> bool:
-    """Return whether the default group's communicator is bound to a device, and its backend can split it."""
+    # torch splits a communicator only where the default group is bound to a device. It has no public way to ask.
     default = dist.distributed_c10d._get_default_group()
     if default.bound_device_id is None or not torch.cuda.is_available():
         return False
@@ -133,5 +127,5 @@ def _can_be_split() -> bool:
 
 
 def _several(partition: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Leave out the sets of one rank, which need no group."""
+    # A rank that is alone needs no group.
     return [ranks for ranks in partition if len(ranks) > 1]

@@ -5,9 +5,6 @@
 
 A stage thread has one predecessor, so its queue, and with it the order of collectives on its group, is the order in
 which chunks were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
-
-A thread that has done its stage on the last chunk of a step, after which nothing comes to it, does the next stage too
-where that is idle: the step waits for this chunk, and waking another thread takes time.
 """
 
 from __future__ import annotations
@@ -32,20 +29,17 @@ from lightning_hybrid.comm.stats.trace import CommTrace
 
 @dataclass(eq=False)
 class StageThread:
-    """One stage in one column, and the thread that runs it.
-
-    None in the queue ends the thread, and then its successor. Each count of chunks has one writer. `is_inside`: some
-    thread, its own or its predecessor's, is in this stage, or about to be.
-    """
+    """One stage in one column, and the thread that runs it."""
 
     stage: Stage
     column: int
     group_name: str
     is_first: bool = False
     successor: StageThread | None = None
-    num_put: int = 0
+    num_put: int = 0  # this and the next have one writer each, so they need no lock
     num_done: int = 0
-    is_inside: bool = False
+    is_inside: bool = False  # some thread, its own or its predecessor's, is in this stage, or about to be
+    # None ends the thread, and then its successor.
     queue: queue.SimpleQueue[Chunk | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
@@ -61,14 +55,7 @@ class StageThread:
 
 
 class StageThreads:
-    """All stage threads of an engine.
-
-    Args:
-        groups: of every stage and column.
-        trace: counts when each bucket and stage begins and ends.
-        latch: what is in flight, and whether anything has failed.
-        watchdog: compares new buckets, and reports what a stage raises to all ranks.
-    """
+    """All stage threads of an engine; `watchdog` compares new buckets, and reports what a stage raises to all ranks."""
 
     def __init__(self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog) -> None:
         self._groups = groups
@@ -82,21 +69,16 @@ class StageThreads:
         latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Use this many columns of each algorithm from now on; start the threads that are missing.
-
-        Only while no chunk is in flight, and at the same place of the order on every rank. A stage in which this rank
-        has no other rank to talk to has no thread.
-        """
+        """Use this many columns of each algorithm from now on; start the threads that are missing."""
+        # Only while no chunk is in flight, and at the same place of the order on every rank.
         for algorithm, num_columns in columns.items():
             found = self._columns.setdefault(algorithm, [])
             found += [self._start(algorithm, column) for column in range(len(found), num_columns)]
+        # From zero on every rank: the round robin over columns must be the same everywhere.
         self._num_columns, self._num_put = dict(columns), dict.fromkeys(columns, 0)
 
     def free_unused(self) -> None:
-        """End the threads that the last `use` left idle, and free their groups.
-
-        Only while no chunk is in flight on any rank.
-        """
+        """End the threads that `use` left idle, and free their groups; only while no rank has a chunk in flight."""
         for algorithm, found in self._columns.items():
             num_used = self._num_columns.get(algorithm, 0)
             for column in range(num_used, len(found)):
@@ -118,6 +100,7 @@ class StageThreads:
         for index, each in enumerate(stage_threads):
             each.is_first = index == 0
             each.successor = stage_threads[index + 1] if index + 1 < len(stage_threads) else None
+            # A daemon: a thread that hangs in a collective must not keep the process from ending.
             name = f"comm-{each.group_name}"
             each.thread = threading.Thread(target=self._serve, args=(each,), name=name, daemon=True)
             each.thread.start()
@@ -148,7 +131,7 @@ class StageThreads:
         return future
 
     def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        """Count what a failure ended. Waits of Gloo cannot be called off."""
+        # Only counted: Gloo's waits cannot be called off, so threads inside a collective stay there.
         for _ in lost:
             self._trace.end()
 
@@ -161,7 +144,6 @@ class StageThreads:
             stage_thread.successor.queue.put(None)
 
     def _pass_through(self, stage_thread: StageThread, chunk: Chunk) -> None:
-        """Run this stage, and hand the chunk to the next one."""
         if not self._has_run(stage_thread, chunk):
             return
         successor = stage_thread.successor
@@ -170,6 +152,8 @@ class StageThreads:
             self._end_chunk(chunk)
             return
         chunk.place = f"waiting for stage `{successor.stage.name}`"
+        # Equal counts: the next stage is idle. Nothing follows this chunk in its step, so no other thread runs that
+        # stage meanwhile. The step waits for this chunk, and waking another thread takes time.
         if chunk.is_last and successor.num_put == successor.num_done:
             self._pass_through(successor, chunk)
         else:
@@ -200,7 +184,6 @@ class StageThreads:
         return True
 
     def _end_chunk(self, chunk: Chunk) -> None:
-        """End a chunk that is through all stages, and with the last one its bucket."""
         at = "order"
         try:
             if chunk.end(self._copies):
@@ -215,8 +198,7 @@ class StageThreads:
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
         """End the threads after what they were given, and free their groups; returns the stages that would not end.
 
-        `limit_s` is asked again and again: how long, from now on, a stage may still be waited for. After a failure
-        each thread frees its group as soon as it is out of it, which lets ranks go that wait there for this one.
+        `limit_s` is asked again and again: how long, from now on, a stage may still be waited for.
         """
         found = [each for columns in self._columns.values() for column in columns for each in column]
         for each in found:
@@ -229,11 +211,13 @@ class StageThreads:
                     for each in found:
                         each.queue.put(None)
                     has_ended_all = True
+                # A group is freed as soon as its thread is out of it: that lets ranks go that wait there for this one.
                 for each in found:
                     if not each.is_alive and not each.is_inside:
                         self._groups.destroy_stage(each.group_name)
             waiting = next((each for each in found if each.is_alive), None)
             if waiting is not None and waiting.thread is not None:
+                # Short waits, as a failure may come meanwhile and then groups have to be freed here.
                 waiting.thread.join(0.02)
         stuck = [each.group_name for each in found if each.is_alive]  # their groups must outlive them
         if not stuck:

@@ -1,15 +1,9 @@
 """Four ways to sum a flat tensor over all ranks, each a sequence of stages.
 
     flat            all_reduce
-                      everywhere
-    parallel_flat   parallel_all_reduce
-                      flat, of chunks in several groups at once
-    hierarchical    reduce            -> ring                -> broadcast
-                      to the node's        all-reduce of the      to the node's
-                      leader               leaders                other ranks
-    two_level       scatter_reduce    -> shard_all_reduce    -> gather
-                      each rank of a       over the ranks of      of the shards
-                      node sums a shard    equal local rank       inside the node
+    parallel_flat   parallel_all_reduce: of chunks, in several groups at once
+    hierarchical    reduce to the node's leader -> ring of the leaders -> broadcast to the node's other ranks
+    two_level       scatter_reduce, each rank of a node a shard -> shard_all_reduce, equal local ranks -> gather
 
 `hierarchical` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
 4 (k - 1) + 2 (P / k - 1) hops where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
@@ -43,33 +37,26 @@ from lightning_hybrid.comm.topology import Scope, Topology
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it.
 SHARD_ALIGNMENT = 128
-"""On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it."""
 
 
 @dataclass
 class Job:
-    """One tensor on its way through the stages of an algorithm.
+    """One tensor on its way through the stages of an algorithm."""
 
-    `flat`: 1-D, contiguous; summed in place. `shard`: this rank's part of it between two-level stages.
-    `dtype_across`: that in which it travels between nodes, where that is narrower than its own; None: its own.
-    `by_backend`: every stage is a collective of the backend's, as on CUDA, and no message of our own.
-    """
-
-    flat: Tensor
+    flat: Tensor  # 1-D, contiguous; summed in place
     topology: Topology
-    dtype_across: torch.dtype | None = None
-    shard: Tensor | None = None
-    by_backend: bool = False
+    dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
+    shard: Tensor | None = None  # this rank's part of it between two-level stages
+    by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A named step of an algorithm: which ranks talk in it, and what they do on a job.
+    """A named step of an algorithm: which ranks talk in it, and what they do on a job."""
 
-    Names are unique over all algorithms: a stage has one predecessor, hence one order of jobs on every rank.
-    """
-
+    # Unique over all algorithms: a stage has one predecessor, hence one order of jobs on every rank.
     name: str
     scope: Scope
     run: Callable[[Job, dist.ProcessGroup], None]
@@ -80,6 +67,7 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
+    # With several ranks on a node the group mixes links: the forms by bytes are for one rank on each node.
     _sum_across_(job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring)
 
 
@@ -90,8 +78,8 @@ def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
 def _sum_across_(
     flat: Tensor, job: Job, group: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.ProcessGroup], None]
 ) -> None:
-    """All-reduce a tensor in a group that may span nodes; with several nodes, in the dtype for that."""
     dtype = job.dtype_across
+    # The choice by bytes is between messages of Gloo; NCCL has its own.
     all_reduce = _ring if job.by_backend else all_reduce
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
@@ -131,11 +119,7 @@ def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor.
-
-    A tail that does not divide is padded with zeros in a copy: an engine cuts tensors so that only the last chunk has
-    one.
-    """
+    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor."""
     if not job.by_backend:
         gloo_p2p.scatter_reduce_(job.flat, group)
         job.shard = gloo_p2p.part_of(job.flat, group)
@@ -143,6 +127,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     num_shards = dist.get_world_size(group)
     numel_shard = -(-job.flat.numel() // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
     numel_missing = num_shards * numel_shard - job.flat.numel()
+    # The backend asks for shards of equal size. A copy, but of the last chunk only: an engine cuts the others to fit.
     padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
     job.shard = job.flat.new_empty(numel_shard)  # of equal size on all ranks, as the backend asks
     _reduce_scatter(job.shard, padded, group=group)

@@ -17,12 +17,10 @@ import torch.distributed as dist
 
 
 def abort_all(*, limit_s: float) -> list[str]:
-    """Abort every group of this process that has communicators on a GPU; returns names of those that take longer.
-
-    All at the same time, as the abort of one may wait for the kernel of another (pytorch#119797). torch's own
-    `_abort_process_group` puts them into one group of NCCL's for that, but a group is a thread's, and since torch 2.6
-    each abort has a thread of its own.
-    """
+    """Abort every group of this process that has communicators on a GPU; returns names of those that take longer."""
+    # All at the same time, as the abort of one may wait for the kernel of another (pytorch#119797). torch's own
+    # `_abort_process_group` puts them into one group of NCCL's for that, but a group is a thread's, and since torch 2.6
+    # each abort has a thread of its own.
     return abort_together(((name, group) for group, name in _on_devices()), limit_s=limit_s)
 
 

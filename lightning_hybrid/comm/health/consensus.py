@@ -29,8 +29,8 @@ def hash_of_sources(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
+# Hash of what was imported, some milliseconds ago: files may change while a job runs.
 SOURCES = hash_of_sources(Path(__file__).resolve().parents[2])
-"""Hash of what was imported, some milliseconds ago: files may change while a job runs."""
 
 
 def software() -> dict[str, str]:
@@ -45,9 +45,7 @@ def software() -> dict[str, str]:
 def compare_plans(
     plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Compare software, plan and topology over all ranks of WORLD.
-
-    Collective: every rank of WORLD must call it.
+    """Compare software, plan and topology over all ranks of WORLD. Collective: every rank of WORLD must call it.
 
     Returns:
         A token that is the same on all ranks and new each time, the host of every rank, and the addresses under which
@@ -78,14 +76,14 @@ def compare_plans(
 def max_over_ranks(times_s: Sequence[float], place: str, device: torch.device) -> list[float]:
     """Return the largest of each time over all ranks of WORLD, which must be at the same `place` of the training.
 
-    Collective: every rank of WORLD must call it, with as many times. One small all-reduce: places are compared by a
-    hash that travels with the times, as the largest of it and of its negative, which are one number where all are
-    equal.
+    Collective: every rank of WORLD must call it, with as many times.
 
     Raises:
         ValueError: on every rank, naming who is elsewhere.
     """
     digest = hashlib.sha256(place.encode()).digest()
+    # One small all-reduce: places are compared by a hash that travels with the times, as the largest of it and of its
+    # negative, which are one number where all are equal.
     words = [float(int.from_bytes(digest[at : at + 4], "big")) for at in (0, 4)]  # exact in fp64
     values = torch.tensor([*times_s, *words, *(-word for word in words)], dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)

@@ -9,27 +9,21 @@ from typing import Any
 
 from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, most_telling
 
+# The place of a rank that waits for no other, as far as the engine knows.
 IDLE = "with no bucket in flight"
-"""The place of a rank that waits for no other, as far as the engine knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Where a rank stands.
+    """Where a rank stands."""
 
-    `num_submitted`: buckets since the engine was made. `order`: hash of them and of their order. `place`: in words,
-    what it does now. `recent`: the latest of them, oldest first. `has_left`: engine closed. `is_inside`: the oldest
-    bucket in flight is in a collective, so this rank waits for others or works. `liveness`: what it knows of the hosts
-    at other addresses, see `tcp_info.liveness_by_address`.
-    """
-
-    num_submitted: int
-    order: str
-    place: str
-    recent: tuple[str, ...] = ()
-    has_left: bool = False
-    is_inside: bool = False
-    liveness: Mapping[str, Liveness] = field(default_factory=dict)
+    num_submitted: int  # buckets since the engine was made
+    order: str  # hash of them and of their order
+    place: str  # what it does now, in words
+    recent: tuple[str, ...] = ()  # the latest of them, oldest first
+    has_left: bool = False  # it closed its engine
+    is_inside: bool = False  # its oldest bucket in flight is in a collective, so it waits for others or works
+    liveness: Mapping[str, Liveness] = field(default_factory=dict)  # what it knows of the hosts at other addresses
 
     def to_json(self) -> str:
         """Write the status as JSON, for the store."""
@@ -68,6 +62,7 @@ Rank 1 is on host y.
     # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
     behind = [rank for rank in behind if not here[rank].is_inside] or behind
     absent = [rank for rank, each in here.items() if not each.is_inside and each.place != IDLE]
+    # The order matters: a rank that is gone makes others look late, and a rank that is late makes others wait.
     if silent:
         blame = _no_answer(silent, statuses, hosts, addresses)
     elif left:
@@ -117,11 +112,8 @@ def _no_answer(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Say what is known of ranks that do not answer.
-
-    Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
-    Where others of its host answer, or no rank knows anything, a silent rank may be dead, stopped or unreachable.
-    """
+    # Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
+    # Where others of its host answer, or no rank knows anything, a silent rank may be dead, stopped or unreachable.
     by_state: dict[str, list[int]] = {}
     for rank in silent:
         host = hosts[rank] if rank < len(hosts) else None
@@ -162,11 +154,9 @@ def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _other_buckets(here: dict[int, RankStatus]) -> str | None:
-    """Name the ranks that submitted something else than the others, at the first place where they differ; None if none.
-
-    Each rank remembers only its latest records, so they are compared by their place in the order of all submits. Where
-    the difference is older than that, the hashes of the whole order show it.
-    """
+    """Name the ranks that submitted something else than the others, at the first place where they differ."""
+    # Each rank remembers only its latest records, so they are compared by their place in the order of all submits.
+    # Where the difference is older than that, the hashes of the whole order show it.
     first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
     for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
         by_record: dict[str, list[int]] = {}

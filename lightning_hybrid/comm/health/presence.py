@@ -1,9 +1,8 @@
 """Whether every rank is still there, asked while a bucket is in flight for long; no failure as long as all answer.
 
 Over Gloo a dead rank's connections break, and the collective raises. A kernel of NCCL that waits for a dead rank on
-the same node waits for ever, so a rank has to ask: one that has waited for some seconds puts a numbered question into
-the store, every watchdog answers it with the status of its rank, and a rank that leaves it unanswered for `PATIENCE_S`
-is dead, stopped or unreachable. One that is slow (reads data, writes a checkpoint, compiles) answers.
+the same node waits for ever: so a rank that has waited for some seconds puts a numbered question into the store, and
+every watchdog answers it, also that of a slow rank. Without an answer for `PATIENCE_S` a rank is dead or cut off.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 
+# How long a bucket is in flight before a rank asks, and twice as long each time that all have answered.
 ASK_AFTER_S = 3.0
-"""How long a bucket is in flight before a rank asks, and twice as long each time that all have answered."""
 
+# How long a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold.
 PATIENCE_S = 10.0
-"""How long a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold."""
 
 Request = Callable[[], Any]
 
@@ -37,8 +36,7 @@ def collect(
 ) -> list[RankStatus | None]:
     """Read the status of every rank, from the first of its keys that is there; None for one that gave none.
 
-    Waits until all are there, an error is in the store, the limit is over, or `wait` says that it ended. `ask` runs a
-    request to the store. `meanwhile` is run before each look.
+    Waits until all are there, an error is in the store, the limit is over, or `wait` says that it ended.
     """
 
     def without_status(ranks: Sequence[int]) -> list[int]:
@@ -60,11 +58,8 @@ def collect(
 class Presence:
     """The questions of one engine, and the answers of one rank.
 
-    Args:
-        store: keys of this engine.
-        ask: runs a request to the store, or raises where the store does not answer.
-        status: returns where this rank stands now.
-        wait: waits for some seconds; returns whether the watchdog is to end.
+    `ask` runs a request to the store, or raises where the store does not answer; `wait` waits for some seconds, and
+    returns whether the watchdog is to end.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class Presence:
         return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)  # low ranks first
 
     def ask_all(self) -> list[RankStatus | None]:
-        """Ask all ranks for their status, and wait for the answers for as long as patience lasts."""
+        """Ask all ranks for their status, and wait for the answers up to `PATIENCE_S`."""
         number = self._num_answered
         self._ask(lambda: self._store.set(f"question/{number}", "1"))
         # A rank that left has no answer any more, but its last status.

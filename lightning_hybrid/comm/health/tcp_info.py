@@ -1,9 +1,8 @@
 """What the kernel knows of TCP connections: whether a host that says nothing is cut off, slow or stopped.
 
-A rank that does not answer a question may be dead, stopped, or behind a link on which an answer takes a minute, and no
-question tells them apart. TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and
-the connections of a process that died are closed. So where a rank is missed, the kernel is asked for the state of every
-TCP connection of this process: a system call each, made only then.
+A rank that does not answer a question may be dead, stopped, or behind a slow link, and no question tells them apart.
+TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and the connections of a process
+that died are closed. So where a rank is missed, the kernel is asked for the state of every TCP connection.
 
     sent data is not acknowledged, nothing was heard since the wait began       cut        the host is down, or its link
     sent data is not acknowledged, but something was heard                      slow       it lives, its link is slow
@@ -22,35 +21,31 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+# TCP_ESTABLISHED of linux/tcp.h, and how many bytes of `struct tcp_info` are asked for.
 _ESTABLISHED = 1
 _BYTES = 104
-MARGIN_S = 1.0
-"""What was heard so shortly after the wait began may have been on its way before."""
 
+# What was heard so shortly after the wait began may have been on its way before.
+MARGIN_S = 1.0
+
+# `cut`, `slow`, `taken` or `idle`, and the seconds since a host was heard.
 Liveness = tuple[str, float]
-"""`cut`, `slow`, `taken` or `idle`, and the seconds since a host was heard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TcpConnection:
-    """One TCP connection, as this end sees it.
+    """One TCP connection, as this end sees it."""
 
-    `peer`, `port`: of the other end. `own`: this end's address. `is_open`: not closed by the other end. `heard_s`:
-    seconds since data or an acknowledgement came. `is_waiting`: something sent is not acknowledged yet.
-    """
-
-    peer: str
+    peer: str  # address of the other end, and its port
     port: int
-    own: str
-    is_open: bool
-    heard_s: float
-    is_waiting: bool
+    own: str  # address of this end
+    is_open: bool  # not closed by the other end
+    heard_s: float  # since data or an acknowledgement came
+    is_waiting: bool  # something sent is not acknowledged yet
 
 
 def tcp_connections() -> list[TcpConnection]:
     """Return every TCP connection of this process; empty where the kernel does not say.
-
-    Empty as well under `socket.setdefaulttimeout`: a look at a descriptor would make it one that does not block.
 
     >>> server = socket.create_server(("127.0.0.1", 0))
     >>> client = socket.create_connection(server.getsockname())
@@ -61,12 +56,14 @@ def tcp_connections() -> list[TcpConnection]:
     (None, None)
     """
     found: list[TcpConnection | None] = []
+    # Under `socket.setdefaulttimeout` a look at a descriptor would make it one that does not block, for its owner too.
     if socket.getdefaulttimeout() is not None:
         return []
     with suppress(OSError, AttributeError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError, struct.error):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    # A duplicate: Python closes what it wraps, and the connection is someone else's.
                     with socket.socket(fileno=os.dup(int(name))) as own:
                         found.append(_connection_of(own))
     return [each for each in found if each is not None]
@@ -91,7 +88,7 @@ def _connection_of(own: socket.socket) -> TcpConnection | None:
 
 
 def _plain(address: str) -> str:
-    """Return the IPv4 address inside an IPv6 one."""
+    # A socket of both families shows an IPv4 peer as an IPv6 address.
     return address.removeprefix("::ffff:")
 
 
@@ -126,6 +123,7 @@ def most_telling(found: Sequence[Liveness | None]) -> Liveness | None:
     """
     there = [liveness for liveness in found if liveness is not None]
     words = {word for word, _ in there}
+    # One sign of life outweighs all silence; of silence, data that is not acknowledged says most.
     word = next((word for word in ("slow", "taken", "cut", "idle") if word in words), None)
     return None if word is None else (word, min(heard_s for _, heard_s in there))
 

@@ -30,21 +30,21 @@ from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, is_lost, places_of
 from lightning_hybrid.comm.health.presence import Presence, collect
 
+# From when on a bucket in flight makes its rank ask for alarms often.
 STALL_S = 0.5
-"""From when on a bucket in flight makes its rank ask for alarms often."""
 
+# How long one request to the store may take before its host counts as gone.
 STORE_LIMIT_S = 5.0
-"""How long one request to the store may take before its host counts as gone."""
 
+# How many requests in a row the store may leave unanswered: another thread of this process may be using it.
 PATIENCE = 4
-"""How many requests in a row the store may leave unanswered: another thread of this process may be using it."""
 
+# How long a comparison may take: no failure is noticed later for it.
 COMPARE_LIMIT_S = 60.0
-"""How long a comparison may take: no failure is noticed later for it."""
 
 
 class Watched(Protocol):
-    """What a watchdog watches: an engine's `FailureLatch`."""
+    """What a watchdog watches, such as an engine's `FailureLatch`."""
 
     def status(self) -> RankStatus:
         """Where this rank stands now."""
@@ -83,6 +83,7 @@ class Watchdog:
         self._world_size = world_size
         self._watched = watched
         self._hosts, self._addresses = hosts, addresses
+        # All ranks ask one store: with thousands of them less often, to spare it.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
         self._has_failed = False
@@ -109,10 +110,8 @@ class Watchdog:
         return self._ask(lambda: self._first(key, value), own_limit_s=COMPARE_LIMIT_S)
 
     def report(self, noticed: str, cause: Exception) -> None:
-        """Fail on every rank because a stage raised here.
-
-        The error is this rank's own, or a diagnosis where the cause is how a backend says that another rank failed.
-        """
+        """Fail on every rank because a stage raised here."""
+        # This rank's own error, or a diagnosis where the error is how a backend says that another rank failed.
         is_elsewhere = comes_from_others(cause)
         error = self.collect_status(noticed) if is_elsewhere else self.raise_alarm(f"comm: {noticed}.")
         self._watched.trip(error, cause)
@@ -133,11 +132,7 @@ class Watchdog:
         return self._agreed(diagnosis, f"comm: {noticed}.")
 
     def leave(self) -> None:
-        """End the thread. Ranks that ask for the status of all later learn that this one has left.
-
-        After a failure rank 0, which may hold the store, stays until the others have read the error, up to the limit
-        of a request to the store.
-        """
+        """End the thread. Ranks that ask for the status of all later learn that this one has left."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -147,13 +142,13 @@ class Watchdog:
         left = RankStatus(num_submitted=status.num_submitted, order=status.order, place="gone", has_left=True)
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
+            # The store may end with rank 0: it stays until others have read the error, for a limited time.
             if self._has_failed and self._rank == 0:
                 self._ask(self._let_others_read)
         except Exception:  # there may be no rank any more to read it
             return
 
     def _let_others_read(self) -> None:
-        """Wait until every rank that gave its status has read the error; the others have as long to come."""
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < STORE_LIMIT_S:
             others = list(range(1, self._world_size))
@@ -182,6 +177,7 @@ class Watchdog:
                 if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
                     self._ask(self._answer)
                     has_answered = True  # from now on only the error is waited for
+                # The error comes after the alarm: the rank that raised it first collects every status, and then writes.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     error_of_all = self._ask(lambda: self._store.get("error")).decode()
                     self._note_read()
@@ -194,6 +190,7 @@ class Watchdog:
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1  # of requests in a row
+                # One silent request may be another thread's doing; an error of the connection is final.
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
                 if is_stalled and not self._ended.is_set():  # else nothing here waits for the others
@@ -204,7 +201,6 @@ class Watchdog:
                     return
 
     def _ask_who_is_there(self, stalled_s: float) -> None:
-        """Fail on all ranks if one does not answer, or if this one has waited for too long."""
         noticed = f"rank {self._rank} has waited {stalled_s:.0f} s, now {self._watched.status().place}"
         assert self._give_up_after_s is not None
         if stalled_s > self._give_up_after_s:
@@ -219,6 +215,7 @@ class Watchdog:
 
     def _status_and_liveness(self) -> RankStatus:
         status, waited_s = self._watched.status(), self._watched.stalled_s()
+        # Connections are looked at only where this rank waits: it costs a system call for each.
         if waited_s:
             status = replace(
                 status, liveness=tcp_info.liveness_by_address(tcp_info.tcp_connections(), waited_s=waited_s)
@@ -229,9 +226,9 @@ class Watchdog:
         self._store.set(f"status/{self._rank}", self._status_and_liveness().to_json())
 
     def _store_failed(self, error: Exception) -> str:
-        """Say what is known of a store that does not answer, and of rank 0 with it."""
         waited_s, port = max(self._watched.stalled_s(), STORE_LIMIT_S), store_port()
         connections = tcp_info.tcp_connections()
+        # All connections to the store's host, not that of the store alone: any of them shows that the host lives.
         to_host = {each.peer for each in connections if each.port == port}
         found = tcp_info.liveness_by_address([each for each in connections if each.peer in to_host], waited_s=waited_s)
         liveness = tcp_info.most_telling(list(found.values())) if isinstance(error, TimeoutError) else None
@@ -251,16 +248,14 @@ class Watchdog:
         return self._first("error", error)  # the first error written holds for all
 
     def _all_status(self) -> list[RankStatus | None]:
-        """Raise the alarm and collect every rank's status, for as long as the slowest watchdog may take to look."""
         self._store.set("alarm", "1")
         self._answer()
         keys = [(f"status/{rank}",) for rank in range(self._world_size)]
-        # The last term is the time to read so many answers.
+        # As long as the slowest watchdog may take to look; the last term is the time to read so many answers.
         limit_s = self._idle_poll_s + 2 * self._poll_s + 0.5 + self._world_size / 250
         return collect(self._store, keys, limit_s=limit_s, ask=lambda request: request(), wait=threading.Event().wait)
 
     def _agreed(self, ask: Callable[[], str], otherwise: str) -> str:
-        """Return the error on which all ranks agree, or `otherwise` where the store does not answer."""
         try:
             error_of_all: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250)
         except Exception as error:
@@ -273,7 +268,7 @@ class Watchdog:
         return error_of_all
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
-        """Return `ask()`, or raise `TimeoutError`: a store whose host is cut off may never come back."""
+        # In a thread of its own: a request to a store whose host is cut off may never come back.
         answers: list[Any] = []
         errors: list[BaseException] = []
 
@@ -308,6 +303,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 def comes_from_others(error: Exception) -> bool:
     """Return whether a stage's error is how Gloo, NCCL or our own check say that another rank is the cause."""
+    # By its words: both backends raise plain RuntimeErrors.
     words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
     is_of_backend = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     return is_of_backend or isinstance(error, OrderError)
@@ -320,11 +316,9 @@ def short(error: BaseException) -> str:
 
 
 def private_store(prefix: str) -> dist.Store:
-    """Return the default process group's store, under a prefix of our own.
-
-    Its client serves one thread at a time; a clone would not wait for others, but costs every rank a connection, and
-    where names are looked up slowly the store's host stands still for seconds at each.
-    """
+    """Return the default process group's store, under a prefix of our own."""
+    # Its client serves one thread at a time. A clone would not wait for others, but costs every rank a connection, and
+    # where names are looked up slowly the store's host stands still for seconds at each.
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # keys of other engines do not collide
 
 

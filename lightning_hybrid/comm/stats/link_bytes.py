@@ -10,15 +10,11 @@ from lightning_hybrid.comm.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers.
+    """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers."""
 
-    `least_across`: what any algorithm must send from a node to the others. `across`: what this one sends.
-    `inside`: what the ranks of a node send one another.
-    """
-
-    least_across: float = 0.0
-    across: float = 0.0
-    inside: float = 0.0
+    least_across: float = 0.0  # what any algorithm must send from a node to the others
+    across: float = 0.0  # what this one sends
+    inside: float = 0.0  # what the ranks of a node send one another
 
 
 NO_TRAFFIC = Traffic()
@@ -49,8 +45,7 @@ def traffic_of(
     Raises:
         ValueError: for `two_level` on nodes of different size, which has no shards there.
 
-    Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69) for the least and the ring; tests/netlab
-    measures `across` and `inside`.
+    Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69); tests/netlab measures `across` and `inside`.
 
     >>> by_node = Topology(rank=0, nodes=((0, 1), (2, 3)))
     >>> traffic_of("flat", by_node, 100.0)

@@ -12,24 +12,19 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """The counts and times of one bucket.
+    """The counts and times of one bucket. Times are None where none was taken."""
 
-    `index` to `num_chunks`: as in its `BucketPlan`. `traffic`: of one all-reduce of it. `num_times`: how often it was
-    averaged. `in_flight_s`: from submit until it was averaged, over all times; buckets overlap, so theirs add up to
-    more than the time that passes. `exposed_s`: the part of the step's exposed time after the bucket that was done
-    before it, until it was done. Both None where no time was taken.
-    """
-
+    # The first six are as in its `BucketPlan`.
     index: int
     numel: int
     num_bytes: int
     dtype: str
     algorithm: str
     num_chunks: int
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)
-    num_times: int = 0
-    in_flight_s: float | None = 0.0
-    exposed_s: float | None = 0.0
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)  # of one all-reduce of it
+    num_times: int = 0  # how often it was averaged
+    in_flight_s: float | None = 0.0  # from submit until averaged; buckets overlap: their sum may exceed `busy_s`
+    exposed_s: float | None = 0.0  # of the step's exposed time, from the end of the bucket done before it to its own
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
@@ -37,7 +32,6 @@ class BucketSummary:
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:
-        """Add the counts and times of the same bucket."""
         return dataclasses.replace(
             self,
             num_times=self.num_times + other.num_times,
@@ -48,27 +42,21 @@ class BucketSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class CommSummary:
-    """The communication of one rank since the last summary.
+    """The communication of one rank since the last summary. Summaries of successive times add up.
 
-    `num_steps`: backward passes that were averaged. `num_buckets`, `num_bytes`: submitted, bytes as on the wire, before
-    any algorithm multiplies them. `busy_s`: time with at least one bucket in flight. `exposed_s`: the part of it that
-    backward did not hide, from the submit of a step's last bucket until every bucket of that step was done. Both in
-    seconds of wall clock; on CUDA of the device's, by events, from when a bucket's gradients are there. None where no
-    time was taken, as in summaries of older checkpoints. `least_bytes_across`, `bytes_across`, `bytes_inside`: on the
-    links of the busiest node for these buckets, see `Traffic`. `buckets`: those averaged since, by index.
-
-    Summaries of successive times add up.
+    Times are of the wall clock, on CUDA of the device's, by events, from when a bucket's gradients are there; None
+    where none was taken, as in summaries of older checkpoints.
     """
 
-    num_steps: int = 0
+    num_steps: int = 0  # backward passes that were averaged
     num_buckets: int = 0
-    num_bytes: int = 0
-    busy_s: float | None = 0.0
-    exposed_s: float | None = 0.0
-    least_bytes_across: float = 0.0
+    num_bytes: int = 0  # submitted, as on the wire, before any algorithm multiplies them
+    busy_s: float | None = 0.0  # with at least one bucket in flight
+    exposed_s: float | None = 0.0  # not hidden: from the submit of a step's last bucket until all of the step are done
+    least_bytes_across: float = 0.0  # these three on the links of the busiest node, see `Traffic`
     bytes_across: float = 0.0
     bytes_inside: float = 0.0
-    buckets: tuple[BucketSummary, ...] = ()
+    buckets: tuple[BucketSummary, ...] = ()  # those averaged since, by index
 
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
@@ -85,7 +73,6 @@ class CommSummary:
         return self.least_bytes_across / self.busy_s if self.busy_s and self.least_bytes_across else None
 
     def __add__(self, other: CommSummary) -> CommSummary:
-        """Add the counts and times of two summaries."""
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
             seen = buckets.get(bucket.contents)  # a plan that changed makes another bucket of the same index

@@ -19,28 +19,23 @@ from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
+# A timeline ends after so many events (about 100 MB of JSON); the counters go on.
 MOST_EVENTS = 500_000
-"""A timeline ends after so many events (about 100 MB of JSON); the counters go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """The times of one bucket on a device, which are known only afterwards; in seconds.
-
-    `ready_s`: its gradients were there. `done_s`: it was averaged. `stages`: (name, begin, end, bytes) of each.
-    """
+    """The times of one bucket on a device, which are known only afterwards; in seconds."""
 
     bucket: BucketPlan
     traffic: Traffic
     is_last: bool
-    ready_s: float
-    done_s: float
-    stages: Sequence[tuple[str, float, float, int]] = ()
+    ready_s: float  # its gradients were there
+    done_s: float  # it was averaged
+    stages: Sequence[tuple[str, float, float, int]] = ()  # name, begin, end, bytes
 
 
 class _Counts:
-    """The traffic of one bucket, how often it was averaged, seconds in flight and exposed."""
-
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.num_times = 0
@@ -68,6 +63,7 @@ class CommTrace:
         self._events: list[dict[str, Any]] = []
         self._first_s: float | None = None
         self._last_end_s = 0.0
+        # Re-entrant: `replay` holds it over many calls of `begin` and `end`.
         self._lock = threading.RLock()
         self._look: Callable[[], None] | None = None
         self._num_in_flight = 0
@@ -88,7 +84,8 @@ class CommTrace:
 
     def _look_first(self) -> None:
         if self._look is not None:
-            self._look()  # outside of the lock
+            # A look replays, which takes the lock, and takes the lock of looks first: the other order could deadlock.
+            self._look()
 
     def begin(
         self, *, num_bytes: int, is_last: bool, traffic: Traffic = NO_TRAFFIC, at_s: float | None = None
@@ -194,11 +191,9 @@ class CommTrace:
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
-        """Write the timeline so far as JSON in Chrome's trace format; times in microseconds of this host's clock.
-
-        On CUDA they are the device's, set equal to this clock at the first bucket: the device may have been behind by
-        what was queued then.
-        """
+        """Write the timeline so far as JSON in Chrome's trace format; times in microseconds of this host's clock."""
+        # On CUDA they are the device's, set equal to this clock at the first bucket: the device may have been behind
+        # by what was queued then.
         self._look_first()
         with self._lock:
             events = list(self._events)  # a copy: threads go on adding
@@ -222,10 +217,7 @@ class CommTrace:
             warnings.warn(f"`trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2)
 
     def drain(self) -> CommSummary:
-        """Return the counts since the last drain. Times of buckets still in flight are split at this moment.
-
-        On CUDA a step counts once the device is through with it, and nothing waits for that: often in the next drain.
-        """
+        """Return the counts since the last drain; on CUDA of steps that the device is through with. Never waits."""
         self._look_first()
         with self._lock:
             summary = self._summary()

@@ -9,11 +9,9 @@ steps from which it was learned,
 
     slack = max(sigma, log 1.05)    limit = max(15 sigma, 1)    clip: to +- max(3 sigma, 0.5)
 
-Changes below 5 %, and below the scatter, are left alone; a step that hangs does not count for more than half of the
-limit. By simulation, with normal noise and the baseline learned from 50 steps (its test): no false alarm in 60 runs of
-10,000 steps, at a scatter of 5 to 30 %; at 5 %, twice or half the time is noticed after 3 steps and 20 % more after 8,
-at 20 % twice the time after 9. That is why it waits for more than the 10 sigma and half a sigma of textbooks, which are
-for a known baseline: with one learned from 30 steps every other run had a false alarm.
+Changes below 5 %, and below the scatter, are left alone. By simulation, with normal noise and the baseline learned from
+50 steps (its test): no false alarm in 60 runs of 10,000 steps, at a scatter of 5 to 30 %; at 5 %, twice or half the
+time is noticed after 3 steps and 20 % more after 8, at 20 % twice the time after 9.
 """
 
 from __future__ import annotations
@@ -23,9 +21,11 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
+# Steps from which the baseline is learned.
 NUM_LEARNED = 50
-"""Steps from which the baseline is learned."""
 
+# More than the 10 sigma and half a sigma of textbooks, which are for a known baseline: with one learned from 30 steps
+# every other run had a false alarm. A step that hangs counts for half of the limit at most.
 SLACK, LIMIT, CLIP = math.log(1.05), 1.0, 0.5
 
 

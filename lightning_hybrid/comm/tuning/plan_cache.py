@@ -29,25 +29,19 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPlan:
-    """A plan that tuning chose.
-
-    `ratio`: time of a step over that under the plan it began with. `baseline`: seconds per step with a bucket in flight
-    under `plan`; None where the run ended before it was known.
-    """
+    """A plan that tuning chose."""
 
     plan: CommPlan
-    ratio: float
+    ratio: float  # time of a step over that under the plan it began with
     num_steps: int
-    baseline: Baseline | None = None
+    baseline: Baseline | None = None  # seconds per step with a bucket in flight; None: the run ended too early
 
 
 def cache_key(
     topology: Topology, buckets: Iterable[BucketPlan], device: torch.device, *, start: CommPlan, dtype_across: object
 ) -> dict[str, Any]:
-    """Return what must be equal for a plan to be used again; numbers, strings, lists and dictionaries only.
-
-    `start`: the plan that tuning would begin with. The network is known by the interfaces of this host.
-    """
+    """Return what must be equal for a plan to be used again; `start`: the plan that tuning would begin with."""
+    # Numbers, strings, lists and dictionaries only: it is hashed and compared as JSON.
     return {
         "format": FORMAT,
         "nodes": [list(node) for node in topology.nodes],
@@ -106,9 +100,11 @@ def write_plan(folder: Path, key: Mapping[str, Any], cached: CachedPlan) -> Path
         "plan": json.loads(cached.plan.to_json()),
         "ratio": cached.ratio,
         "num_steps": cached.num_steps,
+        # The keys `facts` and `level` are those of files that are there already.
         "level": None if cached.baseline is None else asdict(cached.baseline),
     }
     folder.mkdir(parents=True, exist_ok=True)
+    # Several runs may tune the same case at once, over one home directory.
     with atomic_path(path, has_rivals=True) as part:
         part.write_text(json.dumps(values, indent=2) + "\n")
     return path

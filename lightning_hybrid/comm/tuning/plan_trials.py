@@ -18,11 +18,11 @@ from typing import Any, get_args
 from lightning_hybrid.comm.plan import Algorithm, BucketPlan, CommPlan, NodeShape
 from lightning_hybrid.comm.tuning.sequential_test import PairedComparison
 
+# Steps of trials, at most.
 MOST_STEPS = 300
-"""Steps of trials, at most."""
 
+# The plans to compare with one.
 Neighbours = Callable[[CommPlan], Sequence[CommPlan]]
-"""The plans to compare with one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,13 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """The result of tuning.
-
-    `num_steps`: of trials, those not counted too. `ratio`: time of a step over that under the start plan, medians of
-    comparisons multiplied. `extra_s`: what the trials took beyond as many steps of the plan in force.
-    `is_complete`: False where the steps ran out.
-    """
+    """The result of tuning."""
 
     plan: CommPlan
-    num_steps: int
-    ratio: float
-    extra_s: float
-    is_complete: bool
+    num_steps: int  # of trials, those not counted too
+    ratio: float  # time of a step over that under the start plan, medians of comparisons multiplied
+    extra_s: float  # what the trials took beyond as many steps of the plan in force
+    is_complete: bool  # False where the steps ran out
 
 
 class PlanTrials:
@@ -89,10 +84,8 @@ class PlanTrials:
         self._is_done = False
 
     def trials(self) -> tuple[Trial, ...]:
-        """Return the next two rounds: plans of the steps to come, in order; empty where tuning is over.
-
-        Two, so that ranks need to agree half as often. The same again until `record`.
-        """
+        """Return the next two rounds: plans of the steps to come, in order; empty where tuning is over."""
+        # Two, so that ranks need to agree half as often. The same again until `record`.
         while not self._pending and not self._is_done:
             if self._comparison is None and not self._begin_comparison():
                 self._is_done = True
@@ -127,12 +120,13 @@ class PlanTrials:
         in_force_s = sum(time_s for plan, time_s in counted if plan == self._plan) / 2  # it is in both rounds
         self._extra_s += sum(times_s) - len(trials) * in_force_s
         self._num_steps += len(trials)
+        # The first step under a plan connects its groups, once: later steps under it need no uncounted one.
         self._warmed |= {trial.plan for trial in trials}
         self._pending = ()
 
     def _begin_comparison(self) -> bool:
-        """Begin the next comparison; returns False where nothing is left to try."""
         while self._neighbours:
+            # The neighbours of the plan in force now: each comparison may have changed it.
             found = [plan for plan in dict.fromkeys(self._neighbours.pop(0)(self._plan)) if plan not in self._seen]
             if found:
                 return self._start(found)
@@ -256,6 +250,7 @@ def effect(
         return tuple(
             ("flat", 1, 1) if each.algorithm in whole else (each.algorithm, each.num_chunks, 1) for each in planned
         )
+    # No more sets of groups are in use than there are chunks to go round them: other plans do the same.
     num_chunks = {
         name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)
     }

@@ -5,10 +5,9 @@
     round 2     incumbent  A  C                steadily; an arm that has lost is tried no more
 
 Each round pairs one step of every challenger with the incumbent's of the same round. A pair is *faster* where the
-challenger took less time by more than `least_gain`; ties and small gains count as slower. The signs go through Wald's
-sequential test of a proportion (Wald 1945, Annals of Mathematical Statistics 16), which needs fewest pairs of all tests
-of its error probabilities. It asks nothing of the distribution of step times, whose tail is heavy, but that a pair of
-arms that do not differ be faster as likely as slower. What is always slower costs four steps.
+challenger took less time by more than `least_gain`. The signs go through Wald's sequential test of a proportion (Wald
+1945, Annals of Mathematical Statistics 16), which needs fewest pairs of all tests of its error probabilities. It asks
+nothing of the distribution of step times, whose tail is heavy, but that equal arms be faster as likely as slower.
 """
 
 from __future__ import annotations
@@ -84,6 +83,7 @@ class SequentialSignTest:
         """Compute for a challenger of whose pairs this share is faster: probability that it wins, pairs on average."""
         wins = mean_pairs = 0.0
         chances = {0: 1.0}  # number of faster pairs so far -> probability of being there, undecided
+        # Exact, by going through all numbers of faster pairs: Wald's limits are exact without overshoot only.
         for num_pairs in range(1, self.most_pairs + 1):
             following: dict[int, float] = {}  # chances after one pair more
             for num_faster, chance in chances.items():
@@ -104,11 +104,9 @@ SIGN_TEST = SequentialSignTest()
 
 @dataclass
 class _Count:
-    """The pairs of one challenger. `log_ratios`: of its times to the incumbent's, pair by pair."""
-
     num_faster: int = 0
     num_slower: int = 0
-    log_ratios: list[float] = field(default_factory=list)
+    log_ratios: list[float] = field(default_factory=list)  # of its times to the incumbent's, pair by pair
 
 
 class PairedComparison(Generic[Arm]):

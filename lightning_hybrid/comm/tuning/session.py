@@ -8,9 +8,8 @@
     then             communication's time is monitored: where it changes beyond noise the plan is tuned again, at
                      most twice, and then one warning says that it is stale
 
-The unit is the optimizer step, from the begin of its first batch to the end of its last `optimizer_step`: what
-happens between steps (validation, checkpoints, waiting for the next batch) is not in its time. A plan changes between
-two steps, on every rank after the same one, when no bucket is in flight; all that changes is the order of additions.
+The unit is the optimizer step, from the begin of its first batch to the end of its last `optimizer_step`. A plan
+changes between two steps, on every rank after the same one; all that changes is the order of additions.
 """
 
 from __future__ import annotations
@@ -41,21 +40,19 @@ from lightning_hybrid.comm.tuning.plan_trials import (
 )
 
 NUM_WARMUP_STEPS = 5
+
+# How many steps apart rank 0 says whether communication's time has changed.
 CHECK_STEPS = 25
-"""How many steps apart rank 0 says whether communication's time has changed."""
 MOST_RETUNES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Rank 0's decision for all ranks. `trials`: of the next steps; without any, `plan` is used from now on.
-
-    `baseline`: of communication's time, where the cache has one.
-    """
+    """Rank 0's decision for all ranks."""
 
     plan: CommPlan
-    trials: tuple[Trial, ...] = ()
-    baseline: Baseline | None = None
+    trials: tuple[Trial, ...] = ()  # of the next steps; without any, `plan` is used from now on
+    baseline: Baseline | None = None  # of communication's time, where the cache has one
 
     @property
     def digest(self) -> str:
@@ -107,7 +104,7 @@ class TuningSession:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make all groups that trials may need, on CUDA: a communicator takes memory for good, so before steps do."""
+        # On CUDA a communicator takes memory for good: all that trials may need are made before steps take theirs.
         if self._engine.device.type == "cuda":
             self._engine.prepare(other_algorithms(self._engine.plan, self._engine.topology))
 
@@ -119,6 +116,7 @@ class TuningSession:
     def before_batch(self) -> None:
         """Change the plan between two steps, if it is to change. Collective for the first batch of a step."""
         if self._began_s is not None and self._ended_s is not None:
+            # A step ended with its optimizer's step, not here: validation and checkpoints are not in its time.
             step_s, self._began_s, self._ended_s = self._ended_s - self._began_s, None, None
             self._num_steps += 1
             before_s = self._clock()
@@ -130,6 +128,7 @@ class TuningSession:
     def after_optimizer_step(self) -> None:
         """End the step's time here, or at the next call before a batch begins (with several optimizers)."""
         if self.is_trying and self._engine.device.type == "cuda":
+            # Only in trials: the host runs ahead of the device, and its time of a step would be that of enqueueing.
             torch.cuda.synchronize(self._engine.device)
         self._ended_s = self._clock()
 
@@ -139,6 +138,7 @@ class TuningSession:
         if self._num_steps == NUM_WARMUP_STEPS - 1:
             self._engine.adopt(self._engine.plan)  # forgets the buckets before DDP rebuilt them
         elif self._num_steps == NUM_WARMUP_STEPS:
+            # Compares the place alone: ranks that stood at different steps would change the plan at different buckets.
             max_over_ranks([], self._place(), self._engine.device)
             self._follow(self._from_first_rank(self._first_decision))
 
@@ -162,7 +162,7 @@ class TuningSession:
             self._check()
 
     def _new_busy_s(self) -> float:
-        """Return seconds of communication since the last call; on CUDA per step that the device finished, 0 if none."""
+        # Since the last call. On CUDA the device may have finished several steps since, or none.
         before_s, num_before = self._busy_s, self._num_busy
         self._busy_s, self._num_busy = self._engine.trace.total_busy
         num_new = self._num_busy - num_before if self._engine.device.type == "cuda" else 1
@@ -172,7 +172,6 @@ class TuningSession:
         pass
 
     def _check(self) -> None:
-        """Tune again if rank 0 finds the plan stale, or warn if that was done often enough."""
         if not self._is_stale():
             return
         if self._num_retunes == MOST_RETUNES:
@@ -188,7 +187,7 @@ class TuningSession:
         self._follow(self._from_first_rank(lambda: self._begin(self._engine.plan)))
 
     def _is_stale(self) -> bool:
-        """Return what rank 0 found; on CUDA at the last check, which is there by now: no host waits for the device."""
+        # On CUDA what rank 0 found at the last check, which is there by now: no host waits for the device.
         device = self._engine.device
         is_stale = torch.full((1,), int(self._detector.has_changed), device=device)
         dist.broadcast(is_stale, src=0)
@@ -220,6 +219,7 @@ class TuningSession:
         if self._is_first_rank:
             decision = decide()
             sent = [(decision, decision.digest)]
+        # Rank 0 alone decides: clocks and files differ between ranks, and two decisions would be two plans.
         dist.broadcast_object_list(sent, src=0, device=device if device.type == "cuda" else None)
         assert sent[0] is not None
         decision, digest = sent[0]
@@ -300,7 +300,6 @@ class TuningSession:
             return None
 
     def _write(self, cached: CachedPlan) -> None:
-        """Write a plan to the cache, or warn where the folder cannot be written: training goes on."""
         if self._folder is None:
             return
         try:
