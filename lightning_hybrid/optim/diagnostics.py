@@ -45,6 +45,7 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
         ratios = dict[Tensor, Tensor]()
         if of_one is not None and group["trust_ratio"]:
             for _, (param, grad) in dense_gradients(group):
+                # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
                 ratio = of_one(optimizer, {**group, "trust_clip": None}, param, grad, grad_scale)
                 if ratio is not None:
                     ratios[param] = ratio

@@ -90,9 +90,9 @@ def param_groups(
 
     A parameter shared between modules comes once, under its first name, and is excluded if any of its places is.
     Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups have the order of
-    `model.named_parameters()`; both are there even if one is empty, so that schedulers see a constant number. The
-    groups are plain dicts: torch's optimizers take them, and ignore `trust_ratio`. With `named`, each holds
-    `param_names` too; torch then refuses unnamed groups added later, as Lightning's `BaseFinetuning` does.
+    `model.named_parameters()`, and are there even if one is empty. They are plain dicts: torch's optimizers take them,
+    and ignore `trust_ratio`. With `named`, each holds `param_names` too; torch then refuses unnamed groups added later,
+    as Lightning's `BaseFinetuning` does.
 
     Raises:
         ValueError: The model has no trainable parameters or a lazy module that has not run, a rule is unknown, or a
@@ -122,7 +122,9 @@ def param_groups(
                 f"`{name}` (={type(param).__name__}) must have a shape: its lazy module has not seen a batch. Run one "
                 "batch through the model before `param_groups`."
             )
+        # A shared parameter comes several times: the first name stays, and any place may exclude it.
         names.setdefault(param, name)
+        # All exclusions are tried even where a rule excludes already: one that matches nothing is an error below.
         applying = [index for index, one in enumerate(exclusions) if _applies(one, name, param, ancestors)]
         matched.update(applying)
         reason = _rule_reason(name, param, ancestors, rules)
@@ -143,6 +145,7 @@ def param_groups(
             "on what is to be trained, or pass `include_frozen=True`."
         )
     groups = []
+    # Both groups, even if one is empty: schedulers see a constant number.
     for excluded in (False, True):
         mine = [choice for choice in choices if bool(choice.reason) == excluded]
         group: dict[str, Any] = {"params": [choice.param for choice in mine]}
@@ -153,7 +156,7 @@ def param_groups(
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
-    """Yield every place of every parameter: full name, parameter, and the modules from the root to its holder."""
+    # Unlike `named_parameters` this yields a shared parameter at each of its places, with all modules above it.
 
     def walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Iterator[Any]:
         around = (*above, module)

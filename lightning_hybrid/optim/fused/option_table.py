@@ -15,8 +15,7 @@ class OptionTable:
 
         table (len(names), tensors)    options["weight_decay"] is a row; "lr" is the first
 
-    `lr` is the first row; where the rate of a group is a tensor, it is made each step, as that rate is read on the
-    device.
+    Where the rate of a group is a tensor, the row `lr` is made each step, as that rate is read on the device.
 
     Args:
         names: The names of the rows.
@@ -72,6 +71,7 @@ class OptionTables:
                 part.copy_(torch.tensor(some, dtype=torch.float64).T[:, indices])
             to_device_(self._memory, on_host)
             self._columns = columns
+        # Rates that are tensors may change between steps without the host's knowing: they are gathered on the device.
         for place, (options, groups, indices) in enumerate(self._tables):
             options.lr = options.rows[0]
             if any(isinstance(group["lr"], Tensor) for group in groups):
@@ -79,7 +79,7 @@ class OptionTables:
                 options.lr = rates.index_select(0, self._on_device_once(place, indices))
 
     def _ends(self) -> list[int]:
-        """Return where the tables begin and the last one ends: at even indices, which are multiples of 16 bytes."""
+        # Where the tables begin and the last one ends: at even indices, which are multiples of 16 bytes.
         sizes = [len(options) * len(indices) for options, _, indices in self._tables]
         return [0, *itertools.accumulate(size + size % 2 for size in sizes)]
 
@@ -89,6 +89,7 @@ class OptionTables:
             yield memory[begin : begin + rows * columns].view(rows, columns)
 
     def _on_device_once(self, place: int, indices: Tensor) -> Tensor:
+        # Made at the first need and then left where it is: see the class on captured graphs.
         if (known := self._indices_on_device[place]) is None:
             known = torch.empty(indices.shape, dtype=indices.dtype, device=self._device)
             self._indices_on_device[place] = known
@@ -142,6 +143,7 @@ def number(value: Any) -> float:
 
 def to_device_(target: Tensor, values: Tensor) -> None:
     """Copy CPU `values` into `target` without making the host wait."""
+    # From pageable memory the copy would wait for the device.
     target.copy_(values.pin_memory() if target.device.type == "cuda" else values, non_blocking=True)
 
 
