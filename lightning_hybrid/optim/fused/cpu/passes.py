@@ -100,8 +100,8 @@ class NativeEngine:
 class NativeLars(NativeEngine):
     """The step of LARS.
 
-        norms()     sum(g * g) or sum(d * d), and unknown sum(w * w)    one read of g, and of w there
-        update()    the step, and sum(w * w) for the next one           one read of g, w, v; one write of w, v, copy
+    norms()     sum(g * g) or sum(d * d), and unknown sum(w * w)    one read of g, and of w there
+    update()    the step, and sum(w * w) for the next one           one read of g, w, v; one write of w, v, copy
     """
 
     def __init__(
