@@ -21,9 +21,9 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 Place = Literal["inside", "across"]
 
 OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
+# Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
+# textbook forms and the 2D torus, with the links' latencies and no software.
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
-"""Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
-textbook forms and the 2D torus, with the links' latencies and no software."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,8 @@ class Cluster:
         Raises:
             ValueError: nodes of the job have other numbers of ranks than those of the description.
         """
-        from lightning_hybrid.planning.plan_search import choose_plan  # here: it imports this module
+        # Here and not above: `plan_search` imports this module.
+        from lightning_hybrid.planning.plan_search import choose_plan
 
         if topology.ranks_per_node != self.ranks_per_node:
             raise ValueError(
@@ -159,11 +160,13 @@ class Cluster:
             cost = (halving_doubling if algorithm == "halving_doubling" else double_tree)(
                 num_bytes, self.ranks_per_node, self.inside
             )
-        elif algorithm == "halving_doubling":  # the far rounds first have all ranks of a node on its links at once
+        elif algorithm == "halving_doubling":
+            # In the far rounds all ranks of a node use its links at once, each with its part of the bytes.
             near = halving_doubling(num_bytes, self.ranks_per_node, self.inside)
             cost = near + halving_doubling(num_bytes / self.ranks_per_node, self.num_nodes, rail)
         else:
             near = Cost(latency_s=2 * (self.ranks_per_node - 1) * self.inside.latency_s)
+            # Inside a node the tree is a chain through all ranks, as NCCL's.
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         place: Place = "inside" if self.num_nodes == 1 else "across"
@@ -197,6 +200,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
     rail = replace(cluster.across, bytes_per_s=rate)
     between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
     names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
+    # One rank per node, or one node, leaves out a stage.
     found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
     return tuple(stage for stage in found if stage.alone_s > 0)
 
@@ -231,7 +235,8 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    """Count the seconds of a round in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
+    # The busiest rank has `ends` ends of messages, with `share` of the bytes each; one round has two latencies, of the
+    # consent and of the data.
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
@@ -242,7 +247,7 @@ def _inside(
 
 
 def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
-    """All-reduce between nodes of `size` bytes in each of `num_groups` groups, as `between_nodes_form` says."""
+    # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run.
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
@@ -264,7 +269,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    """Count the seconds of a ring; while it waits for consents, its link is free for others."""
+    # While a ring waits for consents its link is free for others: the wait becomes a smaller share of the link.
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     return StageCost(
@@ -273,7 +278,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    """Count the seconds of Gloo's ring over all ranks; through our engine it costs a stage more."""
+    # Gloo's ring over all ranks; through our engine it costs a stage more.
     ranks, nodes = cluster.world_size, cluster.num_nodes
     # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
@@ -285,7 +290,8 @@ def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> S
     if nodes == 1:
         return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
-    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work during the wait
+    # Processors work during the wait.
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)
     wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
     share = min(1.0, edges * gloo.ring_share)
     return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

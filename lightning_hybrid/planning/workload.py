@@ -113,6 +113,7 @@ def chunks_of_step(
         name = algorithm or bucket.algorithm
         num_chunks = 1 if algorithm else bucket.num_chunks
         for size in chunk_sizes_bytes(bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel):
+            # Chunks take turns over the columns; each algorithm counts its own.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
             stages = cluster.stages(name, size)
