@@ -16,7 +16,7 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
     resumed with half the accumulation would end at once, with twice the accumulation last twice as long. The total over
     all epochs stays what it is: batches that ran.
 
-    Call it after Lightning restores the loops and before it runs them, as from a loader's `load_state_dict`.
+    Call it after Lightning restores the loops and before it runs them, as a loader's `load_state_dict` does.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     steps_done = batches.ready // accumulate_grad_batches_before

@@ -52,11 +52,8 @@ class EpochOrder:
 
         P[s G + (a W + r) b : s G + (a W + r + 1) b]
 
-    so
-
-    - ranks are disjoint, and their union over an epoch is the epoch: `num_images // G` whole steps. The
-      `num_images mod G` images at the end of P are left out, other ones each epoch;
-    - the images of a step do not depend on how many ranks and batches share it: W and A may change between two steps.
+    so that ranks are disjoint, and together take `num_images // G` whole steps; other images are left out each epoch.
+    The images of a step do not depend on W and A, which may change between steps.
 
     Raises:
         ValueError: G does not divide by A W, exceeds `num_images`, or there is no such rank.
@@ -128,7 +125,7 @@ class ResumableLoader(ABC):
     Args:
         order: The order of the images.
         on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it differs from that of
-            `order`: counters of batches must change, see `lightning_hybrid.data.batch_counters.recount_batches`.
+            `order`: counters of batches must change, see `batch_counters.recount_batches`.
     """
 
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
@@ -164,8 +161,7 @@ class ResumableLoader(ABC):
         """Continue at the place in `state`.
 
         Raises:
-            ValueError: The checkpoint comes from another order of images (seed, global batch, image set), or from the
-                middle of a step that other ranks or batches shared.
+            ValueError: The checkpoint is of another order of images, or from the middle of a step shared otherwise.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(

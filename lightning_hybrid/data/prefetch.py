@@ -49,10 +49,7 @@ class DevicePrefetcher:
         self._wait_s = 0.0
 
     def take_wait_s(self) -> float:
-        """Return the seconds of waiting for the loader since the last call: near 0 if the loader is fast enough.
-
-        This is the host's time alone. At the start of an epoch it includes the first two batches, which nothing hides.
-        """
+        """Return the host's seconds of waiting for the loader since the last call, near 0 if it is fast enough."""
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s
 
@@ -137,13 +134,10 @@ def _reads_ahead(loader: object) -> bool:
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
-    """A `DevicePrefetcher` over a loader with `state_dict` and `load_state_dict`.
-
-    Its state is that of the last batch that the consumer got, not of the one already fetched, so that a resumed run
-    repeats none and skips none.
-    """
+    """A `DevicePrefetcher` over a loader with state: its own is that of the last batch that the consumer got."""
 
     def _snapshot(self) -> dict[str, Any] | None:
+        # Not the state when a checkpoint is written: that of the batch fetched ahead, which a resumed run would skip.
         state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
         return state
 

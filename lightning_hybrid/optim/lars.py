@@ -31,8 +31,8 @@ class LARS(LayerwiseOptimizer):
 
     eta -> `trust_coefficient`, m -> `momentum`, beta (decay) -> `weight_decay`, v -> state `"momentum_buffer"`.
 
-    The denominators differ always. The first two forms differ only while `lr` changes: "lr_inside" remembers the
-    rates of past gradients, "lr_outside" scales all of them by the present rate. Used by:
+    The first two forms differ only while `lr` changes: "lr_inside" remembers the rates of past gradients, "lr_outside"
+    scales all of them by the present rate. Used by:
 
         "lr_inside", "sum"        the paper; MLPerf's TensorFlow reference
         "lr_inside", "joint"      optax
@@ -40,11 +40,7 @@ class LARS(LayerwiseOptimizer):
         "lr_outside", "joint"     Barlow Twins, MoCo v3, VISSL
         "ratio_outside", "sum"    NUS, ColossalAI (which also clamp)
 
-    `nesterov` looks one step ahead: after v is updated, the step uses, in place of v,
-
-        "lr_inside"       momentum * v + lr * q * d
-        "lr_outside"      momentum * v + q * d
-        "ratio_outside"   momentum * v + d
+    `nesterov` looks one step ahead: after v is updated, the step uses momentum * v + its last addend in place of v.
 
     A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference; the paper leaves this
     open. Under "sum" a tensor whose gradient is exactly zero thus decays at the full `lr * weight_decay`.

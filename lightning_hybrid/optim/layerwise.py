@@ -47,7 +47,6 @@ class LayerwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise if an option of `group`, defaults already filled in, breaks its rule; here those of both optimizers."""
         lr = group["lr"]
         if isinstance(lr, Tensor):
             if lr.dim() != 0 or not lr.is_floating_point():
@@ -136,7 +135,7 @@ class LayerwiseOptimizer(Optimizer):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle; groups of an older checkpoint get the defaults of the options that they lack."""
+        # Groups of an older checkpoint lack the options that are younger.
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -195,7 +194,7 @@ class LayerwiseOptimizer(Optimizer):
         return loss
 
     def _given_scaling(self) -> tuple[GradScaling, bool]:
-        """Read the attributes; return also whether this step looks for inf and nan itself."""
+        # The second result: whether this step looks for inf and nan itself.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
         if grad_scale is None:
@@ -261,10 +260,9 @@ class LayerwiseOptimizer(Optimizer):
         raise NotImplementedError
 
     def _fused_step(self, is_checked: bool) -> bool:
-        """Do the step and return True, if that was asked for and kernels exist; else do nothing."""
         if not self._asks_for_fused():
             return False
-        # Made here and not in __init__: it holds addresses, so that a copied or unpickled optimizer needs its own.
+        # Made here and not in __init__: it holds addresses, and a copied or unpickled optimizer needs its own.
         if "_fused" not in self.__dict__:
             self._fused = self._new_fused()
         scaling = self._fused.step(self, self._scaling, is_checked=is_checked)

@@ -30,10 +30,7 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Two parameter groups for any optimizer, adapted and excluded, with the reasons of the choice.
-
-    `choices` holds one `ParamChoice` per parameter, in the model's order.
-    """
+    """Two parameter groups for any optimizer, adapted and excluded; `choices` says why, in the model's order."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], choices: tuple[ParamChoice, ...]) -> None:
         super().__init__(groups)
@@ -80,13 +77,12 @@ def param_groups(
         "normalisation"   a parameter of any shape in a normalisation module, known by type: BatchNorm, SyncBatchNorm,
                           InstanceNorm, LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm and their subclasses
         "bias"            a parameter that its module, of any type, calls `bias`, `bias_...` or `..._bias`
-        "vector"          one with at most one dimension: this catches home-made normalisation, scales and gates,
-                          which no list of types can name
+        "vector"          one with at most one dimension: home-made normalisation, scales and gates too
         a module type     a parameter in such a module, or anywhere below one
         a pattern         one whose full name matches, as in `fnmatch` and case-sensitive: "head.*"
         a predicate       one for which `predicate(name, param, module)` is true; `module` is the one that holds it
 
-    For the paper's own rule, which adapts biases too, give `rules=("normalisation",)`, or `rules=()` for everything.
+    For the paper's own rule, which adapts biases too, give `rules=("normalisation",)`; for everything `rules=()`.
 
     A parameter shared between modules comes once, under its first name, and is excluded if any of its places is.
     Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups have the order of

@@ -48,9 +48,8 @@ class WarmupPolynomialDecay(LRScheduler):
     reference divides by T + 1, the same at thousands of steps. As in both, update 0 runs at `warmup_start_lr`, which
     at 0 is no update. Poly-2 ending at 1e-4 is MLPerf's for LARS (mlcommons/training, image classification).
 
-    With `decay_from="start"` the decay counts from update 0, whatever the warm-up (W = 0 in the second line): at s = W
-    the rate falls from near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's
-    `rampup_interval`.
+    With `decay_from="start"` the decay counts from update 0 (W = 0 in the second line): at s = W the rate falls from
+    near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's `rampup_interval`.
 
     `end_lr` and `warmup_start_lr` hold for all groups. A 0-dim tensor `lr` is filled in place, through the host.
 

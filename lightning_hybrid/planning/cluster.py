@@ -1,8 +1,7 @@
 """A cluster as communication sees it, and the stages of each algorithm on it.
 
 A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
-take of a node's inside or of its links to other nodes, alone at full rate. All nodes are equal, and so are ranks of
-equal local rank: one node stands for all. `event_simulation.py` runs stages at the same time.
+take of a node's inside or of its links, alone at full rate. All nodes are equal: one node stands for all.
 """
 
 from __future__ import annotations
@@ -106,9 +105,7 @@ class Cluster:
         return replace(self, num_nodes=num_nodes)
 
     def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
-        """Choose the plan with the shortest step on this cluster, with as many nodes as the job has.
-
-        What `HybridAllReduceStrategy(plan=cluster)` asks; see `plan_search.choose_plan`.
+        """Choose the plan for `HybridAllReduceStrategy(plan=cluster)`: see `plan_search.choose_plan`.
 
         Raises:
             ValueError: nodes of the job have other numbers of ranks than those of the description.

@@ -3,8 +3,7 @@
 It models the stage threads of `comm.engine`: each stage of each column (a set of process groups) has a thread that does
 one chunk at a time, in the order of arrival; chunks take turns over the columns. Stages that work at the same time
 share a place (the inside of a node, or its links to others) fairly, except that none takes more than it can fill by
-itself (max-min fair rates, as in flow-level simulators). All nodes do the same at the same time, so that one node
-stands for all.
+itself (max-min fair rates, as in flow-level simulators). All nodes do the same at the same time: one stands for all.
 """
 
 from __future__ import annotations

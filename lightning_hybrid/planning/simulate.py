@@ -3,9 +3,8 @@
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-A step runs at the slowest rank's pace, as every bucket waits for it. Ranks differ by `Jitter`, which is sampled; so
-steps have a distribution. The model leaves out that communication kernels take processors from an accelerator's
-arithmetic, traffic of others, and failures.
+A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are the processors
+that communication kernels take from an accelerator's arithmetic, traffic of others, and failures.
 """
 
 from __future__ import annotations

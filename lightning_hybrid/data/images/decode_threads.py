@@ -153,7 +153,8 @@ class _Work:
 
     def _fill(self, filling: _Filling, row: int) -> None:
         try:
-            if filling.error is None:  # after an error the other rows are only counted: nothing reads the batch
+            # After an error the other rows are only counted: nothing reads the batch.
+            if filling.error is None:
                 filling.labels[row] = self.load_row(int(filling.indices[row]), filling.images[row])
         except Exception as error:
             filling.error = error

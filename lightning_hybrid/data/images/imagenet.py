@@ -21,7 +21,6 @@ class ImageNetDataModule(ImageDataModule):
     """A data module of `root/{train,val}/<class>/*.JPEG`, or of shards in `root/train` and `root/val`.
 
     Training: random resized crop and flip, new ones each epoch. Evaluation: short side to `eval_resize`, centre crop.
-
     The arguments that are not listed here are those of `ImageDataModule`.
 
     Args:
@@ -33,8 +32,9 @@ class ImageNetDataModule(ImageDataModule):
             submissions used 0.05 to 1.
         aspect: Least and largest width / height of a training crop.
         flip: Flip half of the training crops left to right.
-        max_corrupt_images: So many unreadable images per rank and split are replaced by others and logged; see
-            `DecodedImages`. The default is our choice: losses of a copy, and no more than 1 in 80,000 of ImageNet.
+        max_corrupt_images: So many unreadable images per rank and split are replaced (see `DecodedImages`). The default
+        is
+            our choice: losses of a copy, and no more than 1 in 80,000 of ImageNet.
         decoder: `simplejpeg` or `pillow`, in threads on the CPU; None: the faster of them that is installed. `dali`: on
             the GPU where Lightning uses one, else on the CPU; `lightning_hybrid.data.images.dali` says what differs.
 

@@ -52,9 +52,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
     """A data module of noise, with the loaders of `ImageNetDataModule`: same batches, order, state, transfer.
 
     Nothing is read or decoded, so it measures a network's throughput where data must not limit it, and tests recipes
-    without a data set. Accuracy on it means nothing.
-
-    The arguments that are not listed here are those of `ImageDataModule`.
+    without a data set; accuracy on it means nothing. The arguments not listed here are those of `ImageDataModule`.
 
     Args:
         seed: Seed of the noise and of the order of images. Every rank must have the same.
@@ -62,8 +60,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
         image_size: Pixels of a side.
         num_train_images: Images of an epoch; ImageNet's number by default.
         num_val_images: Images of an evaluation; ImageNet's number by default.
-        num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice: several
-            times a processor's cache, and quickly made).
+        num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice).
     """
 
     def __init__(

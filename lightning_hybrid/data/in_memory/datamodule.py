@@ -21,8 +21,7 @@ class InMemoryDataModule(pl.LightningDataModule):
         eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
 
     Raises:
-        ValueError: `global_batch_size` does not divide by the ranks and accumulation rounds, or exceeds the set; a
-            shift leaves nothing of an image; a batch is empty.
+        ValueError: An argument breaks its rule, or `global_batch_size` does not divide or exceeds the set.
     """
 
     num_train: int

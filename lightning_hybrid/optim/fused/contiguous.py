@@ -12,7 +12,7 @@ class ContiguousViews:
     """The tensors of a tensor group as the fused passes read them: addresses, and stand-ins for tensors with gaps.
 
         load()       before the passes: reads the addresses of gradients; copies tensors to their stand-ins
-        unload()     after them: copies stand-ins to their tensors; autograd and version counters see the writes
+        unload()     after them: copies stand-ins to their tensors
 
     A tensor needs a stand-in if it has gaps, or another memory order than its parameter's state and copy; so does a
     gradient in another order. Stand-ins cost copies.

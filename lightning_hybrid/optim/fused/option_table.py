@@ -32,14 +32,13 @@ class OptionTable:
         return len(self._row_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one option of each tensor."""
         return self.lr if name == "lr" else self.rows[self._row_of[name]]
 
 
 class OptionTables:
     """The tables of all tensor groups of one device, in one block of memory: a change is one copy.
 
-    Tables stay at their addresses, so that a captured graph reads what is in them at replay.
+    Tables stay at their addresses: a captured graph reads what is in them at replay.
 
     Args:
         tensor_groups: The table of each tensor group, and the parameter group of each of its tensors.

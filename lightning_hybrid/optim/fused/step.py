@@ -153,7 +153,6 @@ class FusedStep:
         return [*groups, *(None if grad is None else grad.dtype for grad in grads)]
 
     def _sort(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
-        """Sort the tensors into tensor groups and make the engines; False if a device has none."""
         if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
             return False
         found: dict[Any, TensorGroup] = {}

@@ -33,9 +33,9 @@ NUM_DRAWS = 400
 class LineFit:
     """A fitted link.
 
-    The true latency and rate lie in `latency_interval_s` and `rate_interval_bytes_per_s` with probability `confidence`,
-    if the link is of this form and times differ by chance only. `errors` holds, for each size, median measured over
-    fitted time, minus one. `num_samples` counts all sizes.
+    The true latency and rate lie in their intervals with probability `confidence`, if the link is of this form and
+    times differ by chance only. `errors` holds, for each size, median measured over fitted time, minus one;
+    `num_samples` counts all sizes.
     """
 
     latency_s: float
@@ -70,8 +70,8 @@ class LineFit:
 def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
     """Fit a line to `times_s`: samples by number of bytes.
 
-    Latency and seconds per byte are not negative. Intervals are percentiles of a bootstrap: samples of each size are
-    drawn with replacement, and the line is fitted to their medians (Efron 1979). The same samples give the same fit.
+    Intervals are percentiles of a bootstrap: samples of each size are drawn with replacement, and the line is fitted to
+    their medians (Efron 1979). The same samples give the same fit.
 
     Raises:
         ValueError: There are fewer than three sizes, or a time is not positive.

@@ -7,8 +7,7 @@
     sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`
 
 `inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Cases
-alternate in rounds, so that a slow minute does not make one of them slow. A sample is as many calls as take
-`min_sample_s`, after one that is not counted and lets ranks begin together; the time of the slowest rank counts.
+alternate in rounds. A sample is as many calls as take `min_sample_s`; the time of the slowest rank counts.
 
 Collective: every rank of the world must call `measure`. Every wait is limited by the groups' timeouts.
 """
@@ -134,8 +133,7 @@ class Measurement:
 def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
     """Time everything, in rounds, until there are `num_rounds` or the time is over.
 
-    Collective: every rank of the world must call it with the same arguments. It uses the default process group to agree
-    on times, and groups of its own for the rest.
+    Collective: every rank of the world must call it with the same arguments. It agrees on times over the default group.
 
     Raises:
         ValueError: Nodes differ in size, or there is one rank.
@@ -169,8 +167,6 @@ def validate(topology: Topology) -> None:
 
 @dataclass(kw_only=True)
 class _Table:
-    """The state of one measurement."""
-
     asked: Measurement
     topology: Topology
     device: torch.device

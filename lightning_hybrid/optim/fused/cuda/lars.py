@@ -92,7 +92,6 @@ class KernelEngine:
         return found_inf
 
     def _load(self, grads: Sequence[Tensor]) -> None:
-        """Write the addresses of the gradients to the device, if they changed since the last step."""
         places = self._views.load(grads)
         if places == self._grad_addresses:
             return

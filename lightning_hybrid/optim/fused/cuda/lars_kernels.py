@@ -13,9 +13,8 @@ in float32 in a tree, the chunks' sums in float64. A program takes one of three 
     else                                      masks
 
 DDP packs gradients without padding, so that one odd bias puts those behind it off 16 bytes: only these are slower.
-`WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the arithmetic. All scalars that may change from step to
-step (learning rate, scale, found_inf) are read on the device: as arguments they would be frozen into a captured CUDA
-graph, and cost a specialisation where they are 1.
+`STATE` is the dtype of the arithmetic. All scalars that may change from step to step (learning rate, scale, found_inf)
+are read on the device: as arguments they would be frozen into a captured graph, and compiled in where they are 1.
 
 Set `TRITON_INTERPRET=1` before Python starts, and they run on CPU tensors, one program after another; there (Triton
 3.9) a bfloat16 store truncates, where a GPU rounds to nearest.
@@ -140,7 +139,6 @@ def norms(
 
 @triton.jit
 def _sum_of(sums, begin, end):
-    """Sum the chunks from `begin` to `end` in float64."""
     # In float64, so that the rounding of many chunks does not add up.
     offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
