@@ -13,8 +13,7 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
         batches = steps done * accumulate_grad_batches
 
     Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved: an epoch
-    resumed with half the accumulation would end at once, with twice the accumulation last twice as long. The total over
-    all epochs stays what it is: batches that ran.
+    resumed with half the accumulation would end at once, with twice the accumulation last twice as long.
 
     Call it after Lightning restores the loops and before it runs them, as a loader's `load_state_dict` does.
     """

@@ -17,8 +17,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class NormalizeOnDevice:
     """The map of uint8 grey levels to fp32 `(level - 255 mean) / (255 std)`, per channel, in channels_last memory.
 
-    Images go to the device as one byte per value, and only there become four. Other batches than uint8 stay as they
-    are.
+    Images go to the device as one byte per value, and only there become four. Other batches than uint8 do not change.
 
     Raises:
         ValueError: There is not one mean and one positive deviation for each channel, as fractions of 255.
@@ -43,16 +42,14 @@ class NormalizeOnDevice:
     def __call__(self, batch: Batch) -> Batch:
         """Normalize the images of `(images, labels)`, on the device they are on."""
         images, labels = batch
-        # Without a `DevicePrefetcher` Lightning's hook normalises, with one both come here: the second call changes
-        # nothing.
+        # Under a strategy with prefetcher Lightning's hook comes here as well: the second call changes nothing.
         if images.dtype is not torch.uint8:
             return batch
         # Images may come from another stream: the allocator must not reuse their memory before this stream has read it.
         if images.is_cuda:
             images.record_stream(torch.cuda.current_stream(images.device))
         mean, std = self._levels_on(images.device)
-        # In place, so that there is one float32 batch at a time; uint8 minus float32 makes it, in the layout of the
-        # images.
+        # In place: one float32 batch at a time, in the memory layout of the images.
         return torch.sub(images, mean).div_(std), labels
 
     def _levels_on(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,7 @@ class ResumableLoader(ABC):
 
     The state counts steps of the global batch, and is the same on every rank: Lightning saves only rank zero's. A
     checkpoint between two steps continues exactly under any `world_size` and `accumulate_grad_batches`; one within a
-    step of several batches only under the same two. Both ways to begin a new epoch work: `sampler.set_epoch`, and
-    iterating again after the last batch.
+    step of several batches only under the same two. A new epoch begins by `sampler.set_epoch` or by iterating again.
 
     Args:
         order: The order of the images.
@@ -215,9 +214,8 @@ class ResumableLoader(ABC):
 def eval_shares(*, num_images: int, world_size: int, rank: int, batch_size_per_rank: int) -> list[Indices]:
     """Divide images into batches of one rank such that every image comes exactly once over all ranks.
 
-    Rank r takes images r, r + world_size, ...; none is repeated, so that shares differ by up to one image. The number
-    of batches is the same on every rank, and at least one; so a batch has up to one image more than
-    `batch_size_per_rank`.
+    Rank r takes images r, r + world_size, ...; none is repeated, so that shares differ by up to one image. All ranks
+    have as many batches, at least one; so a batch has up to one image more than `batch_size_per_rank`.
 
     Raises:
         ValueError: There are more ranks than images.

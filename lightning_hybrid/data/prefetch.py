@@ -22,8 +22,7 @@ class DevicePrefetcher:
     On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: `DataLoader(pin_memory=True)`). If
     the loader reads ahead by itself and gives new memory (a `DataLoader` with workers; any loader with a true attribute
     `reads_ahead`), batch `i + 1` is fetched and moved while step `i` runs. Any other loader is asked for a batch only
-    when it is due, after the copy of the one before. On a CPU nothing is fetched ahead. Lightning's own transfer of the
-    batches does nothing then.
+    when it is due, after the copy of the one before. On a CPU nothing is fetched ahead. Lightning then moves nothing.
 
     A method `on_device(batch)` of the loader, such as normalisation of images that travel as uint8, is applied after
     the move, and its floating-point images get the compute dtype. All other batches have their own dtypes.

@@ -48,9 +48,8 @@ def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bo
 
 
 def _second_pass(norms: nn.Module) -> AbstractContextManager[None]:
-    # Modes change the results of torch's functions: the emulated fp16 arithmetic of precision="16-true" on a CPU is
-    # one. torch's checkpoint leaves them to its caller, and backward must see the numbers of forward. It restores the
-    # innermost DeviceContext by itself.
+    # Modes change the results of torch's functions, as the emulated fp16 of precision="16-true" on a CPU does, and
+    # backward must see the numbers of forward. torch's checkpoint restores only the innermost DeviceContext.
     modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
     @contextmanager

@@ -45,11 +45,10 @@ class AlexNetBN(nn.Module):
     What is published, and what is chosen here:
 
     * Five convolutions, three overlapping poolings, three fully connected layers, dropout: Krizhevsky et al. 2012.
-    * BatchNorm after pool5, whose output distribution otherwise widens with training: Jia et al. 2018,
-    arXiv:1807.11205. * The rest of their network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN
-    in NVCaffe 0.16
-      (`models/alexnet_bn`), has two layouts, and which of them they started from is not known. `train_val` normalises
-      each convolution before its ReLU (as Ioffe and Szegedy 2015, arXiv:1502.03167): `bn_position="before_relu"`.
+    * BatchNorm after pool5, whose output otherwise widens with training: Jia et al. 2018, arXiv:1807.11205.
+    * The rest of their network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN in NVCaffe 0.16
+      (`models/alexnet_bn`), has two layouts; which of them they started from is not known. `train_val` normalises each
+      convolution before its ReLU (as Ioffe and Szegedy 2015, arXiv:1502.03167): `bn_position="before_relu"`.
       `train_val2`, which the LARS experiments there use, is `bn_position="after_pool"` with `conv_bias=True`:
       convolutions 1 to 4, then ReLU, pooling if any, BatchNorm without gamma and beta (here with them).
     * Convolutions are not grouped, and the Gaussians' widths are chosen: see the code.
@@ -193,8 +192,7 @@ class AlexNet(nn.Module):
         classifier   dropout; fc 4096; dropout; fc 4096; fc `num_classes`
 
     ReLU after every convolution and hidden layer; a pool is max 3x3 with stride 2. 61,100,840 parameters in 16 tensors;
-    checkpoints of `torchvision.models.alexnet` load here and the reverse. `AlexNetBN` is what trains with large
-    batches.
+    checkpoints of `torchvision.models.alexnet` load here and the reverse. It is a baseline for `AlexNetBN`.
 
     Args:
         num_classes: Classes, the last dimension of the logits.
@@ -202,8 +200,8 @@ class AlexNet(nn.Module):
         dropout: Probability of a zero before the two hidden layers.
         checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
 
-    Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits
-    `"batch num_classes"`, in the images' dtype.
+    Shapes: images `"batch in_channels height width"`, 63 pixels at least -> logits `"batch num_classes"`, in their
+    dtype.
 
     >>> import torch
     >>> with torch.device("meta"):

@@ -41,8 +41,7 @@ def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> in
         flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
 
     It is a little less than three times, as the images need no gradient. The second forward of activation checkpointing
-    is not counted (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311), nor the optimizer's few
-    operations per parameter.
+    is not counted (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311), nor is the optimizer.
 
     >>> layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
     >>> training_flops_per_image(layers, (3, 1, 1)) == 2 * (2 * 3 * 8 + 3 * 8 * 8)

@@ -115,8 +115,7 @@ class ResNet(nn.Module):
     ========  ==================================================  ==================  ============
 
     Names, shapes and order of the parameters and buffers are torchvision's (`conv1`, `bn1`, `layer1.0.conv1`, ...,
-    `fc`), so that checkpoints of `torchvision.models.resnet50` and its sisters load here and the reverse. ResNet-50 has
-    25,557,032 parameters in 161 tensors.
+    `fc`): checkpoints of `torchvision.models.resnet50` load here and the reverse. It has 25,557,032 parameters.
 
     Initialisation is what Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with fan_in =
     in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2) with bias
@@ -204,9 +203,8 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
             elif isinstance(module, Block):
                 # The authors' own article says "the BatchNorm of the shortcut"; elsewhere (Goyal et al. 2017, NVIDIA's
-                # entries to MLPerf) it is the last of each residual branch, so that every block starts as its shortcut
-                # alone: the usual reading, and the default. In the literal one the first block of a layer starts as its
-                # branch alone.
+                # entries to MLPerf) it is the last of each residual branch, so that a block starts as its shortcut
+                # alone: the default. In the literal reading the first block of a layer starts as its branch alone.
                 if zero_gamma == "last_of_branch":
                     nn.init.zeros_(module.last_bn.weight)
                 elif zero_gamma == "shortcut" and module.downsample is not None:

@@ -41,8 +41,7 @@ class LAMB(LayerwiseOptimizer):
     `torch.optim.AdamW` in float32 and float64 (with `bias_correction` and without `max_grad_norm`). Biases and
     normalisation are commonly excluded, without weight decay: see `param_groups`.
 
-    Dtypes, rounding, a tensor as `lr` and `foreach` are as in `LARS`; beyond half a million elements it is |u| that is
-    summed in another order.
+    Dtypes, rounding, a tensor as `lr` and `foreach` are as in `LARS`, with |u| in place of the norm for "joint".
 
     `fused=True` is two passes over memory for the whole model: moments with |w| and |u|, then the update; three where
     inf, nan or `max_grad_norm` need the gradients first. On the CPU they are C++, on CUDA Triton kernels, which have

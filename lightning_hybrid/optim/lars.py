@@ -49,14 +49,12 @@ class LARS(LayerwiseOptimizer):
     the step is min(q, lr) * d: `lr` becomes a ceiling and no longer a factor. At lr = 0 it is c * lr * d = 0.
 
     A group with `trust_ratio=False` is excluded: q = 1, its rate is lr * `excluded_lr_mult`, its weight decay its own.
-    Biases and normalisation are commonly excluded (see `param_groups`), but then run at the bare `lr`, which LARS needs
-    hundreds of times larger than SGD does: in a network with biases and no normalisation, do not exclude them, or set
-    `excluded_lr_mult` near 0.01.
+    Biases and normalisation are commonly excluded (see `param_groups`), but the bare `lr` of LARS is hundreds of times
+    that of SGD: with biases and no normalisation, do not exclude them, or set `excluded_lr_mult` near 0.01.
 
     Momentum starts from zero, so that the first v is the first update. With the trust ratio off, "lr_outside" and
     "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64; so is "lr_inside" if
-    momentum = 0 or lr is a constant power of two. With another constant lr it differs by rounding, with a changing lr
-    it is another rule.
+    momentum = 0 or lr is a constant power of two; with another constant lr but for rounding, with a changing lr not.
 
     Parameters may be float16, bfloat16, float32 or float64. Arithmetic, norms and buffer are at least float32; a
     half-precision parameter is rounded once, at the end. `lr` may be a 0-dim tensor, on any device: `step` reads

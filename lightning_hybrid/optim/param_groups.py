@@ -87,12 +87,10 @@ def param_groups(
     A parameter shared between modules comes once, under its first name, and is excluded if any of its places is.
     Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups have the order of
     `model.named_parameters()`, and are there even if one is empty. They are plain dicts: torch's optimizers take them,
-    and ignore `trust_ratio`. With `named`, each holds `param_names` too; torch then refuses unnamed groups added later,
-    as Lightning's `BaseFinetuning` does.
+    and ignore `trust_ratio`. With `named` torch later refuses groups without names, which `BaseFinetuning` adds.
 
     Raises:
-        ValueError: The model has no trainable parameters or a lazy module that has not run, a rule is unknown, or a
-            pattern or module type matches nothing.
+        ValueError: Nothing is trainable, a lazy module has not run, a rule is unknown, or an exclusion matches nothing.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.LayerNorm(2))
     >>> adapted, excluded = param_groups(model, weight_decay=0.1, exclude=[nn.Embedding], named=True)

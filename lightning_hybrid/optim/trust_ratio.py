@@ -29,8 +29,8 @@ def trust_ratio(
     eta -> `trust_coefficient`; |w| -> `weight_norm`, |u| -> `update_norm`, tensors of one shape, one element a layer.
     Where the norm of the decayed direction is known, pass it as `update_norm` and leave `weight_decay` at 0.
 
-    A layer whose weights or update are all zero gets ratio 1, and so can leave zero. The paper leaves this open;
-    MLPerf's reference, optax and timm do the same.
+    A layer whose weights or update are all zero gets ratio 1 and can leave zero, as in MLPerf's reference, optax and
+    timm.
 
     >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001)
     tensor([0.0050])
@@ -51,8 +51,7 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
         norms[i] = sqrt(sum(tensors[i] ** 2))
 
     Any shapes; float16, bfloat16, float32 or float64. On the CPU the result is float64 and right to 1e-6 at any size;
-    elsewhere float32, or float64 for float64 tensors. Squares are float32: elements beyond about 1e19 give inf, below
-    about 1e-23 zero.
+    elsewhere float32, or float64 for float64 tensors. Squares are float32: above 1e19 inf, below 1e-23 zero.
 
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
     tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)

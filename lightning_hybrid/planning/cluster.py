@@ -232,8 +232,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    # The busiest rank has `ends` ends of messages, with `share` of the bytes each; one round has two latencies, of the
-    # consent and of the data.
+    # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)

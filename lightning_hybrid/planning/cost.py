@@ -150,8 +150,7 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
     _check(num_bytes, num_nodes)
     if num_nodes == 1:
         return 0.0
-    # These bytes must leave a node (Patarasuk and Yuan 2009); and nothing is known of another node before one message
-    # has come.
+    # These bytes must leave a node (Patarasuk and Yuan 2009); and nothing is known of others before a message has come.
     egress = 2 * (num_nodes - 1) / num_nodes * num_bytes
     return max(egress / (nics_per_node * across.bytes_per_s), across.latency_s)
 

@@ -6,8 +6,6 @@ The constants are those of NCCL's source (`src/graph/tuning.cc` and `topo.h`, of
 hop by algorithm, protocol and type of link, and the part of a link's rate that each protocol reaches. LL sends a flag
 with every 4 bytes, LL128 with every 120, Simple waits for whole chunks. The model was made to rank algorithms, so that
 it chooses here too; `tests/evidence/planner` compares its times with measured ones. `filling` is our addition.
-its times with measured ones.
-
 
     ring        2 (P - 1) hops, of which 2 (N - 1) between nodes        2 (P - 1) / P S through the slowest link
     tree        2 ((k - 1) + log2 N) hops                               2 S; between two nodes S
@@ -69,8 +67,7 @@ class Nccl:
         is_before_ampere: V100, P100, P40 and older.
         algorithms: Algorithms to choose from; `nvls` and `nvls_tree` need Hopper or newer, `tree` NCCL 2.4 or newer.
         protocols: Protocols to choose from; LL128 needs NVLink and Volta or newer.
-        ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before, LL was used up to this size and
-            Simple above: 16384.
+        ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before: LL up to 16384 bytes, else Simple.
         nvls_share: The part of the links' rate that NVLS reaches; 0.85 on Hopper, 0.74 on Blackwell.
         net_overhead_s: Host time of a hop next to a network: 1e-6 on Intel, 2e-6 on AMD.
         launch_s: Seconds per collective outside NCCL's model: kernel launch and the start of all ranks.

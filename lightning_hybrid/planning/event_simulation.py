@@ -96,8 +96,7 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
                 task.left_s -= task.rate * (next_s - now_s)
         now_s = next_s
         for task in tasks:
-            # Rates are quotients: a task that ends now may have a rounding error of work left, which must not become an
-            # event.
+            # Rates are quotients: a rounding error of work may be left to a task that ends now.
             if task.works_from_s <= now_s and task.left_s <= 1e-12 * max(1.0, now_s):
                 spans.append(_finish(threads, task, now_s))
     return spans

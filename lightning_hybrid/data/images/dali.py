@@ -133,9 +133,8 @@ class DaliFiller:
                 except RuntimeError as error:
                     if not may_fail:
                         raise
-                    # DALI does not say at which image it failed: to decode here what it was given finds and counts the
-                    # broken one. Only if one was found may the next pipeline fail as well, else DALI itself is at
-                    # fault.
+                    # DALI does not say at which image it failed: to decode its batches here finds and counts the broken
+                    # one. Only if one was found may the next pipeline fail as well, else DALI itself is at fault.
                     log.warning("%s\nThe batches in progress are decoded without it.", error)
                     pipeline, num_corrupt = None, len(rows.corrupt)
                     load = partial(rows.load, epoch=epoch)

@@ -22,8 +22,7 @@ class ImageFolder(ImageSource):
     Other files and hidden files are ignored.
 
     Raises:
-        ValueError: Images lie outside of class folders, a class folder holds none, archives are still packed, or there
-            is nothing.
+        ValueError: Images lie outside of class folders, a class folder holds none, or archives are still packed.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -92,8 +92,7 @@ class DecodedImages(RowSource):
 
     def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
         """Apply `decode` to an image, or to the one that replaces it; return the result and the label."""
-        # The replacement is a function of the set alone: ranks and resumed runs agree, and every batch has its full
-        # shape.
+        # The replacement is a function of the set alone: ranks and resumed runs agree, and no batch is short.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images
             if candidate in self.corrupt:  # known already: it is neither read nor counted twice

@@ -4,9 +4,8 @@
     22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
     each image: a character turned, sheared, scaled, moved, with other greys and noise -> 32 x 32, uint8
 
-Nothing is downloaded, and a batch can be large and still a small part of an epoch. It says nothing about ImageNet
-accuracy. The fonts of the three sets are different files; families are shared on purpose: upright DejaVu Serif is in
-the training set, its italic in the test.
+Nothing is downloaded, and a batch can be large and still a small part of an epoch. It says nothing about ImageNet. The
+fonts of the three sets are different files; families are shared on purpose.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ class Engine(Protocol):
     ) -> Tensor:
         """Compute the norms; return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
 
-        The result is float32 and 0-dim, on the device. It may be the `found_inf_out` of `scaling`, and means nothing
-        without one.
+        The result is float32 and 0-dim, on the device: the `found_inf_out` of `scaling`, or without one meaningless.
         """
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -84,8 +83,7 @@ class FusedStep:
         return scaling
 
     def __init__(self) -> None:
-        # Addresses and tables last as long as nothing changes but gradients and options: a step then costs a few
-        # microseconds per tensor on the host.
+        # Addresses and tables last until more than gradients and options change: a step is cheap on the host.
         self._signature: list[Any] = []
         self._owned: list[Any] = []
         self._tensor_groups: list[TensorGroup] = []
@@ -112,8 +110,7 @@ class FusedStep:
         for tables in self._tables:
             tables.take()
         # First all norms, then all updates: one inf in the last tensor must keep the first from being written. The
-        # tensor groups of a device share one flag, so that the host reads nothing; those of several devices are
-        # combined.
+        # tensor groups of a device share one flag, so that the host reads nothing; those of devices are combined.
         flag_of = {} if scaling.found_inf_out is None else {scaling.found_inf_out.device: scaling.found_inf_out}
         flags = []
         for tensors in self._tensor_groups:
@@ -138,8 +135,7 @@ class FusedStep:
         return scaling
 
     def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
-        # Engines hold addresses: a tensor that was replaced or moved must be noticed. By identity: `==` compares
-        # elements.
+        # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
         owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False

@@ -139,8 +139,7 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 
 
 def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, float]:
-    # A node's bytes per second by the number of flows, at the largest size that all were timed at: other sizes would be
-    # other times of latency.
+    # A node's bytes per second by the number of flows, at the largest size that all were timed at.
     by_flows = {int(what): samples.of("flows", what) for what in samples.whats("flows")}
     common = set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
     if not common or across is None:

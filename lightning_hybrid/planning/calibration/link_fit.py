@@ -34,8 +34,7 @@ class LineFit:
     """A fitted link.
 
     The true latency and rate lie in their intervals with probability `confidence`, if the link is of this form and
-    times differ by chance only. `errors` holds, for each size, median measured over fitted time, minus one;
-    `num_samples` counts all sizes.
+    times differ by chance only. `errors` holds, for each size, median measured over fitted time, minus one.
     """
 
     latency_s: float
@@ -131,8 +130,7 @@ def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.
 
 def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find latency, seconds per byte and mean relative error of the best line of each row of `medians_s`."""
-    # A line of least absolute deviations goes through two of its points, or through one where a bound holds it: all of
-    # these are tried.
+    # A line of least absolute deviations goes through two of its points, or one where a bound holds it: try them all.
     first, second = np.triu_indices(len(loads), k=1)
     slopes = (medians_s[:, second] - medians_s[:, first]) / (loads[second] - loads[first])
     starts = medians_s[:, first] - slopes * loads[first]

@@ -196,8 +196,7 @@ class _Table:
         return calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
-        # Every case once, which also connects all pairs; the result are calls per sample of the cases that are fast
-        # enough.
+        # Every case once, which also connects all pairs; the result is calls per sample of the fast enough cases.
         limit_s = self.asked.limit_s * CALL_SHARE
         sample_s: dict[Microbenchmark, float] = {}
         calls: dict[Microbenchmark, int] = {}

@@ -112,8 +112,7 @@ def fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
 
 def openmp_parallel() -> int:
     """Return the address of `GOMP_parallel` in torch's own OpenMP runtime; 0 where there is none."""
-    # One pool of threads for torch and the passes. The runtimes of gcc, LLVM and Intel all have the function; without
-    # it a pass runs in the calling thread.
+    # One pool of threads for torch and the passes. The runtimes of gcc, LLVM and Intel have it; else one thread works.
     libraries = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:

@@ -127,8 +127,8 @@ class NativeLars(NativeEngine):
             decays = options["weight_decay"] * options["sign"]
             decays = decays if scaling.inverse_scale is None else decays / scaling.inverse_scale
         measured = [_GRAD if one else 0 for one in needed]
-        # The last update left sum(w * w) where a tensor has a copy, that is, is a master, which only its owner writes.
-        # Other writes raise `_version`, except one through `.data`: these tensors are summed again.
+        # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
+        # raise `_version`, except one through `.data`: these are summed again.
         if self._are_masters:
             for place in self._views.changed():
                 measured[place] |= _WEIGHT

@@ -163,9 +163,8 @@ class KernelLars(KernelEngine):
             )
 
     def _knows_weights(self) -> bool:
-        # The last update left sum(w * w) where a tensor has a copy, that is, is a master, which only its owner writes:
-        # other writes raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it
-        # is computed.
+        # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
+        # raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it is computed.
         if not self._are_masters or self._views.pairs or _is_capturing():
             return False
         return not self._views.changed()

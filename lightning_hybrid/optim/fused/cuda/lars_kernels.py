@@ -257,8 +257,7 @@ def lars_update(
 ):
     """Step: d = SCALE * g + DECAY * w, v <- MOMENTUM * v + INSIDE * d, w <- w - OUTSIDE * v; none if `found_inf` > 0.
 
-    A skipped step reads nothing either. With copies, sums[chunk] becomes the sum of the squares of the new weights, for
-    the next step.
+    A skipped step reads nothing either. With copies, sums[chunk] becomes the sum of squares of the new weights.
     """
     if tl.load(found_inf) <= 0:
         chunk = tl.program_id(0)
