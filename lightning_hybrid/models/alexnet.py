@@ -38,9 +38,8 @@ class AlexNetBN(nn.Module):
     fc8     logits                                              `num_classes`
     ======  ==================================================  ==================  ============================
 
-    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of them 3,745,824 weights of convolutions,
-    58,621,952 weights and 9,192 biases of fc6 to fc8, 2,752 gamma and beta in the convolutions and 512 in bn5. The
-    network without BatchNorm, and so with biases in the convolutions, would have 62,378,344.
+    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of them 512 in bn5. Without BatchNorm, and
+    so with biases in the convolutions, the network would have 62,378,344.
 
     What is published, and what is chosen here:
 
@@ -200,8 +199,7 @@ class AlexNet(nn.Module):
         dropout: Probability of a zero before the two hidden layers.
         checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
 
-    Shapes: images `"batch in_channels height width"`, 63 pixels at least -> logits `"batch num_classes"`, in their
-    dtype.
+    Shapes: images `"batch in_channels height width"`, 63 pixels at least -> logits `"batch num_classes"`.
 
     >>> import torch
     >>> with torch.device("meta"):

@@ -135,7 +135,7 @@ class LayerwiseOptimizer(Optimizer):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Groups of an older checkpoint lack the options that are younger.
+        # Groups of an older checkpoint lack the newer options.
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():

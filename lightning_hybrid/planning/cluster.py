@@ -274,11 +274,11 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    # Gloo's ring over all ranks; through our engine it costs a stage more.
     ranks, nodes = cluster.world_size, cluster.num_nodes
     # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
+    # Through our engine a ring costs a stage more than DistributedDataParallel's own call.
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0
     work_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=ranks * ends)
     passed = 2 * (ranks - 1) / ranks * size

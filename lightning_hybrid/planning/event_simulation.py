@@ -20,8 +20,8 @@ from lightning_hybrid.planning.cluster import StageCost
 class SimulatedChunk:
     """A part of a bucket: `num_bytes` that go through `stages` from `ready_s` on.
 
-    Chunks of equal algorithm and column queue for the same threads, one for each stage; with `is_serial` for one thread
-    (or CUDA stream) that does all stages of one chunk before the next.
+    Chunks of equal algorithm and column queue for the same threads, one for each stage; with `is_serial` for one
+    thread, or CUDA stream, that does all stages of one chunk before the next.
     """
 
     bucket: int
@@ -147,7 +147,7 @@ def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_
 
 
 def _ends_s(task: _Task, now_s: float) -> float:
-    # A task may stand still in its delay; then its end is the begin of its work.
+    # In its delay a task has no rate: the next event is the start of its work.
     if task.works_from_s > now_s:
         return task.works_from_s
     return now_s + (task.left_s / task.rate if task.left_s > 0 else 0.0)

@@ -31,8 +31,7 @@ class Box(NamedTuple):
 class Frame(NamedTuple):
     """The steps from an image to a square.
 
-    `box` is cut out and resized to `height` x `width`; from that comes the square whose upper left corner is at `top`,
-    `left`; with `flip` it is flipped left to right.
+    `box` is cut out and resized to `height` x `width`; from that the square is cut at `top`, `left`, and flipped.
     """
 
     box: Box

@@ -206,7 +206,6 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         return [row.data for row in batch], starts, shapes, sizes, corners, flips
 
     def take_all(self) -> list[list[int]]:
-        # The images of the batches that DALI will not return any more.
         taken = [indices for indices, _ in self.given]
         self.given.clear()
         return taken

@@ -40,7 +40,6 @@ def digits_split() -> dict[str, ImageSet]:
             indices, test_size=num_second, stratify=digits.target[indices], random_state=SPLIT_SEED, shuffle=True
         )
 
-    # Stratified: in 180 images a class could else be rare by chance.
     rest, test = split(np.arange(len(whole.labels)), NUM_TEST)
     train, val = split(rest, NUM_VAL)
     parts = {"train": train, "val": val, "test": test}

@@ -89,11 +89,7 @@ class TrainLoader(ResumableLoader):
 
 
 class EvalLoader:
-    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`.
-
-    Raises:
-        ValueError: There are more ranks than images.
-    """
+    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`."""
 
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 

@@ -217,7 +217,6 @@ class _Table:
         return calls
 
     def _sample(self, case: Microbenchmark, num_calls: int) -> float:
-        # Seconds of a call on the slowest rank; all ranks get the same number and the same `elapsed_s`.
         call = self._call_of(case)
         taken_s = 0.0
         if call is not None:
@@ -239,7 +238,6 @@ class _Table:
             torch.cuda.synchronize(self.device)
 
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
-        # The function that does a case so many times on this rank; None where this rank has no part.
         if case.kind == "add":
             return self._repeated(self._adder(case))
         if case.kind == "sum":
@@ -336,7 +334,6 @@ def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -
 
 
 def _levels(topology: Topology) -> tuple[bool, bool]:
-    # Whether ranks share a node, and whether there are several nodes.
     return topology.world_size > topology.num_nodes, topology.num_nodes > 1
 
 

@@ -110,7 +110,7 @@ def norms(
         decay = decay.to(STATE)
     numel = tl.load(numels + tensor)
     weight_sum = sums + chunk
-    # The same code thrice: alignment is a property that the compiler needs to know, and so a branch of its own.
+    # The same code three times: the compiler needs to know the alignment, and so each case is a branch of its own.
     everywhere = tl.full((CHUNK,), 1, tl.int1)
     is_wide = (begin + CHUNK <= numel) & _is_aligned(weight)
     if is_wide & _is_aligned(grad):
