@@ -20,7 +20,8 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     steps_done = batches.ready // accumulate_grad_batches_before
     shift = steps_done * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
-    # All move by the same number: their differences tell Lightning in which hook the checkpoint was written.
+    # All move by the same number: their differences tell Lightning in which hook the checkpoint was written. The total
+    # over all epochs stays what it is: batches that ran.
     for name in ("ready", "started", "processed", "completed"):
         setattr(batches, name, getattr(batches, name) + shift)
 

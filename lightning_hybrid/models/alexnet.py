@@ -199,7 +199,8 @@ class AlexNet(nn.Module):
         dropout: Probability of a zero before the two hidden layers.
         checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
 
-    Shapes: images `"batch in_channels height width"`, 63 pixels at least -> logits `"batch num_classes"`.
+    Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits
+    `"batch num_classes"`, in the images' dtype.
 
     >>> import torch
     >>> with torch.device("meta"):

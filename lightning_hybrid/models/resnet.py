@@ -115,7 +115,7 @@ class ResNet(nn.Module):
     ========  ==================================================  ==================  ============
 
     Names, shapes and order of the parameters and buffers are torchvision's (`conv1`, `bn1`, `layer1.0.conv1`, ...,
-    `fc`): checkpoints of `torchvision.models.resnet50` load here and the reverse. It has 25,557,032 parameters.
+    `fc`): checkpoints of `torchvision.models.resnet50` load here and the reverse. ResNet-50 has 25,557,032.
 
     Initialisation is what Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with fan_in =
     in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2) with bias

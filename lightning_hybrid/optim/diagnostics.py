@@ -21,7 +21,8 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
 
     q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
     before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
-    groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none.
+    groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
+    written, nothing waits for the device.
 
     Args:
         optimizer: Any optimizer.

@@ -54,7 +54,7 @@ class LARS(LayerwiseOptimizer):
 
     Momentum starts from zero, so that the first v is the first update. With the trust ratio off, "lr_outside" and
     "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64; so is "lr_inside" if
-    momentum = 0 or lr is a constant power of two; with another constant lr but for rounding, with a changing lr not.
+    momentum = 0 or lr is a constant power of two; another constant lr changes the rounding, a changing lr the rule.
 
     Parameters may be float16, bfloat16, float32 or float64. Arithmetic, norms and buffer are at least float32; a
     half-precision parameter is rounded once, at the end. `lr` may be a 0-dim tensor, on any device: `step` reads
@@ -65,7 +65,7 @@ class LARS(LayerwiseOptimizer):
     C++ (`fused.cpu`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
     Triton kernels (`fused.cuda`). `None` is fused on CUDA, unless `foreach` or `capturable` is set, else lists. Without
     compiler or triton a warning says that lists are used. Only rounding differs: weights agree with the others to 2e-6
-    of their norm over ten steps, in float64 to 1e-14. It is an option of the optimizer, not of a group. With True,
+    of their norm over ten steps, in float64 to 1e-14. It is no option of a group. With True,
     `torch.amp.GradScaler` leaves unscaling and skipping to the step; Lightning then refuses to clip gradients under
     "16-mixed". `torch.compile(optimizer.step)` compiles the lists.
 

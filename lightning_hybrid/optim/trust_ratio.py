@@ -29,7 +29,7 @@ def trust_ratio(
     eta -> `trust_coefficient`; |w| -> `weight_norm`, |u| -> `update_norm`, tensors of one shape, one element a layer.
     Where the norm of the decayed direction is known, pass it as `update_norm` and leave `weight_decay` at 0.
 
-    A layer whose weights or update are all zero gets ratio 1 and can leave zero, as in MLPerf's, optax and timm.
+    A layer whose weights or update are all zero gets ratio 1, as in MLPerf's, optax and timm; the paper leaves it open.
 
     >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001)
     tensor([0.0050])

@@ -67,7 +67,8 @@ class Nccl:
         is_before_ampere: V100, P100, P40 and older.
         algorithms: Algorithms to choose from; `nvls` and `nvls_tree` need Hopper or newer, `tree` NCCL 2.4 or newer.
         protocols: Protocols to choose from; LL128 needs NVLink and Volta or newer.
-        ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before: LL up to 16384 bytes, else Simple.
+        ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before, LL was used up to this size and
+            Simple above: 16384.
         nvls_share: The part of the links' rate that NVLS reaches; 0.85 on Hopper, 0.74 on Blackwell.
         net_overhead_s: Host time of a hop next to a network: 1e-6 on Intel, 2e-6 on AMD.
         launch_s: Seconds per collective outside NCCL's model: kernel launch and the start of all ranks.

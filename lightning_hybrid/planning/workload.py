@@ -18,7 +18,7 @@ class StepWorkload:
 
     Args:
         forward_s: Time before backward.
-        gradients: Of each tensor, as they get ready: elements, and seconds of backward since the one before.
+        gradients: For each tensor, as it gets ready: elements, and seconds of backward since the one before.
         update_s: Time after the last bucket is averaged.
         input_s: Time to make the next batch, during everything else: a step is never shorter.
     """

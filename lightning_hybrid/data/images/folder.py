@@ -22,7 +22,7 @@ class ImageFolder(ImageSource):
     Other files and hidden files are ignored.
 
     Raises:
-        ValueError: Images lie outside of class folders, a class folder holds none, or archives are still packed.
+        ValueError: Images lie outside of class folders, archives are packed, or a class folder is empty or missing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -28,7 +28,7 @@ class ImageNetDataModule(ImageDataModule):
         num_classes: Classes of the network; the set must have as many.
         image_size: Pixels of a side of the network's input.
         eval_resize: Pixels of the short side that evaluation cuts its centre from.
-        area: Least and largest area of a training crop, as fractions. NVIDIA's MLPerf submissions used 0.05 to 1.
+        area: Least and largest area of a training crop, as fractions (Szegedy et al. 2014); NVIDIA's MLPerf: 0.05 to 1.
         aspect: Least and largest width / height of a training crop.
         flip: Flip half of the training crops left to right.
         max_corrupt_images: So many unreadable images per rank and split are replaced (see `DecodedImages`). Our choice:

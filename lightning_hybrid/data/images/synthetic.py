@@ -60,7 +60,8 @@ class SyntheticImageNetDataModule(ImageDataModule):
         image_size: Pixels of a side.
         num_train_images: Images of an epoch; ImageNet's number by default.
         num_val_images: Images of an evaluation; ImageNet's number by default.
-        num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice).
+        num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice: several
+            times a processor's cache, and quickly made).
     """
 
     def __init__(
