@@ -102,7 +102,6 @@ class DevicePrefetcher:
         return apply_to_collection(batch, Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
     def _snapshot(self) -> dict[str, Any] | None:
-        # A loader without state; see `StatefulDevicePrefetcher`.
         return None
 
     def _wait(self, batch: Any) -> None:

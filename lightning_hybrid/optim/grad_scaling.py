@@ -50,7 +50,6 @@ class GradScaling:
         [tensor([1., -0.])]
         """
         if self.found_inf is None:
-            # Results that were computed in place are there already.
             if tensors is not news:
                 torch._foreach_copy_(tensors, news)
             return

@@ -248,7 +248,6 @@ def _decoded_here(
     buffers: HostBuffers,
     stream: torch.cuda.Stream | None,
 ) -> Batch:
-    # The result is where DALI would have put it.
     images = buffers.take(len(indices))
     labels = torch.tensor(list(readers.map(load, indices, images)))
     return (images, labels) if stream is None else (images.to(stream.device), labels.pin_memory())

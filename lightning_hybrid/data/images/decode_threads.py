@@ -173,7 +173,7 @@ class _Work:
             )
         if self.stopped:
             raise StopIteration
-        # Batches come in the order of their begin, which is that of the shares, whichever is full first.
+        # Batches come in the order of the shares, whichever is full first.
         filling = self.begun.get()
         if filling is None:
             raise StopIteration

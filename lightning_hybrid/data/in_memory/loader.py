@@ -81,7 +81,6 @@ class TrainLoader(ResumableLoader):
             yield self.normalize(shifted(images, shifts[indices])), labels
 
     def _shifts(self, epoch: int) -> Tensor:
-        # int64 "sample 2", rows then columns.
         # For the whole set, and indexed by image: the same whichever rank reads the image, and when.
         generator = np.random.default_rng([self.order.seed, epoch, 1])
         size = (len(self.image_set.labels), 2)

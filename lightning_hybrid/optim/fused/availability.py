@@ -22,7 +22,6 @@ def has_kernels(device_type: str) -> bool:
     >>> has_kernels("meta"), has_kernels("mps")
     (True, False)
     """
-    # Cached per process: the check compiles, and its warning comes once.
     if device_type == "cuda":
         if importlib.util.find_spec("triton") is None:
             _warn(

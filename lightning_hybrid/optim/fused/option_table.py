@@ -88,7 +88,6 @@ class OptionTables:
             yield memory[begin : begin + rows * columns].view(rows, columns)
 
     def _on_device_once(self, place: int, indices: Tensor) -> Tensor:
-        # Made at the first need and then left where it is: see the class on captured graphs.
         if (known := self._indices_on_device[place]) is None:
             known = torch.empty(indices.shape, dtype=indices.dtype, device=self._device)
             self._indices_on_device[place] = known

@@ -108,7 +108,6 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
     bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
-    # What the fit leaves over is a factor of each algorithm.
     cluster = replace(fitted, factors=residual_factors(fitted, measured, setup))
     sums = tuple(
         TimedAllReduce(

@@ -90,7 +90,6 @@ class NativeEngine:
         if measured != self._measured:
             self._arrays["measured"].copy_(torch.tensor(measured))
             self._measured = measured
-        # Read each step: the user may change it.
         self._table.num_threads = torch.get_num_threads()
         found_inf = torch.zeros(())
         self._library.measure(ctypes.byref(self._table), _address(decays), found_inf.data_ptr())
