@@ -13,15 +13,15 @@ def recount_batches(trainer: pl.Trainer, *, accumulate_grad_batches_before: int)
         batches = steps done * accumulate_grad_batches
 
     Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved: an epoch
-    resumed with half the accumulation would end at once, with twice the accumulation last twice as long. All of them
-    move by the same number, as their differences tell Lightning in which hook the checkpoint was written. The total
-    over all epochs stays what it is: batches that ran.
+    resumed with half the accumulation would end at once, with twice the accumulation last twice as long.
 
-    Call it after Lightning restores the loops and before it runs them, as from a loader's `load_state_dict`.
+    Call it after Lightning restores the loops and before it runs them, as a loader's `load_state_dict` does.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     steps_done = batches.ready // accumulate_grad_batches_before
     shift = steps_done * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
+    # All move by the same number: their differences tell Lightning in which hook the checkpoint was written. The total
+    # over all epochs stays what it is: batches that ran.
     for name in ("ready", "started", "processed", "completed"):
         setattr(batches, name, getattr(batches, name) + shift)
 

@@ -17,8 +17,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class NormalizeOnDevice:
     """The map of uint8 grey levels to fp32 `(level - 255 mean) / (255 std)`, per channel, in channels_last memory.
 
-    Images go to the device as one byte per value, and only there become four. Batches whose images are not uint8 stay
-    as they are, so that a second call changes nothing.
+    Images go to the device as one byte per value, and only there become four. Other batches than uint8 do not change.
 
     Raises:
         ValueError: There is not one mean and one positive deviation for each channel, as fractions of 255.
@@ -43,16 +42,19 @@ class NormalizeOnDevice:
     def __call__(self, batch: Batch) -> Batch:
         """Normalize the images of `(images, labels)`, on the device they are on."""
         images, labels = batch
+        # Under a strategy with prefetcher Lightning's hook comes here as well: the second call changes nothing.
         if images.dtype is not torch.uint8:
             return batch
         # Images may come from another stream: the allocator must not reuse their memory before this stream has read it.
         if images.is_cuda:
             images.record_stream(torch.cuda.current_stream(images.device))
         mean, std = self._levels_on(images.device)
+        # In place: one float32 batch at a time, in the memory layout of the images.
         return torch.sub(images, mean).div_(std), labels
 
     def _levels_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._levels:  # made once: that waits for the device
+            # The product is rounded once, to float32.
             mean, std = (torch.tensor(values, dtype=torch.float64) * 255 for values in (self.mean, self.std))
             self._levels[device] = (_per_channel(mean, device), _per_channel(std, device))
         return self._levels[device]

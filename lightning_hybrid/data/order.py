@@ -52,11 +52,8 @@ class EpochOrder:
 
         P[s G + (a W + r) b : s G + (a W + r + 1) b]
 
-    so
-
-    - ranks are disjoint, and their union over an epoch is the epoch: `num_images // G` whole steps. The
-      `num_images mod G` images at the end of P are left out, other ones each epoch;
-    - the images of a step do not depend on how many ranks and batches share it: W and A may change between two steps.
+    so that ranks are disjoint, and together take `num_images // G` whole steps; other images are left out each epoch.
+    The images of a step do not depend on W and A, which may change between steps.
 
     Raises:
         ValueError: G does not divide by A W, exceeds `num_images`, or there is no such rank.
@@ -107,6 +104,7 @@ class EpochOrder:
 
     def permutation(self, epoch: int) -> Indices:
         """Draw the order of all images in an epoch; the same on every rank."""
+        # The last number names the purpose: augmentation draws from [seed, epoch, 1].
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
@@ -119,17 +117,14 @@ class EpochOrder:
 class ResumableLoader(ABC):
     """Batches of one rank in the order of an `EpochOrder`, from any place on.
 
-    The state counts steps of the global batch. So it is the same on every rank, as Lightning saves only rank zero's;
-    and a checkpoint between two steps continues exactly under any `world_size` and `accumulate_grad_batches`. Within a
-    step of several batches it continues only under the same two.
-
-    Lightning never exhausts a loader that has a length, and sets the epoch through `loader.sampler.set_epoch`; both
-    ways to begin a new epoch (that, or iterating again after the last batch) work.
+    The state counts steps of the global batch, and is the same on every rank: Lightning saves only rank zero's. A
+    checkpoint between two steps continues exactly under any `world_size` and `accumulate_grad_batches`; one within a
+    step of several batches only under the same two. A new epoch begins by `sampler.set_epoch` or by iterating again.
 
     Args:
         order: The order of the images.
         on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it differs from that of
-            `order`: counters of batches must change, see `lightning_hybrid.data.batch_counters.recount_batches`.
+            `order`: counters of batches must change, see `batch_counters.recount_batches`.
     """
 
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
@@ -151,6 +146,7 @@ class ResumableLoader(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, unless that epoch has already begun (as after a resume)."""
+        # Lightning sets the epoch after a resume too: that must not lose the place within it.
         if epoch != self.epoch:
             self.epoch, self.batches_done = epoch, 0
 
@@ -164,8 +160,7 @@ class ResumableLoader(ABC):
         """Continue at the place in `state`.
 
         Raises:
-            ValueError: The checkpoint comes from another order of images (seed, global batch, image set), or from the
-                middle of a step that other ranks or batches shared.
+            ValueError: The checkpoint is of another order of images, or from the middle of a step shared otherwise.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
@@ -173,6 +168,7 @@ class ResumableLoader(ABC):
                 "another loader or version wrote it. Train with data=... as it was in the interrupted run."
             )
         self._refuse_other(state, self._SAME, "the resumed epoch would repeat some images and miss others")
+        # Between two steps nothing depends on how many ranks and batches shared them.
         if state["batches_done_of_step"]:
             why = (
                 f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
@@ -203,23 +199,23 @@ class ResumableLoader(ABC):
         return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.batches_done >= len(self):  # at the end, and `set_epoch` was not called
+        if self.batches_done >= len(self):
+            # At the end, and `set_epoch` was not called. Lightning itself never exhausts a loader that has a length.
             self.epoch, self.batches_done = self.epoch + 1, 0
         permutation = self.order.permutation(self.epoch)
         shares = (self.order.share(permutation, batch) for batch in range(self.batches_done, len(self)))
         with closing(self._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                self.batches_done += 1  # before the yield: nothing after the last one would run
+                # Before the yield: nothing after the last one would run.
+                self.batches_done += 1
                 yield batch
 
 
 def eval_shares(*, num_images: int, world_size: int, rank: int, batch_size_per_rank: int) -> list[Indices]:
     """Divide images into batches of one rank such that every image comes exactly once over all ranks.
 
-    Rank r takes images r, r + world_size, ...; no image is repeated to make the shares equal, so that they differ by up
-    to one image. Yet the number of batches is the same on every rank, and at least one: collectives at a batch, such
-    as DDP's broadcast of BatchNorm statistics before the first, need all ranks. A batch has therefore up to one image
-    more than `batch_size_per_rank`.
+    Rank r takes images r, r + world_size, ...; none is repeated, so that shares differ by up to one image. All ranks
+    have as many batches, at least one; so a batch has up to one image more than `batch_size_per_rank`.
 
     Raises:
         ValueError: There are more ranks than images.
@@ -233,6 +229,8 @@ def eval_shares(*, num_images: int, world_size: int, rank: int, batch_size_per_r
             f"`world_size` (={world_size}) must be at most the number of images to evaluate (={num_images}): a rank "
             "would have none. Use fewer ranks, or set limit_val_batches=0."
         )
+    # As many batches on every rank: collectives at a batch, such as DDP's broadcast of BatchNorm statistics before the
+    # first, need all ranks. No batch may be empty, so there are at most as many as the smallest share has images.
     largest_share = smallest_share + (rest > 0)
     num_batches = min(-(-largest_share // batch_size_per_rank), smallest_share)
     return np.array_split(np.arange(rank, num_images, world_size), num_batches)

@@ -22,15 +22,12 @@ class DevicePrefetcher:
     On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: `DataLoader(pin_memory=True)`). If
     the loader reads ahead by itself and gives new memory (a `DataLoader` with workers; any loader with a true attribute
     `reads_ahead`), batch `i + 1` is fetched and moved while step `i` runs. Any other loader is asked for a batch only
-    when it is due, after the copy of the batch before has ended: it may fill the same tensors again, and its data set
-    may change between two steps. On a CPU nothing is fetched ahead. The consumer's batches need no further transfer:
-    Lightning's own does nothing then.
+    when it is due, after the copy of the one before. On a CPU nothing is fetched ahead. Lightning then moves nothing.
 
     A method `on_device(batch)` of the loader, such as normalisation of images that travel as uint8, is applied after
     the move, and its floating-point images get the compute dtype. All other batches have their own dtypes.
 
-    Everything but iteration is the loader's: attributes are read from and written to it, so that samplers, `dataset`
-    and worker settings stay where Lightning and users look for them.
+    Everything but iteration is the loader's: attributes are read from and written to it.
 
     Args:
         loader: Any iterable of batches.
@@ -45,16 +42,13 @@ class DevicePrefetcher:
         self._compute_dtype = compute_dtype
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
+        # Other loaders may fill the same tensors again, and their data set may change between two steps.
         self._looks_ahead = self._stream is not None and _reads_ahead(loader)
         self._state: dict[str, Any] | None = None
         self._wait_s = 0.0
 
     def take_wait_s(self) -> float:
-        """Return the seconds of waiting for the loader since the last call: near 0 if the loader is fast enough.
-
-        This is the host's time alone: no device is synchronised. At the start of an epoch it includes the loader's
-        first two batches, which nothing hides.
-        """
+        """Return the host's seconds of waiting for the loader since the last call, near 0 if it is fast enough."""
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s
 
@@ -79,7 +73,7 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
-        """Fetch the next batch and the loader's state after it. An error is returned, to be raised when it is due."""
+        # An error is returned and not raised: it is due after the batch that the consumer has yet to get.
         try:
             if self._copied is not None and not self._looks_ahead:
                 # Waits for the last copy alone, which was a step ago: the loader may fill that memory again.
@@ -89,6 +83,7 @@ class DevicePrefetcher:
                 batch = next(batches)
             finally:
                 self._wait_s += time.perf_counter() - start_s
+            # Now: the loader may be one batch further by the time the consumer gets this one.
             state = self._snapshot()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 moved = self._prepare(move_data_to_device(batch, self._device))
@@ -107,13 +102,13 @@ class DevicePrefetcher:
         return apply_to_collection(batch, Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
     def _snapshot(self) -> dict[str, Any] | None:
-        """Return the loader's state just after a batch was fetched; None for loaders without one."""
         return None
 
     def _wait(self, batch: Any) -> None:
         if self._stream is None:
             return
         stream = torch.cuda.current_stream(self._device)
+        # The device waits, not the host.
         stream.wait_stream(self._stream)
         # The allocator must not reuse this memory for the side stream while the consumer still reads it.
         apply_to_collection(batch, dtype=Tensor, function=lambda tensor: tensor.record_stream(stream))
@@ -125,6 +120,7 @@ class DevicePrefetcher:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Samplers, `dataset` and worker settings stay where Lightning and users look for them: on the loader.
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
@@ -136,13 +132,10 @@ def _reads_ahead(loader: object) -> bool:
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
-    """A `DevicePrefetcher` over a loader with `state_dict` and `load_state_dict`.
-
-    Its state is that of the last batch that the consumer got, not of the one already fetched, so that a resumed run
-    repeats none and skips none.
-    """
+    """A `DevicePrefetcher` over a loader with state: its own is that of the last batch that the consumer got."""
 
     def _snapshot(self) -> dict[str, Any] | None:
+        # Not the state when a checkpoint is written: that of the batch fetched ahead, which a resumed run would skip.
         state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
         return state
 

@@ -15,17 +15,9 @@ from torch.utils.checkpoint import checkpoint
 def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Module) -> Tensor:
     """Compute `stage(x)` without storing its activations for backward, which computes them again.
 
-    Values and gradients are those of `stage(x)` bit for bit, if its kernels are deterministic. Two tasks that torch's
-    `checkpoint` leaves to its caller are done here:
-
-    * Running statistics of the normalisation layers in `norms` move once, in forward. The second pass works on copies
-      that are discarded; otherwise each batch would count twice, and `num_batches_tracked` too.
-    * Modes that change the results of torch's functions (`TorchFunctionMode`: the emulated fp16 arithmetic of
-      `precision="16-true"` on a CPU is one) are entered again, so that backward sees the numbers of forward.
-
-    Random numbers are not drawn the same way twice: `stage` must not draw any (no dropout).
-
-    Shapes and dtypes are those of `stage`. Without autograd (`torch.no_grad`) `stage` runs once, as always.
+    Values and gradients are those of `stage(x)` bit for bit, if its kernels are deterministic and draw no random
+    numbers (no dropout). Running statistics of the normalisation layers in `norms` move once, in forward. Shapes and
+    dtypes are those of `stage`; without autograd (`torch.no_grad`) it runs once, as always.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
 
@@ -40,11 +32,12 @@ def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Modu
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _second_pass(norms)
 
+    # The only way that takes a `context_fn`. To save and restore the random state would cost time for nothing.
     return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
-    """Compute `features(x)`, if asked with one checkpoint per stage: a convolution and all up to the next one."""
+    """Compute `features(x)`, if asked with one checkpoint per convolution and what follows it."""
     if not checkpoint_activations:
         return features(x)
     starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
@@ -55,7 +48,8 @@ def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bo
 
 
 def _second_pass(norms: nn.Module) -> AbstractContextManager[None]:
-    # checkpoint itself restores the innermost DeviceContext
+    # Modes change the results of torch's functions, as the emulated fp16 of precision="16-true" on a CPU does, and
+    # backward must see the numbers of forward. torch's checkpoint restores only the innermost DeviceContext.
     modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
     @contextmanager
@@ -71,7 +65,7 @@ def _second_pass(norms: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _copies_of_running_statistics(norms: nn.Module) -> Iterator[None]:
-    """Let the normalisation layers of `norms` update copies of their buffers within a `with` block."""
+    # Otherwise each batch would count twice in the running statistics, and in `num_batches_tracked` too.
     # Not `track_running_stats=False`: checkpoint requires that both passes save as many tensors, these included.
     originals = [
         (module, name, buffer)

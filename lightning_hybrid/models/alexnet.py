@@ -38,26 +38,19 @@ class AlexNetBN(nn.Module):
     fc8     logits                                              `num_classes`
     ======  ==================================================  ==================  ============================
 
-    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of them 3,745,824 weights of convolutions,
-    58,621,952 weights and 9,192 biases of fc6 to fc8, 2,752 gamma and beta in the convolutions and 512 in bn5. The
-    network without BatchNorm, and so with biases in the convolutions, would have 62,378,344.
+    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of them 512 in bn5. Without BatchNorm, and
+    so with biases in the convolutions, the network would have 62,378,344.
 
     What is published, and what is chosen here:
 
     * Five convolutions, three overlapping poolings, three fully connected layers, dropout: Krizhevsky et al. 2012.
-    * BatchNorm after pool5, whose output distribution otherwise widens with training, and no weight decay on biases and
-      BatchNorm (the optimizer's matter, not the network's): Jia et al. 2018, arXiv:1807.11205.
-    * The rest of Jia et al.'s network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN in
-      NVCaffe 0.16 (`models/alexnet_bn`), has two layouts: `train_val` normalises each convolution before its ReLU (as
-      Ioffe and Szegedy 2015, arXiv:1502.03167) and is `bn_position="before_relu"`; `train_val2`, which the LARS
-      experiments there use, is `bn_position="after_pool"` with `conv_bias=True`: convolutions 1 to 4, then ReLU,
-      pooling if any, BatchNorm; nothing is normalised between conv5 and fc6, the place of the paper's bn5. There
-      BatchNorm has no gamma and beta; here it has. Which of the two Jia et al. started from is not known.
-    * Convolutions are not grouped (both of Ginsburg's are, in two): the authors speak of 62 million parameters, which
-      is the ungrouped network; grouped it would be 60,965,224.
-    * Initialisation: convolutions scaled by fan-in, fully connected layers Gaussian (the authors' article), which
-      leaves the Gaussian's width open. fc8 has 0.01 (Krizhevsky et al. 2012), fc6 and fc7 `fc_std`: Ginsburg's is
-      0.005, the default sqrt(2 / fan_in), since 0.005 would silence layers much narrower than 4096. Biases are 0.
+    * BatchNorm after pool5, whose output otherwise widens with training: Jia et al. 2018, arXiv:1807.11205.
+    * The rest of their network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN in NVCaffe 0.16
+      (`models/alexnet_bn`), has two layouts; which of them they started from is not known. `train_val` normalises each
+      convolution before its ReLU (as Ioffe and Szegedy 2015, arXiv:1502.03167): `bn_position="before_relu"`.
+      `train_val2`, which the LARS experiments there use, is `bn_position="after_pool"` with `conv_bias=True`:
+      convolutions 1 to 4, then ReLU, pooling if any, BatchNorm without gamma and beta (here with them).
+    * Convolutions are not grouped, and the Gaussians' widths are chosen: see the code.
 
     Args:
         num_classes: Classes, the last dimension of the logits.
@@ -72,7 +65,7 @@ class AlexNetBN(nn.Module):
         bn_position: Place of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`, which is after the ReLU
             where there is no pooling, and leaves conv5 to `pool5_bn`.
         pool5_bn: BatchNorm after pool5; False is the paper's ablation.
-        conv_bias: Biases in the convolutions; with `"before_relu"` the BatchNorm that follows takes them away again.
+        conv_bias: Biases in the convolutions; useless with `"before_relu"`, whose BatchNorm takes them away again.
         fc_std: Initial standard deviation of the weights of fc6 and fc7; None: sqrt(2 / fan_in).
         dropout: Probability of a zero after fc6 and fc7.
         bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
@@ -136,6 +129,8 @@ class AlexNetBN(nn.Module):
         self.checkpoint_activations = checkpoint_activations
         bn = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
 
+        # Not grouped, as both of Ginsburg's are, in two: Jia et al. speak of 62 million parameters, which is the
+        # ungrouped network; grouped it would be 60,965,224.
         layers: list[nn.Module] = []
         size, last = image_size, in_channels
         for index, (kernel, stride, padding) in enumerate(zip(kernels, strides, paddings, strict=True)):
@@ -147,6 +142,7 @@ class AlexNetBN(nn.Module):
             if POOLED[index]:
                 layers.append(nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding))
                 size = _out_size(size, kernel=POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding)
+            # In `train_val2` nothing is normalised between conv5 and fc6: that is the place of the paper's bn5.
             if bn_position == "after_pool" and index < 4:
                 layers.append(bn(last))
         if pool5_bn:
@@ -166,6 +162,9 @@ class AlexNetBN(nn.Module):
         self._initialise(fc_std)
 
     def _initialise(self, fc_std: float | None) -> None:
+        # Convolutions scaled by fan-in, fully connected layers Gaussian, as the authors' article says; it leaves the
+        # width of the Gaussian open. fc8 has 0.01 (Krizhevsky et al. 2012). Ginsburg's 0.005 for fc6 and fc7 would
+        # silence layers much narrower than 4096, so that the default is sqrt(2 / fan_in). Biases are 0.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
@@ -191,9 +190,8 @@ class AlexNet(nn.Module):
         avgpool      mean over 6 x 6 cells
         classifier   dropout; fc 4096; dropout; fc 4096; fc `num_classes`
 
-    ReLU after every convolution and hidden layer; a pool is max 3x3 with stride 2. 61,100,840 parameters in 16
-    tensors, with names, shapes, order and initialisation (torch's default) of `torchvision.models.alexnet`:
-    checkpoints interchange. It is a baseline: `AlexNetBN` is what trains with large batches.
+    ReLU after every convolution and hidden layer; a pool is max 3x3 with stride 2. 61,100,840 parameters in 16 tensors;
+    checkpoints of `torchvision.models.alexnet` load here and the reverse. It is a baseline for `AlexNetBN`.
 
     Args:
         num_classes: Classes, the last dimension of the logits.
@@ -223,6 +221,7 @@ class AlexNet(nn.Module):
         require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
         require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
         self.checkpoint_activations = checkpoint_activations
+        # Names, order and initialisation (torch's default) are torchvision's.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),

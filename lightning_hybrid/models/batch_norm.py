@@ -31,8 +31,10 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
             f"`momentum` (={momentum}) must be in [0, 1]: it weighs the new batch against the old average. "
             "Set model.bn_momentum."
         )
+    # log1p(-1) is -inf; and one micro-batch must leave the momentum as it is, to the bit.
     if momentum == 1 or accumulate_grad_batches == 1:
         return momentum
+    # 1 - (1 - m)^(1/k) would lose digits where k makes the result small.
     return -math.expm1(math.log1p(-momentum) / accumulate_grad_batches)
 
 
@@ -43,17 +45,14 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
 
         r <- (1 - m) r + m * statistics of this micro-batch
 
-    With the momentum m unchanged, (1 - m)^k of the old average is left after a step, 0.43 instead of 0.9 for
-    m = 0.1 and k = 8: evaluation then sees noisier statistics than the same step in one batch would leave. With m' of
-    `corrected_momentum` it is 1 - m again, and where all micro-batches agree, r is what one update gives.
+    With the momentum m unchanged, (1 - m)^k of the old average is left after a step, 0.43 instead of 0.9 for m = 0.1
+    and k = 8: evaluation then sees noisier statistics. With m' of `corrected_momentum` it is 1 - m again, and where all
+    micro-batches agree, r is what one update gives. What still differs from one batch of all images: the last
+    micro-batch weighs more than the first, by (1 - m')^-(k - 1), at most 1 / (1 - m); and the variance lacks that
+    between the means of micro-batches. Each micro-batch is normalised by itself, as before.
 
-    What still differs from one batch of all images: the last micro-batch weighs more than the first, by
-    (1 - m')^-(k - 1), at most 1 / (1 - m); and the variance is the mean of variances within micro-batches, without the
-    variance between their means. Forward in training is untouched: each micro-batch is normalised by itself.
-
-    This changes BatchNorm, SyncBatchNorm and InstanceNorm with running statistics. A momentum of None (plain average
-    over all batches) forgets nothing and stays. The momentum is no part of a checkpoint: call this once for each
-    network built, as a second call would correct again.
+    This changes BatchNorm, SyncBatchNorm and InstanceNorm with running statistics and a momentum; None (plain average
+    over all batches) forgets nothing and stays. Call it once for each network built: a second call would correct again.
 
     Returns:
         The number of layers corrected; 0 with `accumulate_grad_batches=1`.
@@ -69,6 +68,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     corrected = 0
     for layer in module.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is not None:
+            # The momentum is no part of a checkpoint: a resumed network is corrected when it is built.
             layer.momentum = corrected_momentum(layer.momentum, accumulate_grad_batches=accumulate_grad_batches)
             corrected += accumulate_grad_batches > 1
     return corrected

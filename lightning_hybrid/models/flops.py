@@ -19,9 +19,8 @@ def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int
 
         flops = 2 * multiply-adds of all convolutions and matrix products
 
-    `torch.utils.flop_counter` counts on the meta device: nothing is computed, and parameters, running statistics and
-    random state of `model` stay as they are. Normalisation, activations, pooling and additions are not counted, as is
-    usual. Papers and torchvision often say FLOPs for multiply-adds, which is half of this.
+    Nothing is computed, and `model` stays as it is. Normalisation, activations, pooling and additions are not counted,
+    as is usual. Papers and torchvision often say FLOPs for multiply-adds, which is half of this.
 
     Args:
         model: A network for batches of images, on any device, in any dtype, in training or evaluation.
@@ -42,9 +41,7 @@ def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> in
         flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
 
     It is a little less than three times, as the images need no gradient. The second forward of activation checkpointing
-    is not counted in networks that have `checkpoint_activations`, so that utilisation compares with and without it
-    (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311). The optimizer's few operations per
-    parameter are not counted either.
+    is not counted (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311), nor is the optimizer.
 
     >>> layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
     >>> training_flops_per_image(layers, (3, 1, 1)) == 2 * (2 * 3 * 8 + 3 * 8 * 8)
@@ -71,9 +68,10 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
 
 
 def _shadow(tensor: Tensor) -> Tensor:
-    """Make a tensor of this shape without memory; fp32, so that a model of several dtypes needs no autocast."""
+    # A tensor of this shape without memory; fp32, so that a model of several dtypes needs no autocast.
     if not tensor.is_floating_point():
-        is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"  # BatchNorm without momentum reads its value
+        # BatchNorm without momentum reads the value of its counter, which the meta device does not have.
+        is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"
         return tensor.clone() if is_counter else torch.empty_like(tensor, device="meta")
     shadow = torch.empty_like(tensor, device="meta", dtype=torch.float32)
     return shadow.requires_grad_(tensor.requires_grad)
@@ -81,6 +79,7 @@ def _shadow(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_recomputation(model: nn.Module) -> Iterator[None]:
+    # So that utilisation compares with and without checkpointing: the second forward is no useful work.
     asked: list[Any] = [module for module in model.modules() if getattr(module, "checkpoint_activations", False)]
     for module in asked:
         module.checkpoint_activations = False

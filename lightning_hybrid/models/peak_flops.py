@@ -73,6 +73,7 @@ def peak_flops_per_s(device_name: str, dtype: torch.dtype, *, allow_tf32: bool =
     """
     for peaks in PEAKS:
         if re.fullmatch(peaks.device_name, device_name):
+            # Before Ampere there are no TF32 units, and torch's switch has no effect.
             if dtype is torch.float32 and allow_tf32 and peaks.tfloat32 is not None:
                 return peaks.tfloat32
             rates = {torch.float32: peaks.float32, torch.float16: peaks.float16, torch.bfloat16: peaks.bfloat16}

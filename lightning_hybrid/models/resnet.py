@@ -64,6 +64,7 @@ class Bottleneck(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, *, stride: int, variant: Variant, bn: BatchNorm) -> None:
         super().__init__()
+        # Names and order of the modules are torchvision's, so that checkpoints go both ways.
         stride_1x1, stride_3x3 = (1, stride) if variant == "v1.5" else (stride, 1)
         out_channels = channels * self.expansion
         self.conv1 = _conv(in_channels, channels, kernel=1, stride=stride_1x1)
@@ -114,19 +115,11 @@ class ResNet(nn.Module):
     ========  ==================================================  ==================  ============
 
     Names, shapes and order of the parameters and buffers are torchvision's (`conv1`, `bn1`, `layer1.0.conv1`, ...,
-    `fc`), so that checkpoints of `torchvision.models.resnet50` and its sisters load here and the reverse. ResNet-50 has
-    25,557,032 parameters in 161 tensors.
+    `fc`): checkpoints of `torchvision.models.resnet50` load here and the reverse. ResNet-50 has 25,557,032.
 
-    Initialisation is what Jia et al. 2018 (arXiv:1807.11205) describe: convolutions scaled by fan-in,
-
-        w ~ N(0, 2 / fan_in)        fan_in = in_channels * kernel^2
-
-    (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2) with bias 0 (the Gaussian's width
-    is Goyal et al.'s, 2017, arXiv:1706.02677), and gamma = 0 in some BatchNorms. *Which* ones is ambiguous: the
-    authors' own article says "the BatchNorm of the shortcut", while elsewhere (Goyal et al. 2017, NVIDIA's entries to
-    MLPerf) it is the last BatchNorm of each residual branch, so that every block starts as its shortcut alone. The
-    default is the usual reading. The literal one is `"shortcut"`: blocks with a projected shortcut (the first of a
-    layer) then start as their branch alone, the others as usual sums.
+    Initialisation is what Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with fan_in =
+    in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2) with bias
+    0, and gamma = 0 in some BatchNorms: `zero_gamma`, where the authors' text is ambiguous.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
@@ -139,8 +132,7 @@ class ResNet(nn.Module):
         zero_gamma: gamma = 0 in the last BatchNorm of each branch (`"last_of_branch"`), in the BatchNorm of each
             projected shortcut (`"shortcut"`), or nowhere (`"none"`).
         bn_eps: Added to the variance. 1e-5 is MLPerf's and torch's.
-        bn_momentum: Weight of the new batch in the running statistics. 0.1 is MLPerf's and torch's (0.9 in the
-            convention of TensorFlow, which weighs the old).
+        bn_momentum: Weight of the new batch in the running statistics. 0.1 is MLPerf's and torch's (TensorFlow's 0.9).
         checkpoint_activations: Store only each block's input for backward and compute its inside again: the same
             gradients from 36 % of the activations (30 of 82 MiB per image in fp32 at 224, ResNet-50), for a third more
             arithmetic. Blocks then run one by one: forward hooks on `layer1` to `layer4` do not fire.
@@ -210,10 +202,14 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
             elif isinstance(module, Block):
+                # The authors' own article says "the BatchNorm of the shortcut"; elsewhere (Goyal et al. 2017, NVIDIA's
+                # entries to MLPerf) it is the last of each residual branch, so that a block starts as its shortcut
+                # alone: the default. In the literal reading the first block of a layer starts as its branch alone.
                 if zero_gamma == "last_of_branch":
                     nn.init.zeros_(module.last_bn.weight)
                 elif zero_gamma == "shortcut" and module.downsample is not None:
                     nn.init.zeros_(cast(nn.BatchNorm2d, module.downsample[1]).weight)
+        # The Gaussian's width is Goyal et al.'s, 2017, arXiv:1706.02677.
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 
@@ -230,7 +226,7 @@ class ResNet(nn.Module):
 
 
 def _conv(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Make a convolution without bias: the normalisation that follows would subtract it."""
+    # Without bias: the normalisation that follows would subtract it.
     return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 

@@ -19,12 +19,10 @@ from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> list[dict[Tensor, Tensor]]:
     """Compute the trust ratio q of every tensor that has one, for each parameter group: `{parameter: q}`, q 0-dim.
 
-    q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now.
-    Before a step of LARS these are the step's own. After a step the gradients (LAMB: the moments) are those it used
-    and the weights those it wrote, so that q differs from the step's own by about the relative size of the step.
-
-    Excluded groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none.
-    All weights and gradients are read once, a tensor at a time; nothing is written, nothing waits for the device.
+    q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
+    before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
+    groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
+    written, nothing waits for the device.
 
     Args:
         optimizer: Any optimizer.
@@ -45,6 +43,7 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
         ratios = dict[Tensor, Tensor]()
         if of_one is not None and group["trust_ratio"]:
             for _, (param, grad) in dense_gradients(group):
+                # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
                 ratio = of_one(optimizer, {**group, "trust_clip": None}, param, grad, grad_scale)
                 if ratio is not None:
                     ratios[param] = ratio

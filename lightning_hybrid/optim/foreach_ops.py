@@ -48,6 +48,7 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     # Not while torch.compile traces: it would unroll the blocks into its graph.
     size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
     whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
+    # Blocks are stretches of memory: they belong together only if all lists have their elements in one order.
     if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
         yield list(lists)
         return
@@ -61,6 +62,7 @@ def _layout(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    # `in_memory_order` copies a tensor with gaps, and a copy is elsewhere.
     return in_memory_order(tensor).data_ptr() == tensor.data_ptr()
 
 

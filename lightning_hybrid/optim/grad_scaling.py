@@ -45,8 +45,6 @@ class GradScaling:
     def commit_(self, tensors: list[Tensor], news: list[Tensor]) -> None:
         """Write `news`, rounded, to `tensors`, unless the step is skipped: then every bit stays.
 
-        This is a selection and not a product with 0 or 1: 0 * inf is nan.
-
         >>> weights, spoilt = [torch.tensor([1.0, -0.0])], [torch.tensor([float("inf"), float("nan")])]
         >>> GradScaling(found_inf=torch.tensor(1.0)).commit_(weights, spoilt); weights
         [tensor([1., -0.])]
@@ -55,6 +53,7 @@ class GradScaling:
             if tensors is not news:
                 torch._foreach_copy_(tensors, news)
             return
+        # A selection and not a product with 0 or 1: 0 * inf is nan.
         skip = self.found_inf > 0
         for tensor, new in zip(tensors, news, strict=True):
             torch.where(skip, tensor, new.to(tensor.dtype), out=tensor)
@@ -70,10 +69,12 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
     (tensor(0.), tensor(1.))
     """
     extremes: list[Tensor]
-    if tensors[0].device.type == "cpu":  # one pass; torch's norm by inf takes 20 times as long there
+    if tensors[0].device.type == "cpu":
+        # One pass: torch's norm by inf takes 20 times as long there. nan survives both minimum and maximum.
         extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
     else:
         extremes = list(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf))
+    # Stacked, so that there is one test and one result on the device for all of them.
     if not extremes:
         return torch.zeros((), device=tensors[0].device)
     return (~torch.isfinite(torch.stack(extremes)).all()).float()

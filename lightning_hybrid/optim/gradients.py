@@ -43,14 +43,11 @@ def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, 
 
 
 def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
-    """Return the learning rate of a group, for excluded groups times `excluded_lr_mult`.
-
-    A rate that is a tensor on the CPU becomes a number, as reading it waits for nothing; but not while `torch.compile`
-    traces and not with `capturable`, where a number would be frozen into the graph. Other tensors go to `device`.
-    """
+    """Return the learning rate of a group, for excluded groups times `excluded_lr_mult`; a tensor goes to `device`."""
     lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.detach()
+        # To read a CPU tensor waits for nothing; but a number would be frozen into the graph of torch.compile or CUDA.
         may_be_read = lr.device.type == "cpu" and not torch.compiler.is_compiling() and not group["capturable"]
         lr = lr.item() if may_be_read else lr.to(device)
     return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]

@@ -28,8 +28,8 @@ class LAMB(LayerwiseOptimizer):
     m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) of the paper is |w|.
 
     `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
-    arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u, so what remains of the
-    difference is the first steps' balance between moments, `eps` and weight decay.
+    arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u: only the first steps'
+    balance between moments, `eps` and weight decay differs.
 
     A tensor with |w| = 0 or |u| = 0 gets q = 1; the paper leaves this open. `trust_clip=c` replaces q by min(q, c): the
     paper's upper bound on phi, but on the ratio, and, unlike in `LARS`, not divided by lr.
@@ -41,19 +41,13 @@ class LAMB(LayerwiseOptimizer):
     `torch.optim.AdamW` in float32 and float64 (with `bias_correction` and without `max_grad_norm`). Biases and
     normalisation are commonly excluded, without weight decay: see `param_groups`.
 
-    Parameters may be float16, bfloat16, float32 or float64. For half precision both moments are float32 and so is all
-    arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
-    tensor, on the parameters' device if need be: `step` reads nothing back from it. `foreach=None` works on one tensor
-    at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for a tensor of more than half
-    a million elements, whose |u| is then summed in another order (in float64).
+    Dtypes, rounding, a tensor as `lr` and `foreach` are as in `LARS`, with |u| in place of the norm for "joint".
 
-    `fused=True` is two passes over memory for the whole model, moments with |w| and |u|, then the update; three where
-    gradients are read before, for inf and nan or for `max_grad_norm`. On the CPU they are C++, on CUDA Triton kernels,
-    which have never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
+    `fused=True` is two passes over memory for the whole model: moments with |w| and |u|, then the update; three where
+    inf, nan or `max_grad_norm` need the gradients first. On the CPU they are C++, on CUDA Triton kernels, which have
+    never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
 
-    `capturable=True` counts steps on the parameters' device and reads nothing on the host, so that a CUDA graph may
-    capture the step; capture itself has not been run. A rate that changes between replays has to be a tensor.
-    `differentiable` is torch's, and refused.
+    `capturable=True` is as in `LARS`, and counts steps on the parameters' device. `differentiable` is refused.
 
     Raises:
         ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
@@ -134,6 +128,7 @@ class LAMB(LayerwiseOptimizer):
         return FusedLamb()
 
     def _before_updates(self) -> None:
+        # Any group has it: `add_param_group` refuses a bound that is not the optimizer's.
         bound = self.param_groups[0]["max_grad_norm"]
         self._clip_factor = None
         if bound is None:
@@ -182,7 +177,7 @@ class LAMB(LayerwiseOptimizer):
                 torch._foreach_copy_(some_copies[0], some_params)
 
     def _next_step(self, param: Tensor, capturable: bool) -> float | Tensor:
-        """Count this step, unless it is skipped, and return the count as `_corrections` takes it."""
+        """Count this step, unless it is skipped; return the count as `_corrections` takes it."""
         state, found_inf = self.state[param], self._scaling.found_inf
         if "step" not in state:
             # On the CPU wherever the parameter is, so that reading it waits for nothing.
@@ -190,6 +185,7 @@ class LAMB(LayerwiseOptimizer):
         if found_inf is None and not capturable:
             state["step"] += 1
             return _count(state["step"], param.device)
+        # The host does not know whether this step is skipped, so the count moves to where `found_inf` is read.
         if state["step"].device != param.device:
             state["step"] = state["step"].to(param.device, non_blocking=True)
         state["step"] += 1 if found_inf is None else (found_inf <= 0).to(torch.float32)
@@ -215,6 +211,7 @@ def moments_(
         # In their dtype: a 0-dim gradient would take that of the factor.
         grads = list(torch._foreach_mul(grads, clip_factor.to(grads[0].dtype)))
     means, squares = scaling.scratch(exp_avgs), scaling.scratch(exp_avg_sqs)
+    # Operations and order of torch.optim.AdamW, for the same bits.
     torch._foreach_lerp_(means, grads, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
@@ -247,7 +244,7 @@ def lamb_(
     ratios: Tensor,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Move `params` by -lr * ratio * u, in place; `updates` hold u, and are used up."""
+    """Move `params` by -lr * ratio * u, in place; `updates` hold u and are overwritten."""
     weights = as_dtype(params, updates[0].dtype)
     if weights is params:
         weights = scaling.scratch(params)
@@ -274,6 +271,7 @@ def adamw_(
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     denominators = _denominators(exp_avg_sqs, steps, group)
     corrections = _corrections(steps, group)
+    # addcdiv takes its factors from the host: tensors on a device need separate operations.
     if isinstance(lr, Tensor) or isinstance(corrections[0], Tensor):
         torch._foreach_mul_(denominators, corrections)
         add_scaled_(weights, list(torch._foreach_div(exp_avgs, denominators)), -lr)
@@ -283,10 +281,7 @@ def adamw_(
 
 
 def _count(step: Tensor, device: torch.device) -> float | Tensor:
-    """Return the count as a number, or as a tensor while `torch.compile` traces: a number would be frozen.
-
-    float64: 1 - 0.999 ** step would lose half its digits in float32.
-    """
+    # A number would be frozen into a compiled graph. float64: 1 - 0.999 ** step would lose half its digits in float32.
     return step.to(device, torch.float64) if torch.compiler.is_compiling() else step.item()
 
 
@@ -295,7 +290,7 @@ def _corrections(steps: list[Any], group: dict[str, Any]) -> list[Any]:
 
 
 def _denominators(exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]) -> list[Tensor]:
-    """Compute sqrt(V) + eps of `LAMB`."""
+    # sqrt(V) + eps. The correction is divided out after the root, as in torch.optim.AdamW, for the same bits.
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:
         torch._foreach_div_(denominators, [(1 - group["betas"][1] ** step) ** 0.5 for step in steps])

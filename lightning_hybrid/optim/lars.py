@@ -31,8 +31,8 @@ class LARS(LayerwiseOptimizer):
 
     eta -> `trust_coefficient`, m -> `momentum`, beta (decay) -> `weight_decay`, v -> state `"momentum_buffer"`.
 
-    The denominators differ always. The first two forms differ only while `lr` changes: "lr_inside" remembers the
-    rates of past gradients, "lr_outside" scales all of them by the present rate. Used by:
+    The first two forms differ only while `lr` changes: "lr_inside" remembers the rates of past gradients, "lr_outside"
+    scales all of them by the present rate. Used by:
 
         "lr_inside", "sum"        the paper; MLPerf's TensorFlow reference
         "lr_inside", "joint"      optax
@@ -40,11 +40,7 @@ class LARS(LayerwiseOptimizer):
         "lr_outside", "joint"     Barlow Twins, MoCo v3, VISSL
         "ratio_outside", "sum"    NUS, ColossalAI (which also clamp)
 
-    `nesterov` looks one step ahead: after v is updated, the step uses, in place of v,
-
-        "lr_inside"       momentum * v + lr * q * d
-        "lr_outside"      momentum * v + q * d
-        "ratio_outside"   momentum * v + d
+    `nesterov` looks one step ahead: after v is updated, the step uses momentum * v + its last addend in place of v.
 
     A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference; the paper leaves this
     open. Under "sum" a tensor whose gradient is exactly zero thus decays at the full `lr * weight_decay`.
@@ -52,35 +48,31 @@ class LARS(LayerwiseOptimizer):
     `trust_clip=c` is LARC: q is replaced by min(q / lr, c), after the rule for zeros. With c = 1, as in apex and timm,
     the step is min(q, lr) * d: `lr` becomes a ceiling and no longer a factor. At lr = 0 it is c * lr * d = 0.
 
-    A group with `trust_ratio=False` is excluded: q = 1, and its rate is lr * `excluded_lr_mult`; its weight decay is
-    its own. Biases and normalisation are commonly excluded (see `param_groups`), but then run at the bare `lr`, which
-    LARS needs hundreds of times larger than SGD does: in a network with biases and no normalisation, either do not
-    exclude them or set `excluded_lr_mult` near 0.01.
+    A group with `trust_ratio=False` is excluded: q = 1, its rate is lr * `excluded_lr_mult`, its weight decay its own.
+    Biases and normalisation are commonly excluded (see `param_groups`), but the bare `lr` of LARS is hundreds of times
+    that of SGD: with biases and no normalisation, do not exclude them, or set `excluded_lr_mult` near 0.01.
 
-    Momentum starts from zero, so that the first v is the first update, as in `torch.optim.SGD`. With the trust ratio
-    off, "lr_outside" and "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64.
-    "lr_inside" is that too if momentum = 0, or if lr is a constant power of two; with another constant lr it differs
-    by rounding, with a changing lr it is another rule.
+    Momentum starts from zero, so that the first v is the first update. With the trust ratio off, "lr_outside" and
+    "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64; so is "lr_inside" if
+    momentum = 0 or lr is a constant power of two; another constant lr changes the rounding, a changing lr the rule.
 
-    Parameters may be float16, bfloat16, float32 or float64. For half precision the buffer is float32 and so is all
-    arithmetic; the parameter is rounded once, at the end. Norms are never taken in half precision. `lr` may be a 0-dim
-    tensor, on the parameters' device if need be: `step` reads nothing back to the host. `foreach=None` works on one
-    tensor at a time on the CPU and on lists elsewhere. On the CPU both give the same bits, but for "joint" on a tensor
-    of more than half a million elements, whose norm is then summed in another order (in float64).
+    Parameters may be float16, bfloat16, float32 or float64. Arithmetic, norms and buffer are at least float32; a
+    half-precision parameter is rounded once, at the end. `lr` may be a 0-dim tensor, on any device: `step` reads
+    nothing back. `foreach=None` is one tensor at a time on the CPU, lists elsewhere. On the CPU both give the same
+    bits, but for "joint" beyond half a million elements, whose norm is then summed in another order (in float64).
 
-    `fused=True` is two passes over memory for the whole model: the norms of gradients, then the update. On the CPU
-    they are C++ (`fused.cpu`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA
-    three Triton kernels (`fused.cuda`). `None` means fused on CUDA, unless `foreach` or `capturable` is set, and lists
-    elsewhere. Without a compiler, or without triton, lists are used, with a warning. The rule is the same, with other
-    rounding: weights agree with the other paths to 2e-6 of their norm over ten steps, in float64 to 1e-14. `fused` is
-    an option of the optimizer, not of a group. With True, `torch.amp.GradScaler` leaves unscaling and skipping to the
-    step; Lightning then refuses to clip gradients under "16-mixed". `torch.compile(optimizer.step)` compiles the lists.
+    `fused=True` is two passes over memory for the whole model: norms of gradients, then the update. On the CPU they are
+    C++ (`fused.cpu`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
+    Triton kernels (`fused.cuda`). `None` is fused on CUDA, unless `foreach` or `capturable` is set, else lists. Without
+    compiler or triton a warning says that lists are used. Only rounding differs: weights agree with the others to 2e-6
+    of their norm over ten steps, in float64 to 1e-14. It is no option of a group. With True,
+    `torch.amp.GradScaler` leaves unscaling and skipping to the step; Lightning then refuses to clip gradients under
+    "16-mixed". `torch.compile(optimizer.step)` compiles the lists.
 
     `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it; capture itself has not
     been run. A rate that changes between replays has to be a tensor. `differentiable` is torch's, and refused.
 
-    Every path takes half-precision gradients on float32 parameters, loss scale, skipping and half-precision copies of
-    the parameters by plain attributes: see `LayerwiseOptimizer`.
+    For half-precision gradients and copies, loss scale and skipping see `LayerwiseOptimizer`.
 
     Raises:
         ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
@@ -154,6 +146,7 @@ class LARS(LayerwiseOptimizer):
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         lr, scaling = lr_of(group, params[0].device), self._scaling
+        # The ratio is of the whole tensor, so it is computed before any block of the tensor moves.
         ratios = None
         if group["trust_ratio"]:
             ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling)
@@ -164,6 +157,7 @@ class LARS(LayerwiseOptimizer):
         for some_params, some_grads, *others in in_blocks(*lists):
             some_copies = others.pop(0) if copies else None
             lars_(some_params, some_grads, *others, group=group, lr=lr, ratios=ratios, scaling=scaling)
+            # From the weights as they are stored: after a skipped step this writes what was there.
             if some_copies is not None:
                 torch._foreach_copy_(some_copies, some_params)
 
@@ -182,12 +176,14 @@ def lars_ratios(
     """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device."""
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     if group["denominator"] == "sum":
+        # |g / scale| = |g| / scale: to unscale the norms saves a pass over the gradients.
         (norms,) = scaling.unscale([tensor_norms(grads)], keep=[])
         ratios = trust_ratio(tensor_norms(params), norms, weight_decay=group["weight_decay"], **options)
     else:
         blocks = in_blocks(params, grads)
         parts = [tensor_norms(_directions(*block, group=group, scaling=scaling)) for block in blocks]
         ratios = trust_ratio(tensor_norms(params), combined_norms(parts), **options)
+    # At lr = 0 the quotient is inf, and the clip remains.
     return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])
 
 
@@ -203,9 +199,9 @@ def lars_(
 ) -> None:
     """Do one LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
 
-    `buffers` is None where momentum is 0, `ratios` where the trust ratio is off. The order of operations is that of
-    `torch.optim.SGD`.
+    `buffers` is None where momentum is 0, `ratios` where the trust ratio is off.
     """
+    # The order of operations is that of torch.optim.SGD, so that excluded groups have its bits.
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
     directions = _directions(weights, grads, group=group, scaling=scaling)
@@ -219,6 +215,7 @@ def lars_(
     form = group["momentum_form"] if buffers is not None else "lr_outside"
     if form == "lr_inside":
         directions = scaled(directions, lr if ratios is None else lr * ratios, keep=grads)
+        # The rate is in the buffer from here on; the step must not apply it again.
         lr = 1.0
     elif form == "lr_outside" and ratios is not None:
         directions = scaled(directions, ratios, keep=grads)
@@ -232,6 +229,7 @@ def lars_(
         steps = news
         if group["nesterov"]:
             steps = list(torch._foreach_add(directions, news, alpha=group["momentum"]))
+    # Without Nesterov `steps` may be the buffers themselves, which must come out unscaled.
     if form == "ratio_outside" and ratios is not None:
         steps = scaled(steps, ratios, keep=grads if buffers is None or steps is not news else news)
 
@@ -245,6 +243,7 @@ def _directions(
     """Unscale, negate (to climb) and decay gradients, at least in float32; the very `grads` if nothing changes."""
     dtype = state_dtype(params[0].dtype)
     directions = scaling.unscale(as_dtype(grads, dtype), keep=grads)
+    # The sign comes before the decay, as in torch.optim.SGD: to climb does not mean to grow the weights.
     if group["maximize"]:
         directions = list(torch._foreach_neg(directions))
     if group["weight_decay"] != 0:

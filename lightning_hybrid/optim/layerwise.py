@@ -23,9 +23,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class LayerwiseOptimizer(Optimizer):
     """An optimizer that scales each tensor's step by a trust ratio; the subclasses LARS and LAMB define the rule.
 
-    This class owns what does not depend on the rule. It checks the options of the defaults and of each group; an
-    unknown group key is an error. State is float32 for half-precision parameters, also after `load_state_dict`. `step`
-    gives the rule lists of tensors: one tensor per list or, with `foreach`, all tensors of a device and dtype.
+    It checks the options of the defaults and of each group; an unknown group key is an error. State is float32 for
+    half-precision parameters, also after `load_state_dict`. The rule gets lists of tensors: one tensor per list or,
+    with `foreach`, all tensors of a device and dtype.
 
     Mixed precision goes through plain attributes, for `torch.amp.GradScaler` and for owners of float32 masters:
 
@@ -34,8 +34,8 @@ class LayerwiseOptimizer(Optimizer):
         last_found_inf          result of a step with one of the two: its `found_inf`, or what it found itself
         copies                  {parameter: half-precision copy}: the step writes each as parameter.to(dtype)
 
-    All are read on the device. A step with `grad_scale` and without `found_inf` (absent or None) first looks for inf
-    and nan in the gradients itself. It does not change gradients: a second step would divide them again.
+    All are read on the device. With `grad_scale` and no `found_inf` (absent or None) a step first looks for inf and nan
+    itself. It does not change gradients: a second step would divide them again.
     """
 
     copies: Mapping[Tensor, Tensor] = {}  # never written; torch.compile stops at a MappingProxyType
@@ -47,7 +47,6 @@ class LayerwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise if an option of `group`, defaults already filled in, breaks its rule; here those of both optimizers."""
         lr = group["lr"]
         if isinstance(lr, Tensor):
             if lr.dim() != 0 or not lr.is_floating_point():
@@ -96,7 +95,7 @@ class LayerwiseOptimizer(Optimizer):
         """Prepare the updates of one step; runs after the closure, before the first `_update`."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, after a check of its options; the caller's dict stays as it was.
+        """Add a group as torch does, after a check of its options.
 
         Raises:
             ValueError: An option breaks its rule, a key is unknown, or a parameter is complex or integer.
@@ -117,8 +116,10 @@ class LayerwiseOptimizer(Optimizer):
                 f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one check for inf and nan, before "
                 f"anything is written, is for all groups together. Give it to {type(self).__name__}, not to a group."
             )
+        # A copy: torch fills in the defaults, and the caller's dict stays as it was.
         super().add_param_group(dict(param_group))
         for index, param in enumerate(self.param_groups[-1]["params"]):
+            # torch has added the group by now: a refusal takes it out again.
             if param.dtype not in _DTYPES:
                 group = self.param_groups.pop()
                 raise ValueError(
@@ -134,17 +135,15 @@ class LayerwiseOptimizer(Optimizer):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle; groups of an older checkpoint get the defaults of the options that they lack."""
+        # Groups of an older checkpoint lack the newer options.
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but with the state of half-precision parameters in float32.
-
-        `torch.optim.Optimizer` casts each state tensor to the dtype of its parameter, which would round it.
-        """
+        """Load as torch does, but with the state of half-precision parameters in float32."""
+        # torch casts each state tensor to the dtype of its parameter, which would round it.
         loaded: list[dict[str, Any]] = []
         # Hooks of the user may replace the dict, so that our hooks run right before and right after torch's own work.
         before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
@@ -156,6 +155,7 @@ class LayerwiseOptimizer(Optimizer):
             after.remove()
 
     def _restore_float32(self, state_dict: dict[str, Any]) -> None:
+        # From the checkpoint once more: what torch has loaded is rounded already. "step" is float32 in any case.
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(indices, params, strict=True):
@@ -189,11 +189,12 @@ class LayerwiseOptimizer(Optimizer):
             if torch.compiler.is_compiling() or not self._fused_step(is_checked):
                 self._listed_step(is_checked)
         finally:
+            # Also after an error: the scale of one step must not meet the gradients of another.
             self._scaling = GradScaling()
         return loss
 
     def _given_scaling(self) -> tuple[GradScaling, bool]:
-        """Read the attributes; also return whether this step has to look for inf and nan itself."""
+        # The second result: whether this step looks for inf and nan itself.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
         if grad_scale is None:
@@ -206,12 +207,14 @@ class LayerwiseOptimizer(Optimizer):
         return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
 
     def _one_and_zero(self, device: torch.device) -> Tensor:
+        # Made once: (1, 0) / scale gives 1 / scale and 0 in one kernel.
         pair: Tensor | None = self.__dict__.get("_pair")
         if pair is None or pair.device != device:
             self._pair = pair = torch.arange(1.0, -1.0, -1.0, dtype=torch.float32, device=device)
         return pair
 
     def _listed_step(self, is_checked: bool) -> None:
+        # All gradients are looked at before the first parameter is written.
         if is_checked:
             self._scaling = self._checked(self._scaling)
         self._before_updates()
@@ -222,6 +225,7 @@ class LayerwiseOptimizer(Optimizer):
                 self._update(group, params, grads)
 
     def _checked(self, scaling: GradScaling) -> GradScaling:
+        # One look per device and dtype; the results meet on the first device, and the host reads none of them.
         by_device: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
             for grad in (param.grad for param in group["params"] if param.grad is not None):
@@ -238,13 +242,13 @@ class LayerwiseOptimizer(Optimizer):
         return self._is_fused()
 
     def _is_fused(self) -> bool:
-        """Whether `fused=True` was set and kernels exist; the default does not change what `GradScaler` sees."""
+        # Not where None chose the fused step: a default must not change what GradScaler sees.
         types = {param.device.type for group in self.param_groups for param in group["params"]}
         is_asked_for = bool(self.param_groups) and bool(self.param_groups[0]["fused"])
         return is_asked_for and all(has_kernels(device_type) for device_type in types)
 
     def _asks_for_fused(self) -> bool:
-        """Whether to try the fused step: `fused`, where None means on CUDA, unless `foreach` or `capturable` is set."""
+        # None means on CUDA, unless `foreach` or `capturable` is set.
         if not self.param_groups or (fused := self.param_groups[0]["fused"]) is not None:
             return bool(self.param_groups) and fused
         return all(
@@ -253,14 +257,12 @@ class LayerwiseOptimizer(Optimizer):
         )
 
     def _new_fused(self) -> FusedStep:
-        """Make the fused step of the rule."""
         raise NotImplementedError
 
     def _fused_step(self, is_checked: bool) -> bool:
-        """Do the step in few passes and return True, if that was asked for and kernels exist; else do nothing."""
         if not self._asks_for_fused():
             return False
-        # Made here and not in __init__: it holds addresses, so that a copied or unpickled optimizer needs its own.
+        # Made here and not in __init__: it holds addresses, and a copied or unpickled optimizer needs its own.
         if "_fused" not in self.__dict__:
             self._fused = self._new_fused()
         scaling = self._fused.step(self, self._scaling, is_checked=is_checked)
@@ -269,7 +271,7 @@ class LayerwiseOptimizer(Optimizer):
         return scaling is not None
 
     def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
-        """Return the copies of `params`: all have one or none has."""
+        # `_batches` puts parameters with and without a copy apart: all of these have one, or none has.
         return [self.copies[param] for param in params if param in self.copies]
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
@@ -283,11 +285,8 @@ class LayerwiseOptimizer(Optimizer):
 
 
 def _batches(group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield parameters and gradients to work on together.
-
-    On the CPU one tensor at a time is faster: its temporaries stay in cache. On an accelerator launches count, so that
-    all tensors of equal device and dtypes come at once.
-    """
+    # On the CPU one tensor at a time is faster: its temporaries stay in cache. On an accelerator launches count: all
+    # tensors of equal device and dtypes come at once.
     batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (param, grad) in dense_gradients(group):
         together = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]

@@ -30,10 +30,7 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Two parameter groups for any optimizer, adapted and excluded, with the reasons of the choice.
-
-    `choices` holds one `ParamChoice` per parameter, in the model's order.
-    """
+    """Two parameter groups for any optimizer, adapted and excluded; `choices` says why, in the model's order."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], choices: tuple[ParamChoice, ...]) -> None:
         super().__init__(groups)
@@ -80,23 +77,20 @@ def param_groups(
         "normalisation"   a parameter of any shape in a normalisation module, known by type: BatchNorm, SyncBatchNorm,
                           InstanceNorm, LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm and their subclasses
         "bias"            a parameter that its module, of any type, calls `bias`, `bias_...` or `..._bias`
-        "vector"          one with at most one dimension: this catches home-made normalisation, scales and gates,
-                          which no list of types can name
+        "vector"          one with at most one dimension: home-made normalisation, scales and gates too
         a module type     a parameter in such a module, or anywhere below one
         a pattern         one whose full name matches, as in `fnmatch` and case-sensitive: "head.*"
         a predicate       one for which `predicate(name, param, module)` is true; `module` is the one that holds it
 
-    For the paper's own rule, which adapts biases too, give `rules=("normalisation",)`, or `rules=()` for everything.
+    For the paper's own rule, which adapts biases too, give `rules=("normalisation",)`; for everything `rules=()`.
 
     A parameter shared between modules comes once, under its first name, and is excluded if any of its places is.
     Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups have the order of
-    `model.named_parameters()`; both are there even if one is empty, so that schedulers see a constant number. The
-    groups are plain dicts: torch's optimizers take them, and ignore `trust_ratio`. With `named`, each holds
-    `param_names` too; torch then refuses unnamed groups added later, as Lightning's `BaseFinetuning` does.
+    `model.named_parameters()`, and are there even if one is empty. They are plain dicts: torch's optimizers take them,
+    and ignore `trust_ratio`. With `named` torch later refuses groups without names, which `BaseFinetuning` adds.
 
     Raises:
-        ValueError: The model has no trainable parameters or a lazy module that has not run, a rule is unknown, or a
-            pattern or module type matches nothing.
+        ValueError: Nothing is trainable, a lazy module has not run, a rule is unknown, or an exclusion matches nothing.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.LayerNorm(2))
     >>> adapted, excluded = param_groups(model, weight_decay=0.1, exclude=[nn.Embedding], named=True)
@@ -122,7 +116,9 @@ def param_groups(
                 f"`{name}` (={type(param).__name__}) must have a shape: its lazy module has not seen a batch. Run one "
                 "batch through the model before `param_groups`."
             )
+        # A shared parameter comes several times: the first name stays, and any place may exclude it.
         names.setdefault(param, name)
+        # All exclusions are tried even where a rule excludes already: one that matches nothing is an error below.
         applying = [index for index, one in enumerate(exclusions) if _applies(one, name, param, ancestors)]
         matched.update(applying)
         reason = _rule_reason(name, param, ancestors, rules)
@@ -143,6 +139,7 @@ def param_groups(
             "on what is to be trained, or pass `include_frozen=True`."
         )
     groups = []
+    # Both groups, even if one is empty: schedulers see a constant number.
     for excluded in (False, True):
         mine = [choice for choice in choices if bool(choice.reason) == excluded]
         group: dict[str, Any] = {"params": [choice.param for choice in mine]}
@@ -153,7 +150,7 @@ def param_groups(
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
-    """Yield every place of every parameter: full name, parameter, and the modules from the root to its holder."""
+    # Unlike `named_parameters` this yields a shared parameter at each of its places, with all modules above it.
 
     def walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Iterator[Any]:
         around = (*above, module)

@@ -44,17 +44,14 @@ class WarmupPolynomialDecay(LRScheduler):
         s >= W    lr = end_lr + (base - end_lr) * (1 - min(s - W, T) / T) ** power
 
     base is the group's own lr at construction, so the peak is the lr given to the optimizer, at s = W; `end_lr` would
-    be reached at s = total_steps, one past the last of `total_steps` updates, and holds for any beyond. This is MXNet's
-    rule; the TensorFlow reference divides by T + 1, which at thousands of steps is the same. Like both, the rule makes
-    update 0 at `warmup_start_lr`, which at 0 is no update. Poly-2 ending at 1e-4 is MLPerf's for LARS
-    (mlcommons/training, image classification).
+    be reached at s = total_steps, one past the last update, and holds beyond. This is MXNet's rule; the TensorFlow
+    reference divides by T + 1, the same at thousands of steps. As in both, update 0 runs at `warmup_start_lr`, which
+    at 0 is no update. Poly-2 ending at 1e-4 is MLPerf's for LARS (mlcommons/training, image classification).
 
-    With `decay_from="start"` the decay counts from update 0, whatever the warm-up (W = 0 in the second line): at s = W
-    the rate falls from near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's
-    `rampup_interval`.
+    With `decay_from="start"` the decay counts from update 0 (W = 0 in the second line): at s = W the rate falls from
+    near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's `rampup_interval`.
 
-    `end_lr` and `warmup_start_lr` hold for all groups. `lr` may be a 0-dim tensor, which is then filled in place; torch
-    reads the value to the host to do so.
+    `end_lr` and `warmup_start_lr` hold for all groups. A 0-dim tensor `lr` is filled in place, through the host.
 
     Raises:
         ValueError: An argument breaks its rule; a group has a smaller base than `end_lr`.
@@ -102,6 +99,7 @@ class WarmupPolynomialDecay(LRScheduler):
                 f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer: its groups are changed."
             )
         for index, group in enumerate(optimizer.param_groups):
+            # After a resume `lr` is that of the middle of the schedule; torch saves the base next to it.
             base_lr = group.get("initial_lr", group["lr"])
             if base_lr < end_lr:
                 raise ValueError(
@@ -117,7 +115,8 @@ class WarmupPolynomialDecay(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Compute the learning rate of each group at update `last_epoch`, in closed form: rounding does not add up."""
+        """Compute the learning rate of each group at update `last_epoch`."""
+        # In closed form, so that rounding does not add up.
         return [
             warmup_polynomial_lr(
                 self.last_epoch,

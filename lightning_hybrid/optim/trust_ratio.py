@@ -29,8 +29,7 @@ def trust_ratio(
     eta -> `trust_coefficient`; |w| -> `weight_norm`, |u| -> `update_norm`, tensors of one shape, one element a layer.
     Where the norm of the decayed direction is known, pass it as `update_norm` and leave `weight_decay` at 0.
 
-    A layer whose weights or update are all zero gets ratio 1, so that a zero-initialised layer can leave zero. The
-    paper leaves this case open; MLPerf's reference, optax and timm do the same.
+    A layer whose weights or update are all zero gets ratio 1, as in MLPerf's, optax and timm; the paper leaves it open.
 
     >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001)
     tensor([0.0050])
@@ -41,6 +40,7 @@ def trust_ratio(
     """
     denominator = update_norm + weight_decay * weight_norm + eps
     defined = (weight_norm > 0) & (update_norm > 0)
+    # where() drops the inf or nan of a division by zero.
     return torch.where(defined, trust_coefficient * weight_norm / denominator, 1.0)
 
 
@@ -49,15 +49,15 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
         norms[i] = sqrt(sum(tensors[i] ** 2))
 
-    Any shapes; float16, bfloat16, float32 or float64. Sums are never half precision, where a norm past 65504 is inf
-    and its layer would stop for good. On the CPU the result is float64 and right to 1e-6 at any size: torch's own
-    CPU norm adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million normal numbers and
-    by 1 % on equal ones. On other devices torch's multi-tensor norm sums blocks in a tree; the result is float32, or
-    float64 for float64 tensors. Squares are float32: elements beyond about 1e19 give inf, below about 1e-23 zero.
+    Any shapes; float16, bfloat16, float32 or float64. On the CPU the result is float64 and right to 1e-6 at any size;
+    elsewhere float32, or float64 for float64 tensors. Squares are float32: above 1e19 inf, below 1e-23 zero.
 
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
     tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)
     """
+    # Not torch's own CPU norm: it adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million
+    # normal numbers and by 1 % on equal ones. Elsewhere torch's multi-tensor norm sums blocks in a tree. Never half
+    # precision: a norm past 65504 would be inf, and its layer would stop for good.
     if tensors[0].device.type == "cpu":
         return torch.stack([_norm_cpu(tensor) for tensor in tensors])
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -75,6 +75,7 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
     parts = []
     for chunk in in_memory_order(tensor).split(_CHUNK):
+        # The elements that fill no row are fewer than one row: a sum of their own, as exact.
         num_in_rows = chunk.numel() // _ROW * _ROW
         rows = chunk[:num_in_rows].view(-1, _ROW)
         parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
@@ -85,11 +86,10 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return all elements as one row in the order of memory: a view if `tensor` has no gaps in memory, else a copy.
 
-    A channels_last weight has none, but `flatten` would copy it.
-
     >>> in_memory_order(torch.arange(6).view(2, 3).T)
     tensor([0, 1, 2, 3, 4, 5])
     """
+    # A channels_last weight has no gaps, but `flatten` alone would copy it.
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1).contiguous()
 

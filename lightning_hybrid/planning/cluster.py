@@ -1,8 +1,7 @@
 """A cluster as communication sees it, and the stages of each algorithm on it.
 
 A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
-take of a node's inside or of its links to other nodes, alone at full rate. All nodes are equal, and so are ranks of
-equal local rank: one node stands for all. `event_simulation.py` runs stages at the same time.
+take of a node's inside or of its links, alone at full rate. All nodes are equal: one node stands for all.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 Place = Literal["inside", "across"]
 
 OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
+# Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
+# textbook forms and the 2D torus, with the links' latencies and no software.
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
-"""Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
-textbook forms and the 2D torus, with the links' latencies and no software."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +105,13 @@ class Cluster:
         return replace(self, num_nodes=num_nodes)
 
     def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
-        """Choose the plan with the shortest step on this cluster, with as many nodes as the job has.
-
-        What `HybridAllReduceStrategy(plan=cluster)` asks; see `plan_search.choose_plan`.
+        """Choose the plan for `HybridAllReduceStrategy(plan=cluster)`: see `plan_search.choose_plan`.
 
         Raises:
             ValueError: nodes of the job have other numbers of ranks than those of the description.
         """
-        from lightning_hybrid.planning.plan_search import choose_plan  # here: it imports this module
+        # Here and not above: `plan_search` imports this module.
+        from lightning_hybrid.planning.plan_search import choose_plan
 
         if topology.ranks_per_node != self.ranks_per_node:
             raise ValueError(
@@ -159,11 +157,13 @@ class Cluster:
             cost = (halving_doubling if algorithm == "halving_doubling" else double_tree)(
                 num_bytes, self.ranks_per_node, self.inside
             )
-        elif algorithm == "halving_doubling":  # the far rounds first have all ranks of a node on its links at once
+        elif algorithm == "halving_doubling":
+            # In the far rounds all ranks of a node use its links at once, each with its part of the bytes.
             near = halving_doubling(num_bytes, self.ranks_per_node, self.inside)
             cost = near + halving_doubling(num_bytes / self.ranks_per_node, self.num_nodes, rail)
         else:
             near = Cost(latency_s=2 * (self.ranks_per_node - 1) * self.inside.latency_s)
+            # Inside a node the tree is a chain through all ranks, as NCCL's.
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         place: Place = "inside" if self.num_nodes == 1 else "across"
@@ -197,6 +197,7 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
     rail = replace(cluster.across, bytes_per_s=rate)
     between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
     names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
+    # One rank per node, or one node, leaves out a stage.
     found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
     return tuple(stage for stage in found if stage.alone_s > 0)
 
@@ -231,7 +232,7 @@ def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -
 def _inside(
     cluster: Cluster, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    """Count the seconds of a round in every node: the busiest rank has `ends` ends, with `share` of the bytes each."""
+    # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
@@ -242,7 +243,7 @@ def _inside(
 
 
 def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
-    """All-reduce between nodes of `size` bytes in each of `num_groups` groups, as `between_nodes_form` says."""
+    # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run.
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
@@ -264,7 +265,7 @@ def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups:
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    """Count the seconds of a ring; while it waits for consents, its link is free for others."""
+    # While a ring waits for consents its link is free for others: the wait becomes a smaller share of the link.
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     return StageCost(
@@ -273,11 +274,11 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    """Count the seconds of Gloo's ring over all ranks; through our engine it costs a stage more."""
     ranks, nodes = cluster.world_size, cluster.num_nodes
     # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
+    # Through our engine a ring costs a stage more than DistributedDataParallel's own call.
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0
     work_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=ranks * ends)
     passed = 2 * (ranks - 1) / ranks * size
@@ -285,7 +286,8 @@ def _flat_ring(cluster: Cluster, gloo: Gloo, size: float, *, is_ours: bool) -> S
     if nodes == 1:
         return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
-    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)  # processors work during the wait
+    # Processors work during the wait.
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)
     wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
     share = min(1.0, edges * gloo.ring_share)
     return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

@@ -89,10 +89,10 @@ def ring(num_bytes: float, num_ranks: int, link: Link) -> Cost:
 def halving_doubling(num_bytes: float, num_ranks: int, link: Link) -> Cost:
     """Compute the cost of an all-reduce by recursive halving, then doubling (Rabenseifner 2004).
 
-    Where P is no power of two, the ranks beyond the next lower power first send their buffer to another rank and get
-    the sum last: two more rounds with all bytes.
+    Where P is no power of two, the ranks beyond the next lower power add two rounds with all bytes.
     """
     _check(num_bytes, num_ranks)
+    # The largest power of two takes part; the other ranks send all they have before, and get the sum after.
     core = 1 << (num_ranks.bit_length() - 1)
     share = (core - 1) / core * num_bytes
     extra = num_bytes if core < num_ranks else 0.0
@@ -105,11 +105,11 @@ def halving_doubling(num_bytes: float, num_ranks: int, link: Link) -> Cost:
 def double_tree(num_bytes: float, num_ranks: int, link: Link) -> Cost:
     """Compute the cost of an all-reduce on two binary trees, each for half the bytes, well pipelined.
 
-    A rank is inside one tree and a leaf of the other, so that it sends and receives at most S on the way up and S on
-    the way down. Two ranks have one edge: S. Source: Sanders, Speck, Traeff 2009.
+    At most S goes up and S down; two ranks have one edge: S. Source: Sanders, Speck, Traeff 2009.
     """
     _check(num_bytes, num_ranks)
     depth = (num_ranks - 1).bit_length()
+    # A rank is inside one tree and a leaf of the other: in all it sends S on the way up and S on the way down.
     num_times = 0 if num_ranks == 1 else 1 if num_ranks == 2 else 2
     return Cost(latency_s=2 * depth * link.latency_s, transfer_s=num_times * num_bytes / link.bytes_per_s)
 
@@ -142,8 +142,7 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
 
         time >= max(2 (N - 1) / N S / (r B),  alpha)
 
-    These bytes must leave a node (Patarasuk and Yuan 2009); and nothing is known of another node before one message
-    has come. Switches that add need half of the bytes. One node has no such bound: 0.
+    Switches that add need half of the bytes. One node has no such bound: 0.
 
     >>> least_s(8e6, num_nodes=2, across=Link(latency_s=0.0, bytes_per_s=1e9))
     0.008
@@ -151,6 +150,7 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
     _check(num_bytes, num_nodes)
     if num_nodes == 1:
         return 0.0
+    # These bytes must leave a node (Patarasuk and Yuan 2009); and nothing is known of others before a message has come.
     egress = 2 * (num_nodes - 1) / num_nodes * num_bytes
     return max(egress / (nics_per_node * across.bytes_per_s), across.latency_s)
 

@@ -9,9 +9,6 @@ Gloo asks for consent: a message leaves only when its receiver has said that it 
                                 its time on the wire, where that hides the consent, else latency + t / 2:
 
         segments * max(t, latency + t / 2)          = 4 (P - 1) latencies for few bytes
-
-In one emulated cluster all ranks of all nodes share few cores (`num_shared_cores`): processor time is then at least
-the work of all ranks over these cores.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from dataclasses import dataclass
 from lightning_hybrid.checks import require_number, require_positive, require_share
 from lightning_hybrid.planning.cost import Link
 
+# Gloo cuts a chunk of its ring in two, and further where a segment would be larger than this (gloo/allreduce.cc).
 SEGMENTS_OF_CHUNK = 2
 MOST_SEGMENT_BYTES = 2**20
-"""Gloo cuts a chunk of its ring in two, and further where a segment would be larger than this (gloo/allreduce.cc)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +60,13 @@ class Gloo:
         >>> Gloo(stage_s=0, message_s=0, segment_s=0, num_shared_cores=2).work_s(1.0, of_busiest=3, of_all=10)
         5.0
         """
+        # In an emulated cluster all ranks share few cores: the work of all of them over these cores is a lower limit.
         shared = 0.0 if self.num_shared_cores is None else of_all / self.num_shared_cores
         return seconds * max(of_busiest, shared)
 
     def latency_s(self, link: Link, num_bytes: float) -> float:
         """Compute the time of one message beyond its bytes on the wire."""
+        # A switch stores a burst before it passes it on, so that a message waits for its last burst twice.
         return link.latency_s + min(num_bytes, self.burst_bytes) / link.bytes_per_s
 
     def wait_of_ring_s(self, num_bytes: float, num_ranks: int, link: Link) -> float:
@@ -82,6 +81,7 @@ class Gloo:
         num_segments = segments_of_ring(num_bytes, num_ranks)
         segment = 2 * (num_ranks - 1) / num_ranks * num_bytes / num_segments
         on_wire_s = segment / (link.bytes_per_s * self.wire_share)
+        # segments * (max(t, latency + t / 2) - t): the wire's own time is counted elsewhere.
         return num_segments * max(0.0, self.latency_s(link, segment) - on_wire_s / 2)
 
 

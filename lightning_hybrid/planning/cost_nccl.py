@@ -2,17 +2,10 @@
 
     time = launch + base latency + hops * latency per hop + bytes / bandwidth + filling
 
-The constants are those of NCCL's source (`src/graph/tuning.cc` and `topo.h`, of 2026; microseconds there): latencies of
-a start and of a hop by algorithm, protocol and type of link, and the part of a link's rate that each protocol reaches.
-The three protocols trade latency for bandwidth: LL sends a flag with every 4 bytes, LL128 with every 120, Simple waits
-for whole chunks. The model was made to rank algorithms, so that it chooses here too; `tests/evidence/planner` compares
-its times with measured ones.
-
-`filling` is our addition. On NVSwitch with NVLink SHARP, between nodes, sums of 1 to 128 MiB were measured at 0.9 to
-1.9 times NCCL's formula (NVIDIA/nccl-tests issue 309: 2, 4 and 8 nodes of 8 H100 on 8 x 400 Gbit/s). The difference
-grows with the depth of the tree and with the bytes until all chunks are as large as they get: a pipeline that has to
-fill. Ampere's trees, in the same sizes, show no difference (2 x 8 A100 of Oracle's cloud, 0.9 to 1.1). Over the network
-software of other clouds (EFA, TCP) these sums take 1.3 to 5 times as long as here.
+The constants are those of NCCL's source (`src/graph/tuning.cc` and `topo.h`, of 2026): latencies of a start and of a
+hop by algorithm, protocol and type of link, and the part of a link's rate that each protocol reaches. LL sends a flag
+with every 4 bytes, LL128 with every 120, Simple waits for whole chunks. The model was made to rank algorithms, so that
+it chooses here too; `tests/evidence/planner` compares its times with measured ones. `filling` is our addition.
 
     ring        2 (P - 1) hops, of which 2 (N - 1) between nodes        2 (P - 1) / P S through the slowest link
     tree        2 ((k - 1) + log2 N) hops                               2 S; between two nodes S
@@ -47,6 +40,11 @@ HOP_S = {
 NVLS_HOP_S, NVLS_TREE_HOP_S = 25 * US, 20.9 * US
 SHARE_OF_PROTOCOL = (0.5, 0.92, 1.0)
 SHARE_OF_TREE = 0.92
+# Our addition: a pipeline that has to fill. On NVSwitch with NVLink SHARP, between nodes, sums of 1 to 128 MiB were
+# measured at 0.9 to 1.9 times NCCL's formula (NVIDIA/nccl-tests issue 309: 2, 4 and 8 nodes of 8 H100 on 8 x 400
+# Gbit/s), growing with the depth of the tree and with the bytes until all chunks are as large as they get. Ampere's
+# trees show no difference (2 x 8 A100 of Oracle's cloud, 0.9 to 1.1). Over the network software of other clouds (EFA,
+# TCP) these sums take 1.3 to 5 times as long as here.
 # Of a tree between nodes, per doubling of the nodes: beyond many bytes, and the bytes at which it is half of that.
 FILLING_S, FILLING_HALF_BYTES = 110 * US, 24 * 2**20
 PLATEAU, PLATEAU_BEFORE_AMPERE = 1.4, 1.9  # of the latency of Simple rings between nodes, beyond the smallest sizes
@@ -124,10 +122,12 @@ class Nccl:
             if _is_possible(kind, num_nodes, ranks_per_node)
             for place in self._protocols(num_bytes, kind)
         ]
+        # Filling is added after the choice: NCCL chooses by its own model, which does not have it.
         chosen, cost = min(found, key=lambda pair: pair[1].total_s)
         return cost + Cost(latency_s=self._filling_s(chosen, num_bytes, num_nodes))
 
     def _filling_s(self, algorithm: NcclAlgorithm, num_bytes: float, num_nodes: int) -> float:
+        # Where there is NVLS, that is from Hopper on: Ampere's trees show no such difference.
         if algorithm not in ("tree", "nvls_tree") or "nvls_tree" not in self.algorithms:
             return 0.0
         return (num_nodes - 1).bit_length() * FILLING_S * num_bytes / (num_bytes + FILLING_HALF_BYTES)
@@ -154,7 +154,7 @@ class Nccl:
         return min(found, key=lambda cost: cost.total_s)
 
     def _protocols(self, num_bytes: float, algorithm: NcclAlgorithm) -> list[int]:
-        """Return the indices of the protocols that may carry this many bytes, for the tables above."""
+        # As indices of the tables above: 0 is LL, 1 is LL128, 2 is Simple, the only one that NVLS has.
         if algorithm.startswith("nvls"):
             return [2]
         names = list(get_args(Protocol))
@@ -181,6 +181,7 @@ class Nccl:
             inside_s = max(HOP_S[self.inside, "ring"][place], overhead_s, inside.latency_s)
             across_s = max(HOP_S["net", "ring"][place], across.latency_s)
             hops_s = 2 * (num_ranks - num_nodes) * inside_s + 2 * (num_nodes - 1) * across_s
+            # tuning.cc's plateau of Simple rings between nodes.
             if place == 2 and num_nodes > 1 and num_bytes / num_ranks >= PLATEAU_BYTES_PER_RANK:
                 hops_s *= PLATEAU_BEFORE_AMPERE if self.is_before_ampere else PLATEAU
             rate = inside.bytes_per_s if num_nodes == 1 else across.bytes_per_s
@@ -194,6 +195,7 @@ class Nccl:
             inside_s = max(HOP_S[self.inside, "tree"][place], overhead_s, inside.latency_s)
             hop_s = max(HOP_S["net", "tree"][place], across.latency_s)
             hops_s = 2 * ((ranks_per_node - 1) * inside_s + rounds * hop_s)
+            # Up the tree and down again: inside a node all bytes pass twice.
             slowest_s = max(across_s, (2 if ranks_per_node > 1 else 0) * num_bytes / inside.bytes_per_s)
             share = SHARE_OF_TREE * SHARE_OF_PROTOCOL[place] * _tree_correction(num_bytes, place)
             return Cost(latency_s=self.launch_s + BASE_S["tree"][place] + hops_s, transfer_s=slowest_s / share)

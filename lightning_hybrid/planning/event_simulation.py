@@ -3,8 +3,7 @@
 It models the stage threads of `comm.engine`: each stage of each column (a set of process groups) has a thread that does
 one chunk at a time, in the order of arrival; chunks take turns over the columns. Stages that work at the same time
 share a place (the inside of a node, or its links to others) fairly, except that none takes more than it can fill by
-itself (max-min fair rates, as in flow-level simulators). All nodes do the same at the same time, so that one node
-stands for all.
+itself (max-min fair rates, as in flow-level simulators). All nodes do the same at the same time: one stands for all.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from lightning_hybrid.planning.cluster import StageCost
 class SimulatedChunk:
     """A part of a bucket: `num_bytes` that go through `stages` from `ready_s` on.
 
-    Chunks of equal algorithm and column queue for the same threads, one for each stage; with `is_serial` for one thread
-    (or CUDA stream) that does all stages of one chunk before the next.
+    Chunks of equal algorithm and column queue for the same threads, one for each stage; with `is_serial` for one
+    thread, or CUDA stream, that does all stages of one chunk before the next.
     """
 
     bucket: int
@@ -97,6 +96,7 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
                 task.left_s -= task.rate * (next_s - now_s)
         now_s = next_s
         for task in tasks:
+            # Rates are quotients: a rounding error of work may be left to a task that ends now.
             if task.works_from_s <= now_s and task.left_s <= 1e-12 * max(1.0, now_s):
                 spans.append(_finish(threads, task, now_s))
     return spans
@@ -109,7 +109,8 @@ def _thread_of(threads: dict[tuple[str, int, int], _StageThread], chunk: Simulat
 
 def _put(threads: dict[tuple[str, int, int], _StageThread], chunk: SimulatedChunk, index: int, now_s: float) -> None:
     thread = _thread_of(threads, chunk, index)
-    if chunk.is_serial and index > 0:  # a stream goes on with the chunk that it has before it takes another
+    if chunk.is_serial and index > 0:
+        # A stream goes on with the chunk that it has before it takes another.
         thread.queue.appendleft((chunk, index))
     else:
         thread.queue.append((chunk, index))
@@ -129,6 +130,7 @@ def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_
     chunk, index = task.chunk, task.index
     thread = _thread_of(threads, chunk, index)
     thread.task = None
+    # The next stage first: a serial chunk goes on with its own thread before that thread looks at its queue.
     if index + 1 < len(chunk.stages):
         _put(threads, chunk, index + 1, now_s)
     if thread.task is None and thread.queue:
@@ -145,14 +147,14 @@ def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_
 
 
 def _ends_s(task: _Task, now_s: float) -> float:
-    """Return when the delay or the work of a task ends, whichever is next, at the present rates."""
+    # In its delay a task has no rate: the next event is the start of its work.
     if task.works_from_s > now_s:
         return task.works_from_s
     return now_s + (task.left_s / task.rate if task.left_s > 0 else 0.0)
 
 
 def _share_out(tasks: Iterable[_Task]) -> None:
-    """Give each working task its rate: fair shares of its place; what one cannot fill goes to the others."""
+    # Max-min fair: in the order of what each can fill, everyone gets an equal part of what is left.
     by_place: dict[str, list[_Task]] = {}
     for task in tasks:
         by_place.setdefault(task.stage.place, []).append(task)

@@ -18,24 +18,24 @@ from lightning_hybrid.planning.workload import StepWorkload
 ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 FLAT_ON_CUDA = ("auto", "flat", "parallel_flat")
 
+# The last is all gradients in one bucket.
 BUCKETS_BYTES = (MIB // 4, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 1024 * MIB)
-"""The bucket sizes to try; the last is all gradients in one."""
 
+# Where `auto` changes from `hierarchical` to `two_level`.
 BELOW_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-"""The sizes to try at which `auto` changes from `hierarchical` to `two_level`."""
 
 CHUNKS_BYTES = (128 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 1024 * MIB)
 GROUPS = (1, 2, 4)
 
+# For so many of the best pairs of bucket size and algorithm, chunks and groups are tried too.
 NUM_REFINED = 4
-"""For so many of the best pairs of bucket size and algorithm, chunks and groups are tried too."""
 
+# A plan must save this share of a step over the library's own to be preferred: the model is not more precise.
 CLEARLY_LESS = 0.01
-"""A plan must save this share of a step over the library's own to be preferred: the model is not more precise."""
 
+# On CUDA a hierarchy must save this share over the best flat plan: it launches three kernels of NCCL where flat
+# launches one, and the model leaves out that they take processors from backward.
 CLEARLY_LESS_BY_HIERARCHY = 0.05
-"""On CUDA a hierarchy must save this share over the best flat plan: it launches three kernels of NCCL where flat
-launches one, and the model leaves out that they take processors from backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,7 @@ def rank_plans(
     found: dict[object, Candidate] = {}
     for plan in plans:
         outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda)
+        # Different settings often come to the same buckets: what is done identifies a candidate, not its plan.
         done = outcome.buckets, tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets)
         found.setdefault(
             done,
@@ -86,7 +87,7 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """Try algorithms with bucket sizes, then chunks and groups of the best of these; return all, the best first.
 
-    `base` (default: the library's plan) is among them. It comes first unless another saves a hundredth of the step; on
+    `base` (default: the library's plan) is among them, and comes first unless another saves a hundredth of the step; on
     CUDA a hierarchy comes first only if it saves a twentieth over every flat plan.
     """
     base = CommPlan() if base is None else base
@@ -121,7 +122,7 @@ def choose_plan(
 ) -> CommPlan:
     """Choose the plan whose step is the shortest on this cluster.
 
-    Deterministic, so that ranks that know the same cluster choose the same plan.
+    Deterministic: ranks that know the same cluster choose the same plan.
 
     Args:
         numels: Elements of the gradients in the order in which they get ready: the last layer's first.

@@ -3,9 +3,8 @@
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-A step runs at the slowest rank's pace, as every bucket waits for it. Ranks differ by `Jitter`, which is sampled; so
-steps have a distribution. The model leaves out that communication kernels take processors from an accelerator's
-arithmetic, traffic of others, and failures.
+A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are the processors
+that communication kernels take from an accelerator's arithmetic, traffic of others, and failures.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ class Jitter:
         require_whole("num_steps", num_steps, "steps are counted")
         generator = np.random.default_rng(self.seed)
         factors = np.empty(num_steps)
-        for step in range(num_steps):  # one row at a time: 16,384 ranks x 1,000 steps need no memory
+        # One row at a time: 16,384 ranks x 1,000 steps need no memory.
+        for step in range(num_steps):
             row = np.maximum(0.5, 1 + self.relative_std * generator.standard_normal(num_ranks))
             factors[step] = np.max(np.where(generator.random(num_ranks) < self.slow_share, row * self.slow_factor, row))
         return factors
@@ -181,10 +181,12 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
         index: max((s.end_s for s in spans if s.bucket == index), default=outcome.first.ready_s[index])
         for index in buckets
     }
+    # In order of time, and at one time begin (0), stage (1), end (2): the order in which a real run writes them.
     events: list[tuple[float, int, Callable[[], None]]] = []
     for place, (index, bucket) in enumerate(buckets.items()):
         ready_s, is_last = outcome.first.ready_s[index], place == len(buckets) - 1
 
+        # Defaults bind the values of this turn of the loop.
         def begin(bucket: BucketPlan = bucket, is_last: bool = is_last) -> None:
             trace.begin(num_bytes=bucket.num_bytes, is_last=is_last)
 
@@ -195,6 +197,7 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
     for span in spans:
 
         def stage(span: Span = span) -> None:
+            # The algorithm that was simulated, which may replace the plan's.
             bucket = replace(buckets[span.bucket], algorithm=span.algorithm)  # type: ignore[arg-type]
             trace.stage(bucket, span.stage, span.column, span.begin_s, int(span.num_bytes))
 
@@ -206,8 +209,8 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Sum the seconds that are covered by any of these intervals."""
     total_s, until_s = 0.0, 0.0
+    # `until_s` is the end of what is covered so far: overlapping spans count once.
     for begin_s, end_s in sorted(spans):
         total_s += max(0.0, end_s - max(begin_s, until_s))
         until_s = max(until_s, end_s)

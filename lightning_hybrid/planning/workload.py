@@ -18,8 +18,7 @@ class StepWorkload:
 
     Args:
         forward_s: Time before backward.
-        gradients: For each tensor, in the order in which they get ready: elements, and seconds of backward since the
-            tensor before.
+        gradients: For each tensor, as it gets ready: elements, and seconds of backward since the one before.
         update_s: Time after the last bucket is averaged.
         input_s: Time to make the next batch, during everything else: a step is never shorter.
     """
@@ -113,6 +112,7 @@ def chunks_of_step(
         name = algorithm or bucket.algorithm
         num_chunks = 1 if algorithm else bucket.num_chunks
         for size in chunk_sizes_bytes(bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel):
+            # Chunks take turns over the columns; each algorithm counts its own.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
             stages = cluster.stages(name, size)

@@ -31,8 +31,7 @@ class Box(NamedTuple):
 class Frame(NamedTuple):
     """The steps from an image to a square.
 
-    `box` is cut out and resized to `height` x `width`; from that comes the square whose upper left corner is at `top`,
-    `left`; with `flip` it is flipped left to right.
+    `box` is cut out and resized to `height` x `width`; from that the square is cut at `top`, `left`, and flipped.
     """
 
     box: Box
@@ -46,12 +45,12 @@ class Frame(NamedTuple):
 def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
     """Draw the random numbers of one image in one epoch: uniform in [0, 1), the same on any rank and in any order.
 
-    A counter-based generator (Philox, Salmon et al. 2011) needs no state: its key is (seed, epoch), its counter the
-    image.
+    A counter-based generator (Philox, Salmon et al. 2011): its key is (seed, epoch), its counter the image.
 
     >>> float(draws_of(seed=0, epoch=1, image=2)[0]) == float(draws_of(seed=0, epoch=1, image=2)[0])
     True
     """
+    # No state: a resumed run, or another rank, draws the same without drawing what came before.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     counter = np.array([0, image, 0, 0], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(NUM_DRAWS)
@@ -93,6 +92,7 @@ def random_box(
         ratio = math.exp(log_least + (log_most - log_least) * draws[k + 1])
         box_width, box_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
+            # + 1: the last place is as likely as the others. A draw is below 1, so that int() stays inside.
             top, left = int(draws[0] * (height - box_height + 1)), int(draws[1] * (width - box_width + 1))
             return Box(top, left, box_height, box_width)
     box_width, box_height = width, height
@@ -113,6 +113,7 @@ def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
     """Fill `row`, uint8 `"3 image_size image_size"`, with the crop `frame` of `pixels`."""
     top, left, height, width = frame.box
     size = row.shape[-1]
+    # First cut, then resize, as torchvision's `resized_crop`.
     crop = resized(pixels[top : top + height, left : left + width], height=frame.height, width=frame.width)
     crop = crop[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
     row.copy_(crop.flip(-1) if frame.flip else crop)
@@ -148,12 +149,13 @@ class TrainCrop:
         """Choose the crop of an image of `height` x `width` pixels."""
         draws = draws_of(seed=self.seed, epoch=epoch, image=image)
         box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
+        # Drawn whether it is used or not, so that `flip` changes no crop.
         is_flipped = self.flip and bool(draws[2] < 0.5)
         return Frame(box, self.image_size, self.image_size, top=0, left=0, flip=is_flipped)
 
 
+# Evaluation resizes no image longer than this times its short side. Our choice: far beyond any photograph.
 MAX_ASPECT = 64
-"""Evaluation resizes no image longer than this times its short side. Our choice: far beyond any photograph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,7 @@ class EvalCrop:
 
 
 def _middle(height: int, width: int) -> Box:
-    """Cut an image to `MAX_ASPECT` times its short side: a longer one would take gigabytes after resizing."""
+    # A longer image would take gigabytes after resizing.
     most = MAX_ASPECT * min(height, width)
     return Box(max(0, (height - most) // 2), max(0, (width - most) // 2), min(height, most), min(width, most))
 

@@ -8,9 +8,8 @@ torch leave them out. On a GPU nvJPEG's arithmetic is not libjpeg's, either.
     our threads        read -> size from the header -> frame (see `crops`)
     DALI's             decode the box alone -> resize -> square -> flip
 
-A file that is no plain JPEG, whole and of 8-bit grey or RGB, is decoded here, and DALI gets its pixels. Damage that
-only decoding finds makes DALI's whole pipeline fail, and DALI does not say at which image: then the batches that it was
-given are decoded here, which finds and counts the broken image, and a new pipeline continues after them.
+A file that is no plain JPEG, whole and of 8-bit grey or RGB, is decoded here, and DALI gets its pixels; so are batches
+with damage that only decoding finds, at which DALI's whole pipeline fails.
 """
 
 from __future__ import annotations
@@ -71,6 +70,7 @@ def decodable(data: bytes, *, decoder: str) -> Encoded:
     >>> decodable(buffer.getvalue(), decoder="pillow")[0][:11]
     b'P6\n3 2\n255\n'
     """
+    # Files cut short end without JPEG's last marker, and go through `decoder`, which refuses them.
     if data.startswith(JPEG_MAGIC) and data.endswith(JPEG_END):
         try:
             with Image.open(io.BytesIO(data)) as image:  # reads the header alone
@@ -133,8 +133,8 @@ class DaliFiller:
                 except RuntimeError as error:
                     if not may_fail:
                         raise
-                    # Decode here what DALI has been given: that finds the broken image. Only if it was found may the
-                    # next pipeline fail as well, else DALI itself is at fault.
+                    # DALI does not say at which image it failed: to decode its batches here finds and counts the broken
+                    # one. Only if one was found may the next pipeline fail as well, else DALI itself is at fault.
                     log.warning("%s\nThe batches in progress are decoded without it.", error)
                     pipeline, num_corrupt = None, len(rows.corrupt)
                     load = partial(rows.load, epoch=epoch)
@@ -179,10 +179,7 @@ class DaliFiller:
 
 
 class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
-    """The source that DALI takes batches from. `given` holds indices and labels of those it has not returned yet.
-
-    An error in reading looks to DALI like the end of the epoch, so that the batches before it still come.
-    """
+    """The source that DALI takes batches from. `given` holds indices and labels of those it has not returned yet."""
 
     def __init__(self, batches: Iterator[list[Prepared]]) -> None:
         self.batches = batches
@@ -195,6 +192,7 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         except StopIteration:
             raise
         except Exception as error:
+            # To DALI this is the end of the epoch, so that the batches before the error still come.
             self.error = error
             raise StopIteration from None
         labels = torch.tensor([row.label for row in batch], dtype=torch.int64)
@@ -208,7 +206,6 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
         return [row.data for row in batch], starts, shapes, sizes, corners, flips
 
     def take_all(self) -> list[list[int]]:
-        """Return the images of the batches that DALI will not return any more, and forget these batches."""
         taken = [indices for indices, _ in self.given]
         self.given.clear()
         return taken
@@ -217,10 +214,10 @@ class _Feed(Iterator[tuple[list[NDArray[Any]], ...]]):
 def _ahead(
     readers: ThreadPoolExecutor, shares: Iterator[Indices], prepare: Callable[[int], Prepared], num_batches: int
 ) -> Iterator[list[Prepared]]:
-    """Yield batches in order, while `num_batches` more are being prepared."""
     pending: deque[list[Future[Prepared]]] = deque()
     for share in shares:
         pending.append([readers.submit(prepare, int(index)) for index in share])
+        # So many batches are read ahead, and no more: files of a whole epoch would fill the memory.
         if len(pending) > num_batches:
             yield [row.result() for row in pending.popleft()]
     while pending:
@@ -228,7 +225,7 @@ def _ahead(
 
 
 def _received(decoded: Any, buffers: HostBuffers, num_images: int, stream: torch.cuda.Stream | None) -> Tensor:
-    """Copy a batch to torch's memory, on the device of `stream`, if any: DALI reuses its own for the next batch."""
+    # A copy, as DALI uses its own memory again for the next batch.
     from nvidia.dali.plugin.pytorch import feed_ndarray
 
     if stream is None:
@@ -239,6 +236,7 @@ def _received(decoded: Any, buffers: HostBuffers, num_images: int, stream: torch
         shape = (num_images, buffers.image_size, buffers.image_size, 3)
         images = torch.empty(shape, dtype=torch.uint8, device=stream.device)
         feed_ndarray(decoded.as_tensor(), images, cuda_stream=stream)
+    # Before DALI may write there, and before another stream reads the copy.
     stream.synchronize()
     return images.permute(0, 3, 1, 2)
 
@@ -250,14 +248,12 @@ def _decoded_here(
     buffers: HostBuffers,
     stream: torch.cuda.Stream | None,
 ) -> Batch:
-    """Decode a batch without DALI; the result is where DALI would have put it."""
     images = buffers.take(len(indices))
     labels = torch.tensor(list(readers.map(load, indices, images)))
     return (images, labels) if stream is None else (images.to(stream.device), labels.pin_memory())
 
 
 def _next_of(pipeline: Any) -> Any | None:
-    """Run the pipeline for the images of the next batch; None at the end."""
     try:
         (images,) = pipeline.run()
     except StopIteration:

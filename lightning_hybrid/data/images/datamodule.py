@@ -19,8 +19,7 @@ from lightning_hybrid.data.order import Batch, EpochOrder
 class ImageDataModule(pl.LightningDataModule, ABC):
     """A data module over `train_rows` and `eval_rows`, which `setup` of a subclass provides.
 
-    Batches leave the loader as uint8. `DevicePrefetcher` normalises them on the device; under a strategy without it,
-    `on_after_batch_transfer` does the same after Lightning has moved them. The bits are the same.
+    Batches leave the loader as uint8. On the device `DevicePrefetcher` normalises them, else `on_after_batch_transfer`.
 
     Args:
         global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
@@ -114,6 +113,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise, and cast to the precision's input dtype, under a strategy without prefetcher."""
+        # Images that a `DevicePrefetcher` has normalised are not uint8 any more, and stay as they are.
         normalised = self.on_device(batch)
         if normalised is batch or self.trainer is None:
             return normalised
@@ -127,5 +127,6 @@ def share_of_cores(num_ranks: int) -> int:
     >>> share_of_cores(10**6)
     1
     """
+    # The usable cores: a container or a job scheduler may give a process fewer than the machine has.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // num_ranks)

@@ -20,8 +20,8 @@ DECODERS = ("simplejpeg", "pillow")  # of one image
 BATCH_DECODER = "dali"  # of whole batches: see `lightning_hybrid.data.images.dali`
 
 
+# The largest image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB).
 MAX_PIXELS = 89_478_485
-"""The largest image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB)."""
 
 
 class CorruptImageError(ValueError):
@@ -73,15 +73,15 @@ def has_dali() -> bool:
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
     """Decode an image file to RGB pixels: uint8 `"height width 3"`.
 
-    `simplejpeg` gives the same bits as Pillow, as both run libjpeg-turbo with exact transforms, in less time. Files
-    that it refuses go to Pillow: other formats under a JPEG's name (ImageNet has a PNG), and damage that libjpeg warns
-    of. Grey becomes three equal channels, CMYK is converted, of 16 bits the upper 8 stay, transparency is dropped.
+    Grey becomes three equal channels, CMYK is converted, of 16 bits the upper 8 stay, transparency is dropped.
 
     Raises:
         CorruptImageError: The file is no image, cut short, or has more than `MAX_PIXELS`.
     """
     if not data:
         raise CorruptImageError("the file is empty")
+    # The same bits as Pillow's, as both run libjpeg-turbo with exact transforms, in less time. What it refuses goes to
+    # Pillow: other formats under a JPEG's name (ImageNet has a PNG), and damage that libjpeg warns of.
     if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
         try:
             height, width, *_ = simplejpeg.decode_jpeg_header(data)
@@ -94,7 +94,7 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
 
 
 def _check_size(height: int, width: int) -> None:
-    """Refuse a large image by its header, before memory is taken: a few bytes can claim to be gigabytes of pixels."""
+    # By the header, before memory is taken: a few bytes can claim to be gigabytes of pixels.
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
             f"{height} x {width} pixels are more than {MAX_PIXELS}, and take {height * width * 3} bytes"

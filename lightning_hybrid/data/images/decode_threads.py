@@ -34,12 +34,9 @@ class _Filling:
 class ThreadedBatches(Iterator[Batch]):
     """An iterator over batches that threads fill, up to `num_batches_ahead` of them ahead of the consumer.
 
-    All threads work on the same batch, row by row, and go on to the next one without waiting for the last row. Decoding
-    and resizing release Python's lock, so threads do what worker processes do, without their start-up and copies.
-
-    - An error in a row reaches the consumer when its batch is due, and ends the iteration.
-    - `close`, the end of the iteration, garbage collection and the end of the program stop the threads.
-    - In a forked process there are no threads: to iterate there is an error, not a wait without end.
+    All threads work on the same batch, row by row, and go on to the next one without waiting for the last row. An error
+    in a row reaches the consumer when its batch is due, and ends the iteration. `close`, the end of the iteration,
+    garbage collection and the end of the program stop the threads. In a forked process to iterate is an error.
 
     Args:
         shares: The images of each batch.
@@ -70,6 +67,7 @@ class ThreadedBatches(Iterator[Batch]):
     ) -> None:
         for name, value in (("num_threads", num_threads), ("num_batches_ahead", num_batches_ahead)):
             require_whole(name, value, f"with none no batch would be filled. Set {name}=1")
+        # Decoding and resizing release Python's lock: threads do what worker processes do, without start-up and copies.
         self._work = _Work(iter(shares), load_row, take_buffer, num_batches_ahead)
         torch_threads = torch.get_num_threads()
         self._work.start(num_threads)
@@ -90,7 +88,7 @@ class ThreadedBatches(Iterator[Batch]):
 
 
 class _Work:
-    """The state that the threads share. It does not refer to the iterator, so that the iterator can be collected."""
+    # It does not refer to the iterator, so that the iterator can be collected while threads run.
 
     def __init__(
         self,
@@ -112,7 +110,7 @@ class _Work:
         self.rows = self._rows(shares)
 
     def _rows(self, shares: Iterator[Indices]) -> Iterator[tuple[_Filling, int]]:
-        """Yield every row of every batch, in order; one thread at a time advances it."""
+        # Every row of every batch, in order; one thread at a time advances it.
         try:
             for indices in shares:
                 self.room.acquire()
@@ -155,7 +153,8 @@ class _Work:
 
     def _fill(self, filling: _Filling, row: int) -> None:
         try:
-            if filling.error is None:  # after an error the other rows are only counted: nothing reads the batch
+            # After an error the other rows are only counted: nothing reads the batch.
+            if filling.error is None:
                 filling.labels[row] = self.load_row(int(filling.indices[row]), filling.images[row])
         except Exception as error:
             filling.error = error
@@ -166,6 +165,7 @@ class _Work:
             filling.full.set()
 
     def next_batch(self) -> Batch:
+        # A fork copies this object but not its threads: without the error this would wait without end.
         if self.process_id != os.getpid():
             raise RuntimeError(
                 "the threads of this iterator live in the process that made it, and this is a fork of it: iterate over "
@@ -173,12 +173,14 @@ class _Work:
             )
         if self.stopped:
             raise StopIteration
+        # Batches come in the order of the shares, whichever is full first.
         filling = self.begun.get()
         if filling is None:
             raise StopIteration
         if isinstance(filling, Exception):
             raise filling
         filling.full.wait()
+        # From here on the consumer holds the buffer: a thread may take another one.
         self.room.release()
         if filling.error is not None:
             raise filling.error

@@ -19,11 +19,10 @@ MAX_NAMED = 3  # in an error
 class ImageFolder(ImageSource):
     """The images of `folder/<class>/<name>.JPEG` (or .jpg, .png); classes are numbered in order of their names.
 
-    Other files and hidden files are ignored. Names are stored as bytes, 20 of them per image.
+    Other files and hidden files are ignored.
 
     Raises:
-        ValueError: Images lie outside of class folders, a class folder holds none, archives are still packed, or there
-            is nothing.
+        ValueError: Images lie outside of class folders, archives are packed, or a class folder is empty or missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,6 +60,7 @@ class ImageFolder(ImageSource):
             )
         self.classes = tuple(class_folders)
         self.labels = np.concatenate(labels)
+        # Bytes in one array, 20 per image: a million Python strings would be several times as much, in every process.
         self._names: NDArray[np.bytes_] = np.array(names)
 
     def read(self, index: int) -> bytes:
@@ -121,7 +121,7 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
 
 
 def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """List the names in a folder, sorted: folders, images, archives; without hidden ones."""
+    # Sorted: the numbers of the classes follow from the order.
     folders, images, archives = [], [], []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -19,8 +19,7 @@ class HostBuffers:
     """A pool of batches of uint8 images `"batch channels height width"`, channels_last, of at most `max_images` images.
 
     Memory returns to the pool when the last tensor on it is gone: consumers may hold batches as long as they like, and
-    a loop that does not hold them uses the same few blocks again (fresh pages cost as much as a copy). Pinned memory
-    comes from torch's caching allocator, which does the same and also waits for copies to the device.
+    a loop that does not hold them uses the same few blocks again.
 
     >>> buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
     >>> images = buffers.take(2)
@@ -39,13 +38,16 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
+        # A lock cannot be pickled, and blocks in another process are of no use.
         return _make, (self.max_images, self.image_size, self.pin_memory)
 
     def take(self, num_images: int) -> Tensor:
         """Return memory for a batch; its content is left over from other batches."""
         shape = (num_images, self.image_size, self.image_size, 3)
+        # torch's caching allocator has such a pool of its own, which also waits for copies to the device.
         if self.pin_memory:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True).permute(0, 3, 1, 2)
+        # Fresh pages cost as much as a copy of the batch: the block used last comes first.
         with self._lock:
             block = self._free.pop() if self._free else None
         if block is None:

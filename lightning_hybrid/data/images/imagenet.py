@@ -21,7 +21,6 @@ class ImageNetDataModule(ImageDataModule):
     """A data module of `root/{train,val}/<class>/*.JPEG`, or of shards in `root/train` and `root/val`.
 
     Training: random resized crop and flip, new ones each epoch. Evaluation: short side to `eval_resize`, centre crop.
-
     The arguments that are not listed here are those of `ImageDataModule`.
 
     Args:
@@ -29,12 +28,11 @@ class ImageNetDataModule(ImageDataModule):
         num_classes: Classes of the network; the set must have as many.
         image_size: Pixels of a side of the network's input.
         eval_resize: Pixels of the short side that evaluation cuts its centre from.
-        area: Least and largest area of a training crop, as fractions. 0.08 to 1 (Szegedy et al. 2014); NVIDIA's MLPerf
-            submissions used 0.05 to 1.
+        area: Least and largest area of a training crop, as fractions (Szegedy et al. 2014); NVIDIA's MLPerf: 0.05 to 1.
         aspect: Least and largest width / height of a training crop.
         flip: Flip half of the training crops left to right.
-        max_corrupt_images: So many unreadable images per rank and split are replaced by others and logged; see
-            `DecodedImages`. The default is our choice: losses of a copy, and no more than 1 in 80,000 of ImageNet.
+        max_corrupt_images: So many unreadable images per rank and split are replaced (see `DecodedImages`). Our choice:
+            losses of a copy, and no more than 1 in 80,000 of ImageNet.
         decoder: `simplejpeg` or `pillow`, in threads on the CPU; None: the faster of them that is installed. `dali`: on
             the GPU where Lightning uses one, else on the CPU; `lightning_hybrid.data.images.dali` says what differs.
 

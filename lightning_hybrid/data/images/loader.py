@@ -86,11 +86,7 @@ class ImageTrainLoader(ResumableLoader):
 
 
 class ImageEvalLoader:
-    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`.
-
-    Raises:
-        ValueError: There are more ranks than images.
-    """
+    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`."""
 
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 

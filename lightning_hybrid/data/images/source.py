@@ -68,10 +68,9 @@ class RowSource(ABC):
 class DecodedImages(RowSource):
     """Images of a source, decoded and cropped.
 
-    An image that cannot be read or decoded does not stop the run, and every batch has its shape on every rank: the
-    next image of the set that can be read replaces it, with its own label and the crop of the broken one. That is a
-    function of the set alone, so that ranks and resumed runs agree. Each broken image is logged once and counted on the
-    rank that met it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load` or `find`.
+    An image that cannot be read or decoded does not stop the run: the next one of the set that can be read replaces it,
+    with its own label and the crop of the broken one. Each broken image is logged once and counted on the rank that met
+    it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load` or `find`.
     """
 
     def __init__(self, source: ImageSource, crop: Crop, *, decoder: str, max_corrupt_images: int) -> None:
@@ -93,6 +92,7 @@ class DecodedImages(RowSource):
 
     def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
         """Apply `decode` to an image, or to the one that replaces it; return the result and the label."""
+        # The replacement is a function of the set alone: ranks and resumed runs agree, and no batch is short.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images
             if candidate in self.corrupt:  # known already: it is neither read nor counted twice
@@ -107,6 +107,7 @@ class DecodedImages(RowSource):
 
     def _count(self, index: int, error: Exception) -> None:
         name = self.source.name(index)
+        # setdefault is one operation under Python's lock: of several threads exactly one counts.
         if self.corrupt.setdefault(index, name) is not name:  # another thread met it as well
             return
         num_corrupt = len(self.corrupt)

@@ -19,8 +19,7 @@ NUM_TRAIN, NUM_VAL = 1_281_167, 50_000  # of ImageNet (ILSVRC 2012)
 class StoredRows(RowSource):
     """A set of `num_images` images of which `num_stored` are different: image i is stored image `i mod num_stored`.
 
-    Its label is `i mod num_stored mod num_classes`, so that a network can learn them by heart. The images depend on the
-    seed alone, not on the epoch.
+    Its label is `i mod num_stored mod num_classes`. The images depend on the seed alone, not on the epoch.
 
     >>> rows = StoredRows(num_images=10, num_stored=4, num_classes=3, image_size=2, seed=0)
     >>> row = torch.empty(3, 2, 2, dtype=torch.uint8)
@@ -43,6 +42,7 @@ class StoredRows(RowSource):
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
         """Copy a stored image; see `RowSource`."""
+        # The label is of the stored image, not of the index, so that a network can learn the images by heart.
         stored = index % len(self._images)
         row.copy_(self._images[stored])
         return stored % self.num_classes
@@ -52,9 +52,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
     """A data module of noise, with the loaders of `ImageNetDataModule`: same batches, order, state, transfer.
 
     Nothing is read or decoded, so it measures a network's throughput where data must not limit it, and tests recipes
-    without a data set. Accuracy on it means nothing.
-
-    The arguments that are not listed here are those of `ImageDataModule`.
+    without a data set; accuracy on it means nothing. The arguments not listed here are those of `ImageDataModule`.
 
     Args:
         seed: Seed of the noise and of the order of images. Every rank must have the same.

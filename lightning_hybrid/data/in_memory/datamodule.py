@@ -15,15 +15,13 @@ class InMemoryDataModule(pl.LightningDataModule):
     """A data module of three image sets in memory, for any number of ranks; a subclass provides them.
 
     Args:
-        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds. The batch of one rank
-            follows from it and the trainer.
+        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
         seed: Seed of the order of images and of augmentation. Every rank must have the same.
         shift_pixels: Training images move by up to this many pixels, each in its own direction; 0 = off.
         eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
 
     Raises:
-        ValueError: `global_batch_size` does not divide by the ranks and accumulation rounds, or exceeds the set; a
-            shift leaves nothing of an image; a batch is empty.
+        ValueError: An argument breaks its rule, or `global_batch_size` does not divide or exceeds the set.
     """
 
     num_train: int
@@ -60,6 +58,7 @@ class InMemoryDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load the sets, on every rank."""
         self.image_sets = self.load()
+        # To the training images only: evaluation must not look at its own.
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def _ranks(self) -> dict[str, int]:

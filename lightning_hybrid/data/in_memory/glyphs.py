@@ -4,9 +4,8 @@
     22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
     each image: a character turned, sheared, scaled, moved, with other greys and noise -> 32 x 32, uint8
 
-The set can have any size and nothing is downloaded, so that a batch can be large and still a small part of an epoch. It
-says nothing about ImageNet accuracy. The fonts of the three sets are different files; families are shared on purpose:
-upright DejaVu Serif is in the training set, its italic in the test.
+Nothing is downloaded, and a batch can be large and still a small part of an epoch. It says nothing about ImageNet. The
+fonts of the three sets are different files; families are shared on purpose.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ NUM_CLASSES = len(CHARACTERS)
 IMAGE_SIZE = 32
 NUM_TRAIN, NUM_VAL, NUM_TEST = 16384, 2048, 2048
 
+# All fonts of matplotlib that have every character. `*Display`, STIX's `NonUni` and `Siz`, `cmex`, `cmsy` do not.
 FONTS = {
     "train": (
         "DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSansMono DejaVuSansMono-Bold DejaVuSansMono-Oblique "
@@ -38,7 +38,6 @@ FONTS = {
     "val": "DejaVuSans-Oblique DejaVuSerif-Bold STIXGeneralItalic cmtt10".split(),
     "test": "DejaVuSansMono-BoldOblique DejaVuSerif-Italic STIXGeneralBol cmss10".split(),
 }
-"""All fonts of matplotlib that have every character. `*Display`, STIX's `NonUni` and `Siz`, `cmex`, `cmsy` do not."""
 
 # Our choice: readable by eye. The size of a character is that of its capital letters, in parts of the image.
 _SIZE, _TURN_RAD, _SHEAR, _SHIFT = (0.45, 0.8), 0.25, 0.2, 0.15
@@ -47,7 +46,7 @@ _MASK_SIZE, _MASK_POINTS = 96, 64
 
 
 def _mask(font_name: str, character: str) -> Tensor:
-    """Draw a character in the middle of a square: fp32, 0 = paper, 1 = ink."""
+    # fp32: 0 = paper, 1 = ink.
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
         raise ValueError(f"`font` (={font_name}) must hold {character!r}: its images would be blank. Take it out.")
@@ -67,7 +66,6 @@ def _uniform(size: tuple[int, ...], low: float, high: float, generator: torch.Ge
 
 
 def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
-    """Turn, shear, scale and move each mask by random numbers of its own; the result has `IMAGE_SIZE`."""
     num = len(masks)
     angle = _uniform((num,), -_TURN_RAD, _TURN_RAD, generator)
     capital = 0.72 * _MASK_POINTS / _MASK_SIZE  # height of a capital letter in a mask
@@ -98,6 +96,7 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
     generator = torch.Generator().manual_seed(seed)
     masks = torch.stack([_mask(font, character) for font in fonts for character in CHARACTERS])
     which = torch.arange(num_images) % len(masks)
+    # In parts: the masks of all training images at once would be 600 MB.
     drawn = torch.cat([_placed(masks[part], generator) for part in which.split(2048)])
     size = (num_images, 1, 1, 1)
     ink, paper = _uniform(size, *_INK, generator), _uniform(size, *_PAPER, generator)

@@ -40,8 +40,6 @@ class Normalize(NamedTuple):
 class TrainLoader(ResumableLoader):
     """One rank's share of shuffled epochs, resumable after any batch.
 
-    Augmentation is a function of (seed, epoch, image), so it needs no state.
-
     Yields:
         `(images, labels)`: images fp32 `"batch 1 16 16"`, normalised; labels int64 `"batch"`.
     """
@@ -76,13 +74,13 @@ class TrainLoader(ResumableLoader):
 
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
         shifts = self._shifts(epoch)
+        # A function of (seed, epoch, image), so that augmentation needs no state in a checkpoint.
         for share in shares:
             indices = torch.from_numpy(share)
             images, labels = (stored[indices] for stored in self.image_set)
             yield self.normalize(shifted(images, shifts[indices])), labels
 
     def _shifts(self, epoch: int) -> Tensor:
-        """Draw how far each image of the set moves in this epoch: int64 `"sample 2"`, rows then columns."""
         # For the whole set, and indexed by image: the same whichever rank reads the image, and when.
         generator = np.random.default_rng([self.order.seed, epoch, 1])
         size = (len(self.image_set.labels), 2)
@@ -90,11 +88,7 @@ class TrainLoader(ResumableLoader):
 
 
 class EvalLoader:
-    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`.
-
-    Raises:
-        ValueError: There are more ranks than images.
-    """
+    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`."""
 
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 

@@ -12,10 +12,10 @@ class ContiguousViews:
     """The tensors of a tensor group as the fused passes read them: addresses, and stand-ins for tensors with gaps.
 
         load()       before the passes: reads the addresses of gradients; copies tensors to their stand-ins
-        unload()     after them: copies stand-ins to their tensors; autograd and version counters see the writes
+        unload()     after them: copies stand-ins to their tensors
 
-    A tensor needs a contiguous stand-in if it has gaps, or if its elements have another memory order than its
-    parameter's state and copy; so does a gradient in another order. Stand-ins cost copies.
+    A tensor needs a stand-in if it has gaps, or another memory order than its parameter's state and copy; so does a
+    gradient in another order. Stand-ins cost copies.
 
     Args:
         lists: Parameters, then lists that are as long or empty: optimizer state, copies.
@@ -57,6 +57,7 @@ class ContiguousViews:
         """Copy stand-ins to their tensors, raise the tensors' version counters, and drop the gradients."""
         for real, dense in self.pairs:
             real.copy_(dense)
+        # torch does not see writes by address: without this, backward would use a changed weight without an error.
         torch.autograd.graph.increment_version([tensor for one in self.lists for tensor in one])
         self._versions = self._versions_now()
         self.grads = []
@@ -94,6 +95,7 @@ def is_dense(tensors: Iterable[Tensor]) -> bool:
     >>> is_dense([image, image[:]]), is_dense([image, image.to(memory_format=torch.channels_last)])
     (True, False)
     """
+    # Dimensions of size 1 are left out: their stride means nothing.
     orders = set()
     for tensor in tensors:
         sides = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)

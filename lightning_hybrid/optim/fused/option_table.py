@@ -15,8 +15,7 @@ class OptionTable:
 
         table (len(names), tensors)    options["weight_decay"] is a row; "lr" is the first
 
-    `lr` is the first row; where the rate of a group is a tensor, it is made each step, as that rate is read on the
-    device.
+    Where the rate of a group is a tensor, the row `lr` is made each step, as that rate is read on the device.
 
     Args:
         names: The names of the rows.
@@ -33,14 +32,13 @@ class OptionTable:
         return len(self._row_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one option of each tensor."""
         return self.lr if name == "lr" else self.rows[self._row_of[name]]
 
 
 class OptionTables:
     """The tables of all tensor groups of one device, in one block of memory: a change is one copy.
 
-    Tables stay at their addresses, so that a captured graph reads what is in them at replay.
+    Tables stay at their addresses: a captured graph reads what is in them at replay.
 
     Args:
         tensor_groups: The table of each tensor group, and the parameter group of each of its tensors.
@@ -72,6 +70,7 @@ class OptionTables:
                 part.copy_(torch.tensor(some, dtype=torch.float64).T[:, indices])
             to_device_(self._memory, on_host)
             self._columns = columns
+        # Rates that are tensors may change between steps without the host's knowing: they are gathered on the device.
         for place, (options, groups, indices) in enumerate(self._tables):
             options.lr = options.rows[0]
             if any(isinstance(group["lr"], Tensor) for group in groups):
@@ -79,7 +78,7 @@ class OptionTables:
                 options.lr = rates.index_select(0, self._on_device_once(place, indices))
 
     def _ends(self) -> list[int]:
-        """Return where the tables begin and the last one ends: at even indices, which are multiples of 16 bytes."""
+        # Where the tables begin and the last one ends: at even indices, which are multiples of 16 bytes.
         sizes = [len(options) * len(indices) for options, _, indices in self._tables]
         return [0, *itertools.accumulate(size + size % 2 for size in sizes)]
 
@@ -142,6 +141,7 @@ def number(value: Any) -> float:
 
 def to_device_(target: Tensor, values: Tensor) -> None:
     """Copy CPU `values` into `target` without making the host wait."""
+    # From pageable memory the copy would wait for the device.
     target.copy_(values.pin_memory() if target.device.type == "cuda" else values, non_blocking=True)
 
 

@@ -39,8 +39,7 @@ class Engine(Protocol):
     ) -> Tensor:
         """Compute the norms; return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
 
-        The result is float32 and 0-dim, on the device. It may be the `found_inf_out` of `scaling`, and means nothing
-        without one.
+        The result is float32 and 0-dim, on the device: the `found_inf_out` of `scaling`, or without one meaningless.
         """
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -61,10 +60,7 @@ class TensorGroup:
 
 
 class FusedStep:
-    """The state of an optimizer between fused steps: its tensors by tensor group, each with an engine. Abstract.
-
-    As long as nothing changes but gradients and options, a step costs a few microseconds per tensor on the host.
-    """
+    """The state of an optimizer between fused steps: its tensors by tensor group, each with an engine. Abstract."""
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
         """Return the options of a parameter group that are compiled into its kernels."""
@@ -87,6 +83,7 @@ class FusedStep:
         return scaling
 
     def __init__(self) -> None:
+        # Addresses and tables last until more than gradients and options change: a step is cheap on the host.
         self._signature: list[Any] = []
         self._owned: list[Any] = []
         self._tensor_groups: list[TensorGroup] = []
@@ -95,12 +92,12 @@ class FusedStep:
     def step(self, optimizer: Stepped, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
         """Update the parameters; gradients are read, never written.
 
-        With `is_checked` the step finds out whether a gradient is inf or nan, before anything is written. It looks at
-        the sums of squares, which inf and nan survive; so a scaled float32 gradient past 1e18 counts as inf.
+        With `is_checked` the step looks for inf and nan itself, before anything is written.
 
         Returns:
             The scaling with the `found_inf` of this step. None if a device has no kernels: then nothing was done.
         """
+        # It looks at sums of squares, which inf and nan survive: so a scaled float32 gradient past 1e18 counts as inf.
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
         grads = [param.grad for param in params]
@@ -109,10 +106,11 @@ class FusedStep:
                 list(dense_gradients(group))  # raises
         if not self._is_same(optimizer, params, grads) and not self._sort(optimizer, params, grads):
             return None
+        # Before the norms: those of the joint denominator read the weight decay.
         for tables in self._tables:
             tables.take()
         # First all norms, then all updates: one inf in the last tensor must keep the first from being written. The
-        # flags of a device share one tensor, so that the host reads nothing; those of several devices are combined.
+        # tensor groups of a device share one flag, so that the host reads nothing; those of devices are combined.
         flag_of = {} if scaling.found_inf_out is None else {scaling.found_inf_out.device: scaling.found_inf_out}
         flags = []
         for tensors in self._tensor_groups:
@@ -137,8 +135,7 @@ class FusedStep:
         return scaling
 
     def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
-        """Whether the tensors are those of the last step, at the same addresses."""
-        # By identity: `==` would compare elements.
+        # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
         owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False
@@ -147,12 +144,11 @@ class FusedStep:
         return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
     def _signature_of(self, optimizer: Stepped, grads: list[Any]) -> list[Any]:
-        """Return what decides about tensor groups besides the tensors themselves."""
+        # What decides about tensor groups besides the tensors themselves.
         groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
         return [*groups, *(None if grad is None else grad.dtype for grad in grads)]
 
     def _sort(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
-        """Sort the tensors into tensor groups and make the engines; False if a device has none."""
         if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
             return False
         found: dict[Any, TensorGroup] = {}
@@ -171,6 +167,7 @@ class FusedStep:
             tensors.groups.append(group)
             if copy is not None:
                 tensors.copies.append(copy)
+        # Engines make the state that is missing, so what is owned is listed after them.
         for key, tensors in found.items():
             tensors.engine = self.engine_of(tensors, optimizer, key[1])
         self._tensor_groups = list(found.values())
@@ -234,6 +231,7 @@ class FusedLamb(FusedStep):
     def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
         """Make the engine; see `FusedStep`."""
         device = tensors.params[0].device
+        # The passes count on the tensors' device; a state that the lists have left is on the CPU.
         for param in tensors.params:
             state = optimizer.state[param]
             state["step"] = state.get("step", torch.zeros(())).to(device, torch.float32)
@@ -246,12 +244,13 @@ class FusedLamb(FusedStep):
         return KernelLamb(*lists, grad_dtype)
 
     def before_update(self, tensor_groups: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
-        """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound: as a part of the inverse scale."""
+        """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound."""
         bound = tensor_groups[0].groups[0]["max_grad_norm"] if tensor_groups else None
         if bound is None:
             return scaling
         squares = [tensors.engine.grad_squares() for tensors in tensor_groups]
         norm = torch.stack([one.to(squares[0].device, non_blocking=True) for one in squares]).sum().sqrt()
         inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
+        # As a part of the inverse scale the bound costs no pass of its own.
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
         return GradScaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

@@ -29,11 +29,11 @@ from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
 
+# Several flows must carry this many times the bytes of one to count as more than noise. Our choice.
 CLEARLY_MORE = 1.1
-"""Several flows must carry this many times the bytes of one to count as more than noise. Our choice."""
 
+# A median error of sums beyond this is reported. Our choice: near the simulator's error on our records.
 WELL_FITTED = 0.15
-"""A median error of sums beyond this is reported. Our choice: near the simulator's error on our records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
+    # A core that receives and adds is no faster than at either alone.
     core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
     bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
@@ -137,27 +138,24 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 
 
 def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, float]:
-    """Compute a node's bytes per second by the number of flows, at the largest size that all were timed at.
-
-    The time of the consent and of the first byte is subtracted.
-    """
+    # A node's bytes per second by the number of flows, at the largest size that all were timed at.
     by_flows = {int(what): samples.of("flows", what) for what in samples.whats("flows")}
     common = set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
     if not common or across is None:
         return {}
     size = max(common)
     medians_s = {num: statistics.median(times_s[size]) for num, times_s in sorted(by_flows.items())}
+    # Without the time of the consent and of the first byte, which is not the wire's.
     return {num: size / (time_s - min(2 * across.latency_s, time_s / 2)) for num, time_s in medians_s.items()}
 
 
 def _gain(flows: dict[int, float], across: LineFit) -> float:
-    """Divide the rate of all flows of a node together by the rate of one message; 1 within noise."""
+    # The rate of all flows of a node together over that of one message; 1 within noise.
     gain = max(flows.values(), default=0.0) / across.bytes_per_s
     return gain if gain > CLEARLY_MORE else 1.0
 
 
 def _add_rates(samples: Measurements) -> dict[str, float]:
-    """Compute bytes per second of additions by dtype."""
     return {
         dtype: size / statistics.median(times_s)
         for dtype in samples.whats("add")
@@ -166,7 +164,7 @@ def _add_rates(samples: Measurements) -> dict[str, float]:
 
 
 def _consent_s(samples: Measurements, place: str) -> float | None:
-    """Subtract the time of a message that its receiver waits for from that of an exchange, at the fewest bytes."""
+    # An exchange less a message that its receiver waits for; at the fewest bytes, where nothing hides the consent.
     pings, exchanges = samples.of("ping", place), samples.of("exchange", place)
     common = set(pings) & set(exchanges)
     if not common:
@@ -183,7 +181,7 @@ def _bare_cluster(
     *,
     core_bytes_per_s: float,
 ) -> Cluster:
-    """Describe the links alone; costs of software are 0 so far. With one rank per node, `inside` is only additions."""
+    # The links alone; costs of software are 0 so far. With one rank per node, `inside` is only additions.
     near = Link(latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s)
     far, num_nics, burst_bytes = near, 1, 0
     if across is not None:

@@ -2,10 +2,9 @@
 
     time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
 
-Times of messages from bytes to megabytes span five orders of magnitude, so errors are relative; and outliers are all in
-one direction, so the fit is by least absolute deviations of the medians: a size whose times are off does not bend the
-line, it shows in `errors`. Switches that store a burst before they pass it on make messages up to the burst wait for
-their bytes twice, which bends any line; so a few bursts are tried, and none is taken without a clear gain.
+Times span five orders of magnitude, so errors are relative; outliers are all in one direction, so the fit is by least
+absolute deviations of the medians: a size whose times are off does not bend the line, it shows in `errors`. Bursts that
+switches store bend any line; so a few are tried, and none is taken without a clear gain.
 """
 
 from __future__ import annotations
@@ -16,27 +15,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# The bursts to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards put together.
 BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
-"""The bursts to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards put together."""
 
+# A burst must bring the errors to this share of those without. Our choice: noise alone does not reach it.
 LEAST_GAIN = 0.5
-"""A burst must bring the errors to this share of those without. Our choice: noise alone does not reach it."""
 
+# A link whose median at some size is further off is reported as no line. Our choice.
 MOST_ERROR = 0.25
-"""A link whose median at some size is further off is reported as no line. Our choice."""
 
 CONFIDENCE = 0.9
+# Draws of the bootstrap; the ends of an interval of 90 % are then the 20th draws from either side.
 NUM_DRAWS = 400
-"""Draws of the bootstrap; the ends of an interval of 90 % are then the 20th draws from either side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineFit:
     """A fitted link.
 
-    The true latency and rate lie in `latency_interval_s` and `rate_interval_bytes_per_s` with probability `confidence`,
-    if the link is of this form and times differ by chance only. `errors` holds, for each size, median measured over
-    fitted time, minus one. `num_samples` counts all sizes.
+    The true latency and rate lie in their intervals with probability `confidence`, if the link is of this form and
+    times differ by chance only. `errors` holds, for each size, median measured over fitted time, minus one.
     """
 
     latency_s: float
@@ -71,8 +69,8 @@ class LineFit:
 def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
     """Fit a line to `times_s`: samples by number of bytes.
 
-    Latency and seconds per byte are not negative. Intervals are percentiles of a bootstrap: samples of each size are
-    drawn with replacement, and the line is fitted to their medians (Efron 1979). The same samples give the same fit.
+    Intervals are percentiles of a bootstrap: samples of each size are drawn with replacement, and the line is fitted to
+    their medians (Efron 1979). The same samples give the same fit.
 
     Raises:
         ValueError: There are fewer than three sizes, or a time is not positive.
@@ -121,7 +119,7 @@ def _rate(per_byte_s: float) -> float:
 
 
 def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
-    """Count the bytes that a message waits for, those of its burst twice."""
+    # A burst is stored before it is passed on: a message waits for these bytes twice.
     return np.array([size + min(size, burst) for size in sizes], dtype=float)
 
 
@@ -131,11 +129,8 @@ def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.
 
 
 def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find latency, seconds per byte and mean relative error of the best line of each row of `medians_s`.
-
-    A line of least absolute deviations goes through two of its points, or through one where a bound holds it: all of
-    these are tried.
-    """
+    """Find latency, seconds per byte and mean relative error of the best line of each row of `medians_s`."""
+    # A line of least absolute deviations goes through two of its points, or one where a bound holds it: try them all.
     first, second = np.triu_indices(len(loads), k=1)
     slopes = (medians_s[:, second] - medians_s[:, first]) / (loads[second] - loads[first])
     starts = medians_s[:, first] - slopes * loads[first]
@@ -145,6 +140,7 @@ def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.nda
     starts = np.concatenate([starts, medians_s, zeros[:, through]], axis=1)
     fitted = starts[:, :, None] + slopes[:, :, None] * loads
     errors = np.abs(fitted / medians_s[:, None, :] - 1).mean(axis=2)
+    # Latency and seconds per byte are not negative.
     errors[(slopes < 0) | (starts < 0)] = math.inf
     best = errors.argmin(axis=1)
     rows = np.arange(len(medians_s))

@@ -7,8 +7,7 @@
     sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`
 
 `inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Cases
-alternate in rounds, so that a slow minute does not make one of them slow. A sample is as many calls as take
-`min_sample_s`, after one that is not counted and lets ranks begin together; the time of the slowest rank counts.
+alternate in rounds. A sample is as many calls as take `min_sample_s`; the time of the slowest rank counts.
 
 Collective: every rank of the world must call `measure`. Every wait is limited by the groups' timeouts.
 """
@@ -40,11 +39,11 @@ ALGORITHMS = ("flat", "parallel_flat", "hierarchical", "two_level")
 BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
 ADD_BYTES = 4 * MIB
 
+# The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly.
 CALL_SHARE = 1 / 100
-"""The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly."""
 
+# So many rounds must fit into the limit: the costliest cases are left out until they do.
 LEAST_ROUNDS = 7
-"""So many rounds must fit into the limit: the costliest cases are left out until they do."""
 
 MOST_CALLS = 200
 
@@ -134,14 +133,14 @@ class Measurement:
 def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
     """Time everything, in rounds, until there are `num_rounds` or the time is over.
 
-    Collective: every rank of the world must call it with the same arguments. It uses the default process group to agree
-    on times, and groups of its own for the rest.
+    Collective: every rank of the world must call it with the same arguments. It agrees on times over the default group.
 
     Raises:
         ValueError: Nodes differ in size, or there is one rank.
     """
     validate(topology)
     began_s = time.perf_counter()
+    # A group of its own: its timeout limits every wait here, and no message of the user's meets one of ours.
     group = dist.new_group(timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes")
     try:
         with _engines(asked, topology, device) as engines:
@@ -152,7 +151,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
 
 
 def validate(topology: Topology) -> None:
-    """Refuse a topology that a description with equal nodes cannot hold, before anything is measured."""
+    """Refuse a topology that a description with equal nodes cannot hold."""
     if topology.world_size == 1:
         raise ValueError(
             "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "
@@ -168,8 +167,6 @@ def validate(topology: Topology) -> None:
 
 @dataclass(kw_only=True)
 class _Table:
-    """The state of one measurement."""
-
     asked: Measurement
     topology: Topology
     device: torch.device
@@ -185,6 +182,7 @@ class _Table:
         for turn in range(self.asked.num_rounds):
             # Another permutation each time, the same on every rank.
             shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(turn)).tolist()
+            # In turns, so that a slow minute does not make one case slow.
             for case in (order[place] for place in shuffled):
                 if self.elapsed_s + 2 * self._last_s(case, calls) > self.asked.limit_s:
                     continue
@@ -198,12 +196,13 @@ class _Table:
         return calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
-        """Time every case once, which also connects all pairs; return calls per sample of the fast enough cases."""
+        # Every case once, which also connects all pairs; the result is calls per sample of the fast enough cases.
         limit_s = self.asked.limit_s * CALL_SHARE
         sample_s: dict[Microbenchmark, float] = {}
         calls: dict[Microbenchmark, int] = {}
         slow: set[tuple[str, str]] = set()
         for case in self.asked.cases(self.topology, BACKEND_NAMES[self.device.type]):
+            # The smallest come first: past a slow size the larger ones of its kind are not tried.
             if (case.kind, case.what) in slow or self.elapsed_s > self.asked.limit_s / 3:
                 continue
             call_s = self._sample(case, 1)
@@ -218,10 +217,10 @@ class _Table:
         return calls
 
     def _sample(self, case: Microbenchmark, num_calls: int) -> float:
-        """Measure the seconds of a call on the slowest rank; all ranks get the same number and the same `elapsed_s`."""
         call = self._call_of(case)
         taken_s = 0.0
         if call is not None:
+            # Not counted: it lets the ranks begin together.
             call(1)
             self._synchronize()
             began_s = time.perf_counter()
@@ -239,7 +238,6 @@ class _Table:
             torch.cuda.synchronize(self.device)
 
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
-        """Return the function that does a case so many times on this rank; None where this rank has no part."""
         if case.kind == "add":
             return self._repeated(self._adder(case))
         if case.kind == "sum":
@@ -289,7 +287,7 @@ class _Table:
         return exchange
 
     def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
-        """Send to the next node and receive from the one before, on some ranks of each; bytes are of all flows."""
+        # To the next node and from the one before, on some ranks of each; the bytes are those of all flows.
         num_flows, place = int(case.what), self.topology.local_rank
         if place >= num_flows:
             return None
@@ -302,7 +300,7 @@ class _Table:
 
 
 def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: int) -> None:
-    """Send and receive at the same time; NCCL would do two single calls one after the other."""
+    # At the same time: NCCL would do two single calls one after the other.
     if out.is_cuda:
         ops = [dist.P2POp(dist.irecv, back, source, group), dist.P2POp(dist.isend, out, to, group)]
         works = dist.batch_isend_irecv(ops)
@@ -313,7 +311,7 @@ def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: 
 
 
 def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -> Callable[[int], None]:
-    """Return a function that makes round trips. Over Gloo each rank posts its receive first: no send must wait."""
+    # Over Gloo each rank posts its receive before the other sends, so that no send must wait for a consent.
     arrived = torch.zeros_like(buffer)
 
     def on_cpu(num_calls: int) -> None:
@@ -336,7 +334,6 @@ def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -
 
 
 def _levels(topology: Topology) -> tuple[bool, bool]:
-    """Whether there are ranks that share a node, and several nodes."""
     return topology.world_size > topology.num_nodes, topology.num_nodes > 1
 
 

@@ -19,14 +19,14 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
+# The start of the fit of Gloo's costs: those of the emulated cluster (conf/cluster/netlab.yaml), rounded.
 FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
-"""The start of the fit of Gloo's costs: those of the emulated cluster (conf/cluster/netlab.yaml), rounded."""
 
+# The fit ends where steps of 3 % do not lower its error by a part in a thousand. Our choice.
 LEAST_STRIDE, LEAST_PROGRESS = 0.03, 1e-3
-"""The fit ends where steps of 3 % do not lower its error by a part in a thousand. Our choice."""
 
+# Errors of sums count squared up to here and linearly beyond.
 ROBUST = 0.1
-"""Errors of sums count squared up to here and linearly beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,7 @@ def fit_overheads(
 ) -> Cluster:
     """Return the cluster whose predictions of the sums have the least error.
 
-    A core that sends, receives and adds is at most as fast as one that does one of these (`most_bytes_per_s`). Where
-    the links are too slow to show the core's rate, the fit ends at this bound.
+    A core's rate is at most `most_bytes_per_s`.
     """
 
     def loss(cluster: Cluster) -> float:
@@ -94,6 +93,8 @@ def fit_overheads(
         return launched(_descend({"launch_s": 1e-5}, lambda values: loss(launched(values))))
 
     def with_costs(values: dict[str, float]) -> Cluster:
+        # A core that sends, receives and adds is at most as fast as one that does one of these. Where the links are too
+        # slow to show the core's rate, the fit ends at this bound.
         core = replace(bare.inside, bytes_per_s=min(values["core_bytes_per_s"], most_bytes_per_s))
         costs = replace(
             transport,
@@ -132,6 +133,7 @@ def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]
     while stride > LEAST_STRIDE:
         before = least
         for name in values:
+            # By factors: all values are positive, and differ by orders of magnitude.
             for factor in (1 + stride, 1 / (1 + stride)):
                 tried = best | {name: best[name] * factor}
                 if (found := loss(tried)) < least:

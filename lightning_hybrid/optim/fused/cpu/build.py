@@ -62,8 +62,7 @@ def library() -> ctypes.CDLL:
 def load(compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load the passes from `folder`; build them first if they are not there.
 
-    Processes may build at once: each loads a whole file. Where `folder` cannot be written, a private temporary folder
-    is used and removed.
+    Where `folder` cannot be written, a private temporary folder is used and removed.
 
     Raises:
         CannotBuildError: The compiler fails.
@@ -104,17 +103,16 @@ def cache_dir() -> Path:
 
 
 def fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """Hash source, command, compiler and processor: different machines may share a home folder."""
+    """Hash source, command, compiler and processor."""
+    # `-march=native` code of one machine may crash another that shares the home folder.
     version = _run([*compiler, "--version"])
     parts = [*(source.read_text() for source in _SOURCES), *compiler, *flags, version, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def openmp_parallel() -> int:
-    """Return the address of `GOMP_parallel` in torch's own OpenMP runtime, so that there is one pool of threads.
-
-    The runtimes of gcc, LLVM and Intel all have it. 0 where there is none: then a pass runs in the calling thread.
-    """
+    """Return the address of `GOMP_parallel` in torch's own OpenMP runtime; 0 where there is none."""
+    # One pool of threads for torch and the passes. The runtimes of gcc, LLVM and Intel have it; else one thread works.
     libraries = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
@@ -127,6 +125,7 @@ def openmp_parallel() -> int:
 
 
 def _build(compiler: tuple[str, ...], flags: tuple[str, ...], place: Path) -> None:
+    # The processes of a node may build at once: each loads a whole file, its own or another's.
     with atomic_path(place, has_rivals=True) as part:
         _run([*compiler, *flags, "-o", str(part), str(_SOURCES[0])])
 
@@ -150,7 +149,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Describe the processor as `-march=native` sees it, as far as the system says."""
+    # As `-march=native` sees it, as far as the system says.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -35,8 +35,7 @@ class Table(ctypes.Structure):
 class NativeEngine:
     """The base of both rules: a table of addresses of one tensor group, and the calls of the C++ passes.
 
-    The table is made once; a step only writes the addresses of its gradients and calls. The calls release Python's
-    lock. Sums of squares are stored per block; those of the weights may be known from the last update.
+    The table is made once; a step only writes the addresses of its gradients and calls, without Python's lock.
     """
 
     def __init__(
@@ -100,12 +99,8 @@ class NativeEngine:
 class NativeLars(NativeEngine):
     """The step of LARS.
 
-        norms()     sum(g * g) or sum(d * d), and sum(w * w) where it is not known       one read of g, and of w there
-        update()    the step, and sum(w * w) for the next one                            one read of g, w, v; one write
-                                                                                         of w, v, copy
-
-    sum(w * w) is known from the last update where a tensor has a copy, that is, is a master, which only its owner
-    writes: other writes raise `_version`, except one through `.data`.
+    norms()     sum(g * g) or sum(d * d), and unknown sum(w * w)    one read of g, and of w there
+    update()    the step, and sum(w * w) for the next one           one read of g, w, v; one write of w, v, copy
     """
 
     def __init__(
@@ -131,7 +126,8 @@ class NativeLars(NativeEngine):
             decays = options["weight_decay"] * options["sign"]
             decays = decays if scaling.inverse_scale is None else decays / scaling.inverse_scale
         measured = [_GRAD if one else 0 for one in needed]
-        # The last update left the sums of masters: only those that others wrote since then are summed again.
+        # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
+        # raise `_version`, except one through `.data`: these are summed again.
         if self._are_masters:
             for place in self._views.changed():
                 measured[place] |= _WEIGHT
@@ -143,6 +139,7 @@ class NativeLars(NativeEngine):
         """Write the step; see `step.Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
+        # Blocks to tensors, then tensors to coefficients, and only then the pass that writes.
         self._library.add_up(table, self.sums.data_ptr())
         self._library.lars_numbers(table, self._is_joint, options.table.data_ptr(), options["lr"].data_ptr(), *norms)
         self._library.lars_update(table, self._numbers.data_ptr(), _address(found_inf))
@@ -207,7 +204,7 @@ class NativeLamb(NativeEngine):
 
 
 def _numbers_of(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
-    """Return inverse scale and `found_inf` in the types that the passes read."""
+    # The passes read a double and a float, whatever the scaler holds.
     inverse_scale, found_inf = scaling.inverse_scale, scaling.found_inf
     return None if inverse_scale is None else inverse_scale.double(), None if found_inf is None else found_inf.float()
 

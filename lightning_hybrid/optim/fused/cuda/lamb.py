@@ -34,6 +34,7 @@ class KernelLamb(KernelEngine):
     ) -> None:
         *moments, self._steps = states
         super().__init__(params, moments, copies, grad_dtype, num_numbers=lamb_kernels.NUM_LAMB, chunk=chunk)
+        # The counts have one element each, whatever the parameter's size: they need a table of their own.
         self._step_places = data_ptrs(self._steps)
         self._step_addresses = table_of(self._step_places, torch.int64, params[0].device)
         self._rates = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
@@ -48,6 +49,7 @@ class KernelLamb(KernelEngine):
         """Compute the squares of gradients, and whether one is inf or nan; see `step.Engine`."""
         with current(self._device):
             self._load(grads)
+            # LAMB needs no norm of gradients by itself; 0 says that none was found to be inf or nan.
             if not any(needed):
                 return self._zero
             return self._norms(options, scaling, is_joint=False, has_weight_sums=True)

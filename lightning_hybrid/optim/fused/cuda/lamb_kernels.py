@@ -34,6 +34,7 @@ def count(steps, options, inverse_scale, found_inf, numbers, num_tensors):
         at = tl.load(steps + tensor).to(tl.pointer_type(tl.float32))
         step = tl.load(at) + 1.0
         tl.store(at, step)
+        # 1 - 0.999 ** step would lose half its digits in float32.
         step = step.to(tl.float64)
         beta1 = tl.load(options + _BETA1 * num_tensors + tensor)
         beta2 = tl.load(options + _BETA2 * num_tensors + tensor)
@@ -54,6 +55,7 @@ def _direction(w, m, v, is_in, line, STATE: tl.constexpr):
     """Compute the u of `LAMB`; elements outside the tensor are 0."""
     eps, decay = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)
     mean, root = tl.load(line + 5).to(STATE), tl.load(line + 6).to(STATE)
+    # Outside of the tensor m, v and eps may all be 0: 0 / 0 would spoil the sum.
     denominator = tl.where(is_in, root * tl.sqrt(v) + eps, 1.0)
     return mean * m / denominator + decay * w
 
@@ -198,7 +200,8 @@ def lamb_update(
     CHUNK: tl.constexpr,
     HAS_COPY: tl.constexpr,
 ):
-    """W <- w - rate * u, with u made again: that costs less than to keep it. Nothing if it is skipped."""
+    """W <- w - rate * u. Nothing if it is skipped."""
+    # u is made again: that costs less than to keep it.
     if tl.load(found_inf) <= 0:
         chunk = tl.program_id(0)
         tensor = tl.load(tensor_of + chunk)

@@ -27,9 +27,7 @@ _DTYPES = {
 class KernelEngine:
     """The base of both rules: tables of addresses of one tensor group on one device, and the launch of the norms.
 
-    A tensor with gaps in memory, or whose gradient has another layout, is stepped in a contiguous stand-in, which costs
-    copies. Triton launches on the current device, whichever device the tensors are on; so each launch switches to
-    theirs. `chunk` is the number of elements per program, a power of two.
+    `chunk` is the number of elements per program, a power of two. Each launch is under `current`.
     """
 
     def __init__(
@@ -50,6 +48,7 @@ class KernelEngine:
         tensor_of = [i for i, num in enumerate(num_chunks) for _ in range(num)]
         index_of = [index for num in num_chunks for index in range(num)]
         total = len(tensor_of)
+        # One program per chunk, whatever tensor it is of: `tensor_of` and `index_of` find the chunk.
         self._grid, self._counts = (total,), (len(params), total)
         self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
@@ -80,6 +79,7 @@ class KernelEngine:
     def _norms(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
         found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
+        # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
         if self._grid[0]:  # CUDA refuses an empty grid
             lars_kernels.norms[self._grid](
                 *(self._pointers[0], self._grad_pointers, *self._chunks),
@@ -92,7 +92,6 @@ class KernelEngine:
         return found_inf
 
     def _load(self, grads: Sequence[Tensor]) -> None:
-        """Write the addresses of the gradients to the device, if they changed since the last step."""
         places = self._views.load(grads)
         if places == self._grad_addresses:
             return
@@ -114,10 +113,6 @@ class KernelLars(KernelEngine):
 
     Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
     addresses. The host waits for nothing, and compares addresses only.
-
-    sum(w * w) comes out of the last update where a tensor has a copy, that is, is a master, which only its owner
-    writes: other writes raise `_version`, except one through `.data`. While a CUDA graph is captured the sum is
-    computed, as a graph cannot look at versions; gradients must then be where they were in the step before.
     """
 
     def __init__(
@@ -168,6 +163,8 @@ class KernelLars(KernelEngine):
             )
 
     def _knows_weights(self) -> bool:
+        # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
+        # raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it is computed.
         if not self._are_masters or self._views.pairs or _is_capturing():
             return False
         return not self._views.changed()
@@ -183,6 +180,7 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` the one that kernels are launched on, within a `with` block; nothing without CUDA."""
+    # Triton launches on the current device, whichever device the tensors are on.
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

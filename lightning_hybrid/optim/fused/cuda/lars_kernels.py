@@ -13,9 +13,8 @@ in float32 in a tree, the chunks' sums in float64. A program takes one of three 
     else                                      masks
 
 DDP packs gradients without padding, so that one odd bias puts those behind it off 16 bytes: only these are slower.
-`WEIGHT`, `GRAD`, `COPY`, `STATE` are dtypes, `STATE` that of the arithmetic. All scalars that may change from step to
-step (learning rate, scale, found_inf) are read on the device: as arguments they would be frozen into a captured CUDA
-graph, and cost a specialisation where they are 1.
+`STATE` is the dtype of the arithmetic. All scalars that may change from step to step (learning rate, scale, found_inf)
+are read on the device: as arguments they would be frozen into a captured graph, and compiled in where they are 1.
 
 Set `TRITON_INTERPRET=1` before Python starts, and they run on CPU tensors, one program after another; there (Triton
 3.9) a bfloat16 store truncates, where a GPU rounds to nearest.
@@ -35,10 +34,8 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 @triton.jit
 def _places(address, at, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return the pointers of elements; with `IS_ALIGNED`, at a multiple of 16 bytes, loads become 128 bits wide.
-
-    The compiler attaches that to the pointer, for all its uses: so every branch makes a pointer of its own.
-    """
+    """Return the pointers of elements; with `IS_ALIGNED`, at a multiple of 16 bytes, loads become 128 bits wide."""
+    # The compiler attaches that to the pointer, for all its uses: so every branch makes a pointer of its own.
     base = address.to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
         base = tl.multiple_of(base, 16)
@@ -98,13 +95,14 @@ def norms(
 ):
     """Write sums (2, chunks): of w * w, unless they are known from the last update; of g * g, or (d / SCALE) ** 2.
 
-    `found_inf` becomes 1 if a sum of gradients is inf or nan: all programs that write there write the same.
+    `found_inf` becomes 1 if a sum of gradients is inf or nan.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(tensor_of + chunk)
     begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
     at = begin + tl.arange(0, CHUNK)
     grad, weight = tl.load(grads + tensor), tl.load(weights + tensor)
+    # Gradients are still scaled: |g / s + decay w| = |g + s decay w| / s, so that the decay is scaled instead.
     decay = 0.0
     if IS_JOINT:
         sign = tl.load(options + _SIGN * num_tensors + tensor)
@@ -112,6 +110,7 @@ def norms(
         decay = decay.to(STATE)
     numel = tl.load(numels + tensor)
     weight_sum = sums + chunk
+    # The same code three times: the compiler needs to know the alignment, and so each case is a branch of its own.
     everywhere = tl.full((CHUNK,), 1, tl.int1)
     is_wide = (begin + CHUNK <= numel) & _is_aligned(weight)
     if is_wide & _is_aligned(grad):
@@ -134,12 +133,13 @@ def norms(
         )
     tl.store(sums + num_chunks + chunk, total)
     is_finite = total < float("inf")  # nan is not
+    # No atomic: all programs that write here write the same.
     tl.store(found_inf, 1.0, mask=is_finite == 0)
 
 
 @triton.jit
 def _sum_of(sums, begin, end):
-    """Sum the chunks from `begin` to `end` in float64."""
+    # In float64, so that the rounding of many chunks does not add up.
     offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
     for first in range(begin, end, _SUMS_PER_STEP):
@@ -173,6 +173,7 @@ def finalize(
     is_adapted = tl.load(options + _ADAPTED * num_tensors + tensor) > 0
     sign = tl.load(options + _SIGN * num_tensors + tensor)
 
+    # tl.where computes both of its sides: a divisor of 0 is replaced before the division.
     denominator = norm + eps
     if not IS_JOINT:
         denominator += decay * weight_norm
@@ -185,6 +186,7 @@ def finalize(
     ratio = tl.where(clip < float("inf"), clipped, ratio)
     ratio = tl.where(is_adapted, ratio, 1.0)
 
+    # The momentum form is folded into two factors here, so that one update kernel does all three forms.
     line = numbers + tensor * _NUM
     tl.store(line, sign * scale)
     tl.store(line + 1, decay)
@@ -255,8 +257,7 @@ def lars_update(
 ):
     """Step: d = SCALE * g + DECAY * w, v <- MOMENTUM * v + INSIDE * d, w <- w - OUTSIDE * v; none if `found_inf` > 0.
 
-    A skipped step reads nothing either. With copies, sums[chunk] becomes the sum of the squares of the new weights, for
-    the next step.
+    A skipped step reads nothing either. With copies, sums[chunk] becomes the sum of squares of the new weights.
     """
     if tl.load(found_inf) <= 0:
         chunk = tl.program_id(0)
