@@ -85,7 +85,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_cases = Counter[str]()
     for item in items:
-        if sampled := item.get_closest_marker("sampled"):
+        if (sampled := item.get_closest_marker("sampled")) and not item.get_closest_marker("long"):
             name = item.nodeid.partition("[")[0]
             if num_cases[name] % sampled.args[0]:
                 item.add_marker("long")

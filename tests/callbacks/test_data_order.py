@@ -59,7 +59,6 @@ def fit_with_a_seed_of_its_own(odd_rank, every_n_steps):
     return toy.error_of(trainer.fit, toy.Toy(), loader), trainer.global_step
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("odd_rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_first_step(two_ranks, odd_rank):
     for error, num_steps in two_ranks.run(fit_with_a_seed_of_its_own, odd_rank, 100):

@@ -21,7 +21,7 @@ from tests.netlab.cluster import Cluster
 NUM_BYTES = 4 * 2**20
 TOLERANCE = 0.02
 LAYOUTS = {"2x2": (2, 2, False), "4x2": (4, 2, False), "4x2 interleaved": (4, 2, True), "2x3": (2, 3, False)}
-QUICK = ("2x3", "4x2 interleaved")
+QUICK = ("2x3",)
 DTYPES = (torch.float32, torch.float16)
 ALGORITHMS = get_args(Algorithm)
 

@@ -144,6 +144,7 @@ def test_a_program_that_never_ends_is_ended(slow):
         slow.run(["sleep", "60"], timeout_s=1)
 
 
+@pytest.mark.long
 def test_a_failing_function_is_quoted_and_ends_the_others(slow):
     began_s = time.monotonic()
     with pytest.raises(ClusterError, match="ValueError: a word from rank one"):

@@ -63,6 +63,7 @@ def outcomes(tmp_path_factory):
     return out, {outcome.name: outcome for outcome in found}
 
 
+@pytest.mark.long
 def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
     _, found = outcomes
     verdicts = {name: outcome.status for name, outcome in found.items()}
@@ -78,12 +79,14 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
     assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped."
 
 
+@pytest.mark.long
 def test_nothing_that_a_hanging_check_started_is_left(outcomes):
     out, _ = outcomes
     pid = int((out / "hangs" / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
 
 
+@pytest.mark.long
 def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_path):
     _, found = outcomes
     path = tmp_path / "gpu_check.json"
