@@ -22,6 +22,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 
 def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Build everything a run needs, checked as far as possible before any process is started."""
+    keys.check_precision(cfg)
     config_check.check(cfg, keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     # Data first: a missing folder shows before a large network is made.

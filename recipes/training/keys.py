@@ -53,6 +53,20 @@ TRAIN_KEYS: dict[str, Any] = {
 }
 
 
+# Names of dtypes, which are no names of Lightning's, and the precision that is meant here.
+DTYPE_NAMES = {"fp16": "16-true", "float16": "16-true", "half": "16-true", "bfloat16": "bf16-true"}
+DTYPE_NAMES |= {"fp32": "32-true", "float32": "32-true", "fp64": "64-true", "float64": "64-true"}
+
+
+def check_precision(cfg: DictConfig) -> None:
+    """Raise `ValueError` with Lightning's name where `precision` is the name of a dtype."""
+    if (name := DTYPE_NAMES.get(str(cfg.precision))) is not None:
+        raise ValueError(
+            f"`precision` (='{cfg.precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
+            f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
+        )
+
+
 def model_for(data: pl.LightningDataModule, cfg: DictConfig) -> nn.Module:
     """Make the configured network, and refuse it where it does not take what `data` gives.
 

@@ -94,6 +94,7 @@ MISTAKES = {
     "+precison=16-true": r"`precison` .* nothing would read it\. Did you mean precision\?",
     "+trainer.nodes=2": r"unexpected keyword argument 'nodes'.*\[trainer\]",
     "trainer.devices=0": r"`trainer.devices` \(=0\) must be -1 or a number above 0",
+    "precision=fp16": r"`precision` \(='fp16'\) must be a name of Lightning's, .*\. Set precision=16-true\.",
     "precision=17-true": r"`trainer.precision` \(='17-true'\) must be .*16-true",
     "strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
     "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
