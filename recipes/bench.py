@@ -15,15 +15,16 @@ from recipes.benchmarks import report as bench_report
 from recipes.benchmarks.allreduce import AllReduceBench
 from recipes.benchmarks.steps import StepBench
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import Positive, Ranks
 from recipes.cli.results import config_and_folder
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": config_check.Ranks | list[int] | str,
-    "world.num_nodes": config_check.Ranks,
-    "link_bytes_per_s": config_check.Positive | None,
+    "world.devices": Ranks | list[int] | str,
+    "world.num_nodes": Ranks,
+    "link_bytes_per_s": Positive | None,
     "about": str | None,
     "allreduce": AllReduceBench | None,
     "steps": StepBench | None,

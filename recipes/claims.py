@@ -8,6 +8,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import CountOrZero, NotNegative, Seed
 from recipes.cli.results import environment, write_json
 from recipes.hyperparams import study_report
 from recipes.hyperparams.study import Study
@@ -18,12 +19,12 @@ from recipes.hyperparams.trial_pool import TrialPool
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
-    "num_workers": config_check.CountOrZero,
-    "budget_s": config_check.NotNegative | None,
+    "num_workers": CountOrZero,
+    "budget_s": NotNegative | None,
     "about": str | None,
     "trial": list[str],
     "tuning": dict,
-    "seeds": list[config_check.Seed],
+    "seeds": list[Seed],
     "study": dict,
     "study.arms": dict[str, dict],
     "study.precisions": dict[str, dict],

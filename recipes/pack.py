@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import Count
 from recipes.datasets.packing import Packed, Packing, check_packed
 
 launch.register_resolvers()
@@ -15,7 +16,7 @@ launch.register_resolvers()
 KEYS = {
     "root": str,
     "out": str,
-    "short_side": config_check.Count | None,
+    "short_side": Count | None,
     "check": bool,
     "packing": Packing,
     "run_dir": str,

@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import CountOrZero, NotNegative
 from recipes.hyperparams import report as search_report
 from recipes.hyperparams.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
 from recipes.hyperparams.optuna_backend import OptunaSearch
@@ -26,8 +27,8 @@ KEYS: dict[str, Any] = {
     "axes": dict,
     "stopping": Stopping,
     "backend": CoarseToFine | OptunaSearch,
-    "num_workers": config_check.CountOrZero,
-    "budget_s": config_check.NotNegative | None,
+    "num_workers": CountOrZero,
+    "budget_s": NotNegative | None,
     "run_dir": str,
 }
 

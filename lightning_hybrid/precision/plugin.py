@@ -102,7 +102,7 @@ class MasterWeightPrecision(Precision):
         self._schedules = ScheduleGuard(self.optimizer_steps.skip_flags_of, self._may_put_off_schedules)
         self._num_schedules = 0
         self._has_strategy = False  # one that knows fp32 masters, see `connect_strategy`
-        self._is_last_backward: Callable[[], bool] = lambda: True
+        self._is_last_backward: Callable[[], bool] = partial(bool, True)  # can be pickled, for `hybrid_allreduce_spawn`
         self._unscaled = UnscaledGradients()
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # of the loss in the last backward

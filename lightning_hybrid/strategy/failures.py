@@ -217,7 +217,9 @@ class FailureReportMixin:
     def _end_failure_reports(self) -> None:
         self._end_setup_watchdog()
         ended_by, self._ended_by, self._sigterm = self._ended_by, None, None
-        if ended_by is not None:  # only now: a callback may have written a checkpoint after the error
+        # Only now: a callback may have written a checkpoint after the error. Where ranks were to be spawned and that
+        # failed, the module here never met its trainer.
+        if ended_by is not None and self.lightning_module._trainer is not None:
             say_where_it_stopped(self.lightning_module.trainer, ended_by)
         if self._has_set_error_handling:
             os.environ.pop(ERROR_HANDLING, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.plan import Algorithm
 from recipes.benchmarks.report import Timing
-from recipes.cli.config_check import Count, CountOrZero, NotNegative
+from recipes.cli.ranges import Count, CountOrZero, NotNegative
 
 BACKEND = "torch"
 """Name of the arm that is the backend's own all-reduce on the default group: what everything is compared with."""

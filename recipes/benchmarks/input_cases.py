@@ -29,8 +29,8 @@ from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.benchmarks.input_baselines import dali_batches, dataloader_batches
 from recipes.benchmarks.photos import write_photos
-from recipes.cli.config_check import Count, CountOrZero
 from recipes.cli.markdown import markdown_table
+from recipes.cli.ranges import Count, CountOrZero
 from recipes.datasets.packing import Packing
 
 REFERENCE = "Pillow + DataLoader"

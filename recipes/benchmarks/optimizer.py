@@ -11,13 +11,14 @@ from omegaconf import DictConfig
 from recipes.benchmarks import training as bench_training
 from recipes.benchmarks import updates
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import Count
 from recipes.cli.results import config_and_folder, environment, write_json
 
 launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "device": str | None,
-    "num_threads": config_check.Count | None,
+    "num_threads": Count | None,
     "about": str | None,
     "updates": updates.UpdateBench | None,
     "training": bench_training.TrainingBench | None,

@@ -25,7 +25,7 @@ from recipes.benchmarks.allreduce import slowest, synchronize
 from recipes.benchmarks.baselines import CompressedDDPStrategy, SilentStrategy
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, numel
 from recipes.benchmarks.report import Timing
-from recipes.cli.config_check import Count, CountOrZero, NotNegative
+from recipes.cli.ranges import Count, CountOrZero, NotNegative
 
 STOCK, COMPRESSED = "ddp", "fp16_compress"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS, param_groups
-from recipes.cli.config_check import Count, CountOrZero
+from recipes.cli.ranges import Count, CountOrZero
 
 NUM_CLASSES = 1000
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.optim import LAMB, LARS
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.cli.config_check import CountOrZero
 from recipes.cli.markdown import markdown_table
 
 LOSS_SCALE = 1024.0
@@ -127,10 +127,13 @@ class UpdateBench:
 
     gradients: Sequence[str]
     arms: Sequence[str]
-    num_rounds: CountOrZero
-    num_warmup: CountOrZero = 5
+    num_rounds: int
+    num_warmup: int = 5
 
     def __post_init__(self) -> None:
+        # Not by the types of `config_check`: the check of a GPU imports this module where hydra may be missing.
+        for name in ("num_rounds", "num_warmup"):
+            require_whole(name, getattr(self, name), f"rounds are counted. Set updates.{name}=5", least=0)
         for key, names, known in (("gradients", self.gradients, GRADIENT_SETS), ("arms", self.arms, ARMS)):
             for name in names:
                 if name not in known:

@@ -24,18 +24,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 T = TypeVar("T")
-
-Count = Annotated[int, Field(gt=0)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Ranks = Literal[-1] | Annotated[int, Field(gt=0, le=10**6)]  # -1: all
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 OPEN_PACKAGES = "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
 """Packages whose classes may stand where an argument takes anything; elsewhere the class must be of the argument's."""

@@ -34,7 +34,7 @@ from lightning_hybrid.data.images.shards import (
     damaged_shards,
     shard_name,
 )
-from recipes.cli.config_check import CountOrZero, Seed
+from recipes.cli.ranges import CountOrZero, Seed
 
 PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
 NUM_SAMPLES = 64  # our choice: images whose mean size decides how many make a shard

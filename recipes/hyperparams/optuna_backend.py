@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.cli.config_check import CountOrZero, Seed
+from recipes.cli.ranges import CountOrZero, Seed
 from recipes.hyperparams.coarse_to_fine import Axis, Point
 from recipes.hyperparams.trial_log import Mode, TrialOutcome, rank_of
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import config_check, launch
-from recipes.cli.config_check import Count, CountOrZero
+from recipes.cli.ranges import Count, CountOrZero
 from recipes.cli.results import environment, write_json
 
 launch.register_resolvers()

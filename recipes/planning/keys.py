@@ -9,7 +9,7 @@ from torch import nn
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.simulate import Jitter
-from recipes.cli.config_check import Count, NotNegative, Positive
+from recipes.cli.ranges import Count, NotNegative, Positive
 from recipes.planning.scenario import Search
 
 SIMULATE_KEYS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
-from recipes.cli.config_check import CountOrZero
+from recipes.cli.ranges import CountOrZero
 from recipes.planning.layers import Layer, layers_of, measured_work, work_of
 
 

@@ -23,6 +23,7 @@ from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, M
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import config_check
+from recipes.cli.ranges import Count, Positive, Ranks
 from recipes.cli.world import num_ranks
 from recipes.planning.layers import layers_of, measured_work, work_of
 
@@ -30,19 +31,19 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 KEYS: dict[str, Any] = {
     "world.accelerator": str,
-    "world.devices": config_check.Ranks | list[int] | str,
-    "world.num_nodes": config_check.Ranks,
+    "world.devices": Ranks | list[int] | str,
+    "world.num_nodes": Ranks,
     "name": str,
     "about": str | None,
     "measure": Measurement,
     "samples": str | None,
     "inside": Literal["nvlink", "pci"],
-    "image_shape": list[config_check.Count],
-    "batch_size_per_rank": config_check.Count,
-    "images_per_s": config_check.Positive | None,
+    "image_shape": list[Count],
+    "batch_size_per_rank": Count,
+    "images_per_s": Positive | None,
     "profile": str | None,
     "plan": CommPlan,
-    "num_shown": config_check.Count,
+    "num_shown": Count,
     "run_dir": str,
     "model": nn.Module,
 }

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hybrid.models import forward_flops_per_image
-from recipes.cli.config_check import Count, NotNegative, Positive, Ranks, Seed
+from recipes.cli.ranges import Count, NotNegative, Positive, Ranks, Seed
 
 TRAIN_KEYS: dict[str, Any] = {
     "seed": Seed,

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.netlab.cluster import why_not
+from tests.recipes.conftest import collect_ignore_glob as without_hydra
 
 
 @pytest.fixture(scope="session")
@@ -10,3 +11,7 @@ def cluster_or_skip():
     """Skips where this machine cannot have one."""
     if reason := why_not():
         pytest.skip(reason)
+
+
+# Programs over those of tests/evidence, which need Hydra.
+collect_ignore = [] if not without_hydra else ["faults.py", "tuner.py"]

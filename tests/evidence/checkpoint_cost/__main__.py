@@ -8,12 +8,13 @@ from omegaconf import DictConfig
 from torch import nn
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import Count
 from recipes.cli.results import config_and_folder, environment, write_json
 from tests.evidence.checkpoint_cost import cases as bench_checkpoints
 
 launch.register_resolvers()
 
-KEYS: dict[str, Any] = {"about": str | None, "num_repeats": config_check.Count, "model": nn.Module, "run_dir": str}
+KEYS: dict[str, Any] = {"about": str | None, "num_repeats": Count, "model": nn.Module, "run_dir": str}
 
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/checkpoint_cost")

@@ -9,6 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import CountOrZero
 from recipes.cli.results import config_and_folder, environment
 from tests.evidence.endurance import growth_report
 
@@ -17,7 +18,7 @@ launch.register_resolvers()
 TRAIN = Path(__file__).resolve().parents[3] / "recipes" / "train.py"
 KEYS: dict[str, Any] = {
     "about": str | None,
-    "warmup_steps": config_check.CountOrZero,
+    "warmup_steps": CountOrZero,
     "samples": str | None,
     "train": list[str],
     "run_dir": str,

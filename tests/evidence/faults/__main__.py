@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import Count
 from recipes.cli.results import config_and_folder
 from tests.evidence.faults import case as fault_case
 from tests.evidence.faults import comm_cases, numerics_cases, replica_cases
@@ -21,7 +22,7 @@ launch.register_resolvers()
 KEYS: dict[str, Any] = {
     "about": str | None,
     "only": list[str] | None,
-    "at_once": config_check.Count,
+    "at_once": Count,
     "world": OneHost,
     "run_dir": str,
 }

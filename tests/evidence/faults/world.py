@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from recipes.cli.config_check import CountOrZero
+from recipes.cli.ranges import CountOrZero
 
 ROOT = Path(__file__).resolve().parents[3]
 

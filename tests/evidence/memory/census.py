@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid  # noqa: F401  registers the strategy
 from lightning_hybrid.optim import LAMB, LARS
-from recipes.cli import config_check
+from recipes.cli import ranges
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
@@ -172,9 +172,9 @@ class Census:
     """
 
     device: str = "cpu"
-    num_ranks: config_check.CountOrZero | None = None
-    width: config_check.Count = 512
-    depth: config_check.Count = 8
+    num_ranks: ranges.CountOrZero | None = None
+    width: ranges.Count = 512
+    depth: ranges.Count = 8
 
     def __post_init__(self) -> None:
         if self.device == "cpu" and not MAPS.exists():

@@ -7,6 +7,7 @@ import hydra
 from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
+from recipes.cli.ranges import CountOrZero, Seed
 from recipes.cli.results import config_and_folder
 from tests.evidence.faults import table as fault_table
 from tests.evidence.resume import trials
@@ -15,8 +16,8 @@ launch.register_resolvers()
 
 KEYS: dict[str, Any] = {
     "about": str | None,
-    "num_trials": config_check.CountOrZero,
-    "seed": config_check.Seed,
+    "num_trials": CountOrZero,
+    "seed": Seed,
     "own": list[str],
     "run_dir": str,
 }
