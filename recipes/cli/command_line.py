@@ -52,7 +52,7 @@ SYNONYMS = {
     "grad_clip": "gradient_clip_val",
     "compression": "comm_dtype",
 }
-"""Words of the field and of other trainers for keys of ours: the last word of a key."""
+"""Last words of keys, as the field and other trainers have them, and the words here."""
 
 
 def read(name: str) -> None:
