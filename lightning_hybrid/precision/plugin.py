@@ -144,8 +144,7 @@ class MasterWeightMixin(_Base):
 
     @property
     def _is_fit(self) -> bool:
-        module = self._lightning_module
-        return module is not None and module.trainer.state.fn == "fit"
+        return self._lightning_module is not None and self._lightning_module.trainer.state.fn == "fit"
 
     @property
     def _lightning_module(self) -> LightningModule | None:
@@ -335,8 +334,7 @@ class MasterWeightMixin(_Base):
 
     def _may_put_off_schedules(self) -> bool:
         # On CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well.
-        assert self._lightning_module is not None
-        trainer: Any = self._lightning_module.trainer
+        trainer: Any = self._lightning_module.trainer  # type: ignore[union-attr]
         every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
         all_by_steps = len(self._schedules) == self._num_schedules
