@@ -23,7 +23,7 @@ __all__ = [
     "MasterWeightPrecision",
     "StaticLossScale",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:
