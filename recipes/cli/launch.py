@@ -124,7 +124,9 @@ def short_errors() -> Iterator[None]:
 
 def message_of(error: Exception) -> str:
     """Format an error: what is wrong, the key of the part that could not be built, and what was given."""
-    where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
+    # Hydra 1.3 raises an error of its own with this line; 1.4 adds a note to the error itself.
+    said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
+    where = next((line for line in said if line.strip().startswith("full_key:")), "")
     cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
     notes = ("full_key:", "object_type=", "reference_type=")
     text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
