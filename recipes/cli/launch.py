@@ -36,6 +36,7 @@ from torch.distributed import DistError
 from lightning_hybrid.checkpoint.file import CheckpointWriteError
 from lightning_hybrid.strategy.rendezvous import RendezvousError
 from recipes.cli.preflight import LAUNCH_VARIABLES
+from recipes.cli.usage import UsageError, command
 from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
@@ -76,6 +77,7 @@ def register_resolvers() -> None:
         "steps_between_questions": steps_between_questions,
         "on_rank_zero": lambda value: value if is_rank_zero() else None,
         "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
+        "command": command,
         "offline_by_default": lambda: "WANDB_MODE" not in os.environ,
     }
     for name, function in resolvers.items():
@@ -119,7 +121,9 @@ def short_errors() -> Iterator[None]:
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        raise SystemExit(f"error: {message_of(error)}") from None
+        message = f"error: {message_of(error)}"
+        print(message, file=sys.stderr, flush=True)
+        raise UsageError(message) from None
 
 
 def message_of(error: Exception) -> str:

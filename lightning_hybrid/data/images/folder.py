@@ -73,8 +73,8 @@ class ImageFolder(ImageSource):
         return f"{self.folder}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
 
 
-def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
-    """Refuse a root without its splits, and say what is there instead.
+def check_root(root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root") -> None:
+    """Refuse a root without its splits, and say what is there instead; `key` is what the cure names.
 
     Raises:
         ValueError: There is no such folder, or a split is missing.
@@ -82,7 +82,7 @@ def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
     if not root.is_dir():
         raise ValueError(
             f"`root` (={root}) must be a folder that holds {' and '.join(f'{split}/' for split in splits)}: there is "
-            "no such folder. Set data.root=..."
+            f"no such folder. Set {key}=..."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
@@ -90,7 +90,7 @@ def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
         found = f"; {_some(archives)} is to be unpacked first" if archives else ""
         raise ValueError(
             f"`root` (={root}) must hold {' and '.join(f'{split}/' for split in splits)}: {missing[0]}/ is missing"
-            f"{found}. Set data.root to the folder above {' and '.join(f'{split}/' for split in splits)}."
+            f"{found}. Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}."
         )
 
 
