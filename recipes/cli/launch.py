@@ -66,6 +66,13 @@ def launch_id(otherwise: str) -> str:
     return otherwise
 
 
+def count_classes(root: str) -> int:
+    """Count the classes of the image set in `root`, see `imagenet.count_classes`."""
+    from lightning_hybrid.data.images import imagenet  # here: most commands read no images, and start without it
+
+    return imagenet.count_classes(root)
+
+
 def register_resolvers() -> None:
     """Register the functions that `conf` uses; before Hydra composes, and before a command is declared."""
     _bridge_hydra_versions()
@@ -74,6 +81,7 @@ def register_resolvers() -> None:
         "world_from_launcher": world_from_launcher,
         "product": lambda a, b: a * b,
         "accumulation": accumulation,
+        "count_classes": count_classes,
         "steps_between_questions": steps_between_questions,
         "on_rank_zero": lambda value: value if is_rank_zero() else None,
         "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
