@@ -7,6 +7,8 @@ state had the keys of Lightning's DeepSpeed strategy.
 
 from __future__ import annotations
 
+import re
+from contextlib import chdir
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,10 +18,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from lightning_hybrid import DynamicLossScale, HybridAllReduceStrategy
 from lightning_hybrid.checkpoint.apex import load_apex_state_
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 
+README = Path(__file__).parents[2] / "lightning_hybrid" / "strategy" / "README.md"
 DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
 
 
@@ -143,7 +147,7 @@ def groups_of(module):
     return [{"params": flat, "weight_decay": 0.0}, {"params": [p for p in module.parameters() if p.ndim > 1]}]
 
 
-def saved_by_apex_o2(make_optimizer):
+def saved_by_apex_o2(make_optimizer, groups=groups_of):
     """A checkpoint as apex's README has it, and the masters, after two steps of amp's O2 on random gradients.
 
     O2 casts all but BatchNorm to fp16, puts fp32 masters into `param_groups` in the place of fp16 parameters, steps on
@@ -152,7 +156,7 @@ def saved_by_apex_o2(make_optimizer):
     model, generator = toy.Toy(), torch.Generator().manual_seed(1)
     for child in model.net:
         child.float() if isinstance(child, nn.BatchNorm1d) else child.half()
-    optimizer, of = make_optimizer(groups_of(model)), {}
+    optimizer, of = make_optimizer(groups(model)), {}
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             if parameter.dtype is torch.float16:
@@ -236,6 +240,29 @@ def test_fused_optimizers_of_apex_hand_over_their_moments_and_the_step_of_each_g
     assert same_states(states, expected)
     assert set(steps) == {10.0}, "two of apex, eight of this run"
     assert rates == [0.01, 0.01]
+
+
+def fit_as_the_readme_says(folder):
+    block = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[-1]
+    names = {"torch": torch, "Classifier": toy.Toy, "load_apex_state_": load_apex_state_, "__name__": "readme"}
+    names["DynamicLossScale"] = DynamicLossScale
+    with chdir(folder):
+        exec(block, names)
+    strategy, look = HybridAllReduceStrategy(loss_scale=names["scale"]), LooksAtStart()
+    trainer = toy.trainer(strategy=strategy, precision="16-true", callbacks=[look], max_epochs=1)
+    trainer.fit(names["module"], toy.loader())
+    return look.weights, look.states, names["scale"].value
+
+
+def test_the_readmes_way_from_apex_is_right(one_rank, tmp_path):
+    saved = saved_by_apex_o2(sgd, groups=lambda module: module.parameters())
+    torch.save(saved, tmp_path / "apex.pt")
+    ((masters, states, scale),) = one_rank.run(fit_as_the_readme_says, str(tmp_path))
+    names = [name for name, _ in toy.Toy().named_parameters()]
+    expected = saved["model"] | dict(zip(names, saved["masters"], strict=True))
+    assert toy.same_bits(masters, {name: expected[name] for name in masters})
+    assert same_states(states, saved["optimizer"]["state"])
+    assert scale == 65536.0
 
 
 def test_keys_of_old_torch_are_mapped_by_order():
