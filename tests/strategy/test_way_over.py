@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import lightning_hybrid
 from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
@@ -24,15 +25,16 @@ from tests.data.images.pictures import write_root
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "lightning_hybrid" / "strategy" / "README.md"
 
-# Rows whose middle column is no Python: who proves them. `test_readme_commands.py` checks each command of the recipes.
+# Rows whose middle column is no Python: the file that proves them, and a word of it. `test_readme_commands.py` checks
+# the keys of commands.
 PROVED_BY = {
-    "`horovodrun": "tests/strategy/test_launch.py",
-    "`gradient_predivide_factor": "tests/comm/test_hook.py",
-    "`hvd.elastic": "tests/netlab/elastic.py",
-    "`autoresume": "tests/recipes/training/test_resume.py",
-    "`device_train_microbatch_size": "tests/recipes/training/test_train.py",
-    "`LabelSmoothing": "tests/recipes/training/test_classifier.py",
-    "`DatasetWriter": "tests/recipes/datasets/test_packing.py",
+    "`horovodrun": ("tests/strategy/test_launch.py", "torch.distributed.run"),
+    "`gradient_predivide_factor": ("tests/comm/test_hook.py", "split_divisor"),
+    "`hvd.elastic": ("tests/netlab/elastic.py", "--max-restarts"),
+    "`autoresume": ("tests/recipes/training/test_resume.py", "resume=auto"),
+    "`device_train_microbatch_size": ("tests/recipes/training/test_recipes.py", "max_batch_size_per_rank"),
+    "`LabelSmoothing": ("tests/recipes/training/test_classifier.py", "channels_last"),
+    "`DatasetWriter": ("tests/recipes/datasets/test_packing.py", "short_side"),
 }
 
 
@@ -69,9 +71,9 @@ def test_each_library_has_its_table_and_each_row_a_proof():
     assert [len(table) for table in rows().values()] == [8, 12, 10, 11, 10]
     for table in rows().values():
         for had, write in table:
-            proofs = [ROOT / proof for start, proof in PROVED_BY.items() if had.startswith(start)]
+            proofs = [proof for start, proof in PROVED_BY.items() if had.startswith(start)]
             assert expressions(write) or write.startswith("not here") or len(proofs) == 1, had
-            assert all(proof.is_file() for proof in proofs)
+            assert all(word in (ROOT / path).read_text() for path, word in proofs)
     everything = [had for table in rows().values() for had, _ in table]
     assert not [start for start in PROVED_BY if not any(had.startswith(start) for had in everything)]
 
@@ -147,6 +149,30 @@ def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
 
 
 # ---- what differs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "cure"),
+    [
+        (
+            {"ddp_comm_hook": default_hooks.fp16_compress_hook},
+            "give comm_dtype='float16'",
+        ),
+        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, .* use strategy='ddp'"),
+        ({"ddp_comm_state": object()}, "use strategy='ddp'"),
+        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "use strategy='ddp'"),
+        ({"model_averaging_period": 4}, "for local steps use strategy='ddp'"),
+    ],
+    ids=["fp16", "PowerSGD", "state", "wrapper", "local SGD"],
+)
+def test_hooks_of_ddp_are_refused_by_name_with_the_cure(option, cure):
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"`{name}` \(=.*{cure}"):
+        HybridAllReduceStrategy(**option)
+
+
+def test_lightnings_own_default_of_no_hook_is_accepted():
+    HybridAllReduceStrategy(ddp_comm_hook=None, ddp_comm_state=None, ddp_comm_wrapper=None, model_averaging_period=None)
 
 
 def changes(scales: list[int], is_change) -> list[int]:
