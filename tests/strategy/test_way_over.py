@@ -151,6 +151,48 @@ def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
 # ---- what differs ----------------------------------------------------------------------------------------------------
 
 
+class CompressesAsTorch(pl.Callback):
+    """Lightning registers hooks on CUDA only."""
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    def on_train_start(self, trainer, module):
+        trainer.strategy.model.register_comm_hook(None, self.hook)
+
+
+class Slope(pl.LightningModule):
+    """Its gradient is what the rank drew, from 1 to 2: after a division by 2 no number is subnormal in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def training_step(self, batch, batch_idx):
+        drawn = torch.rand(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+        return (self.weight * (1 + drawn)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def averages():
+    """The average by torch's hook, by ours, and without compression."""
+    hooked, found = CompressesAsTorch(default_hooks.fp16_compress_hook), []
+    ours = HybridAllReduceStrategy(comm_dtype="float16", ranks_per_node=1)
+    for strategy, callbacks in (("ddp", [hooked]), (ours, []), ("ddp", [])):
+        module = Slope()
+        toy.trainer(strategy=strategy, callbacks=callbacks, max_steps=1).fit(module, toy.loader())
+        found.append(-module.weight.detach())
+    return found
+
+
+def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
+    for hook, ours, uncompressed in two_ranks.run(averages):
+        assert torch.equal(ours, hook)
+        assert not torch.equal(ours, uncompressed)
+
+
 @pytest.mark.parametrize(
     ("option", "cure"),
     [
