@@ -243,9 +243,9 @@ def test_fused_optimizers_of_apex_hand_over_their_moments_and_the_step_of_each_g
 
 
 def fit_as_the_readme_says(folder):
-    block = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[-1]
-    names = {"torch": torch, "Classifier": toy.Toy, "load_apex_state_": load_apex_state_, "__name__": "readme"}
-    names["DynamicLossScale"] = DynamicLossScale
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if "load_apex_state_" in block)
+    names = {"torch": torch, "Classifier": toy.Toy, "DynamicLossScale": DynamicLossScale, "__name__": "readme"}
     with chdir(folder):
         exec(block, names)
     strategy, look = HybridAllReduceStrategy(loss_scale=names["scale"]), LooksAtStart()
