@@ -228,6 +228,20 @@ def holds_shards(folder: Path) -> bool:
     return (folder / INDEX_NAME).is_file() or (folder / shard_name(0)).is_file()
 
 
+def packed_classes(folder: Path) -> tuple[str, ...]:
+    """Return the names of a packed split's classes, and read nothing else of its index.
+
+    Raises:
+        ValueError: The index is missing or damaged.
+    """
+    path = folder / INDEX_NAME
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return tuple(str(name) for name in arrays["classes"])
+    except Exception:
+        return ShardedImages(folder).classes  # which says what is wrong
+
+
 def damaged_shards(folder: Path) -> list[str]:
     """Read every byte, and return the names of the shards whose bytes are not those that were packed."""
     images = ShardedImages(folder)

@@ -137,8 +137,8 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert tracked.column("val/acc") == curve
     assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
     assert tracked.exit_code == 0
-    lines = [line.split()[0] for line in out.strip().splitlines()[-6:]]
-    assert lines == ["test", "throughput", "skipped", "communication", "run", "picture"]
+    lines = [line.split()[0] for line in out.strip().splitlines()[-7:]]
+    assert lines == ["test", "validation", "throughput", "skipped", "communication", "run", "picture"]
 
 
 @pytest.mark.slow

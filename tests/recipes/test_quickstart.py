@@ -1,0 +1,26 @@
+"""The quick start: short, and what it says of itself is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run_program
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.py"
+
+
+def test_the_quick_start_is_as_long_as_a_page():
+    assert len([line for line in QUICKSTART.read_text().splitlines() if line]) <= 46
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_from_its_last_epoch_to_the_same_bits(tmp_path):
+    done = run_program(str(QUICKSTART), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"on (\d) ranks from step (\d+)", done.stdout) == [("2", "0"), ("2", "0"), ("2", "45")]
+    assert re.search("process 1 terminated|rank 1", done.stdout)  # by whichever is noticed first
+    assert "same bits: True" in done.stdout
+    assert Path(re.findall(r"report: (.*)", done.stdout)[0]).is_file()
