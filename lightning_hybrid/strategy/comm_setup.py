@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +35,7 @@ class CommSetupMixin:
 
     def _take_options(
         self,
-        ddp_kwargs: dict[str, Any],
+        ddp_kwargs: Mapping[str, Any],
         *,
         own: Any,
         algorithm: Any,
@@ -44,10 +45,11 @@ class CommSetupMixin:
         comm_dtype: str | torch.dtype | None,
         comm_dtype_across_nodes: str | torch.dtype | None,
         loss_scale: str | float | LossScale | None,
-    ) -> None:
-        # `own`: the strategy's own options, by name. What `ddp_kwargs` needs for them is put there.
+    ) -> dict[str, Any]:
+        # Returns the options for DDP. `own`: the strategy's, by name.
         refuse_unknown_options(ddp_kwargs, own=own)
-        bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
+        for_ddp = dict(ddp_kwargs)
+        bucket_bytes = one_bucket_size(bucket_bytes, for_ddp)
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
         self._comm_dtype = dtype_from(comm_dtype)
@@ -55,8 +57,8 @@ class CommSetupMixin:
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
-        ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
-        ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
+        for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
+        return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
     def _check_ranks_per_node(self) -> None:
         # Where ranks and world size are known first, before any process group.

@@ -87,7 +87,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        self._take_options(
+        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
+        for_ddp = self._take_options(
             ddp_kwargs,
             own=inspect.signature(FabricHybridAllReduceMixin).parameters,
             algorithm=algorithm,
@@ -110,7 +111,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **ddp_kwargs,
+            **for_ddp,
         )
 
     @property

@@ -103,7 +103,8 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        self._take_options(
+        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
+        for_ddp = self._take_options(
             ddp_kwargs,
             own=inspect.signature(HybridAllReduceMixin).parameters,
             algorithm=algorithm,
@@ -130,7 +131,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **ddp_kwargs,
+            **for_ddp,
         )
 
     _precision_type: type[MasterWeightMixin]  # of the same Lightning
