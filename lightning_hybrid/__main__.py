@@ -44,12 +44,16 @@ def programs() -> dict[str, Path]:
     return {path.stem.replace("_", "-"): path for path in sorted(recipes.glob("[!_]*.py"))}
 
 
+def docstring_of(path: Path) -> str:
+    """Return the docstring of a program, which is not imported."""
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
 def usage() -> str:
     """Format the commands, a line each: the start of the docstring of each program."""
     lines = ["Train large batches with PyTorch Lightning.", "", "  lightning-hybrid COMMAND [key=value ...]", ""]
     for name, path in programs().items():
-        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-        lines.append(f"  {name:<12}{re.split(r': |[.]', docstring)[0]}")
+        lines.append(f"  {name:<12}{re.split(r': |[.]', docstring_of(path))[0]}")
     lines += ["", "lightning-hybrid COMMAND --help shows what to set. Completion of commands and keys in bash:"]
     return "\n".join([*lines, '  eval "$(lightning-hybrid --shell-completion bash)"'])
 
@@ -93,6 +97,10 @@ def main() -> None:
         raise SystemExit(2)
     is_module = sys.modules["__main__"].__spec__ is not None
     started_as = "python -m lightning_hybrid" if is_module else "lightning-hybrid"
+    has_configuration = (path.parents[1] / "conf" / f"{path.stem}.yaml").exists()
+    if not has_configuration and {"-h", "--help"} & set(words):  # else Hydra answers
+        print(re.sub(rf"python (recipes/)?{path.name}", f"{started_as} {words[0]}", docstring_of(path)))
+        return
     sys.argv = [str(path), *words[1:]]
     sys.path.insert(0, str(path.parent))  # as Python does for a script
     runpy.run_path(str(path), {"STARTED_AS": started_as}, run_name="__main__")

@@ -14,13 +14,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
-if _program.parent == ROOT / "recipes":
-    if (ROOT / "conf" / f"{_program.stem}.yaml").exists():
-        from recipes.cli import command_line
+if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
+    from recipes.cli import command_line
 
-        command_line.read(_program.stem)
-    elif {"-h", "--help"} & set(sys.argv):
-        from recipes.cli import usage
-
-        print(usage.help_of(_program))
-        raise SystemExit(0)
+    command_line.read(_program.stem)

@@ -1,4 +1,4 @@
-"""Two processes train, one of them is killed, and the run goes on where it was, to the bit: `python quickstart.py`."""
+"""Two processes train, one is killed, and the run goes on where it was, to the bit: `python quickstart.py`."""
 
 import os
 import signal

@@ -54,12 +54,13 @@ def test_an_unknown_command_is_one_message_and_exit_code_2(word, hint):
     assert done.stderr == f"{rule}{hint}`lightning-hybrid --help` says what each does.\n"
 
 
-@pytest.mark.parametrize("name", ["gpu-check", "gpu_check", "simulate"])
+@pytest.mark.parametrize("name", ["gpu-check", "gpu_check", "quickstart", "simulate"])
 def test_a_command_is_the_program_of_its_name(name):
     done = console(name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"  lightning-hybrid {name.replace('_', '-')}" in done.stdout
-    assert "python recipes" not in done.stdout
+    assert f"lightning-hybrid {name}" in done.stdout.replace("gpu-check", name)
+    assert f"{name.replace('-', '_')}.py" not in done.stdout
+    assert len(done.stdout.splitlines()) <= 24
 
 
 def test_as_a_module_it_runs_the_same_program(tmp_path):

@@ -40,7 +40,7 @@ class Installed:
         environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
         command = [str(self.programs / words[0]), *words[1:]]
         done = subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stderr if code else done.stdout
@@ -83,10 +83,10 @@ def test_the_wheel_holds_what_runs_and_neither_records_nor_tests(installed):
 
 def test_nothing_of_the_checkout_is_imported(installed):
     said = installed.run("python", "-c", "import lightning_hybrid, sys; print(lightning_hybrid.__file__, *sys.path)")
-    assert str(ROOT) not in said.split()
-    assert said.startswith(str(installed.programs.parent))
-    typed = installed.run("python", "-c", "import lightning_hybrid as x; print(x.__file__[:-11])").strip()
-    assert Path(typed, "py.typed").exists()
+    file, *path = said.split()
+    assert str(ROOT) not in path
+    assert file.startswith(str(installed.programs.parent))
+    assert Path(file).with_name("py.typed").exists()
 
 
 def test_train_and_report(installed):
@@ -114,8 +114,6 @@ def test_simulate_and_pack(installed):
     wrong = installed.run("lightning-hybrid", "pack", "root=nowhere", "out=nothing", code=2)
     assert wrong.startswith("error: `root` (=nowhere) must be a folder")
     assert wrong.endswith("Set root=...\n")
-    wrong = installed.run("lightning-hybrid", "train", "data=imagenet", "data.root=nowhere", "model=resnet50", code=2)
-    assert wrong.splitlines()[-1].startswith("error: `root` (=nowhere) must be a folder")
 
 
 def test_bench_and_tune_on_two_ranks(installed):
@@ -123,7 +121,7 @@ def test_bench_and_tune_on_two_ranks(installed):
     assert "2 ranks = 1 node x 2" in installed.run("lightning-hybrid", "bench", *PROCESSES, *small)
     network = ["model=alexnet_bn", "image_shape=[1,16,16]", "measure.max_bytes=65536", "measure.num_rounds=3"]
     said = installed.run("lightning-hybrid", "tune", *PROCESSES, *network, "measure.limit_s=30", "hydra.run.dir=tuned")
-    assert "  lightning-hybrid train strategy.plan=tuned/plan.json" in said.splitlines()
+    assert f"  lightning-hybrid train strategy.plan={installed.folder}/tuned/plan.json" in said.splitlines()
 
 
 def test_search_and_claims(installed):

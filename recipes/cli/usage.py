@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
@@ -24,9 +23,3 @@ def command(name: str) -> str:
         return f"{started_as} {name.replace('_', '-')}"
     path = RECIPES / f"{name}.py"
     return f"python {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
-
-
-def help_of(program: Path) -> str:
-    """Return the help of a program without a configuration of Hydra's: its docstring."""
-    docstring = ast.get_docstring(ast.parse(program.read_text())) or ""
-    return docstring.replace(f"python recipes/{program.name}", command(program.stem))

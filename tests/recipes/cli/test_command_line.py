@@ -69,7 +69,7 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
     rows = [line[2:].partition("  ")[0] for line in lines[2:] if re.match(r"  [a-z_.]+=", line)]
     keys = {key for row in rows for key in re.findall(r"(?:^| )([a-z_.]+)=", row)}
     assert 3 <= len(rows) <= 11
-    more = ["data=imagenet"] if name == "train" else []
+    more = ["data=images"] if name == "train" else []
     there = {*command_line.keys_of(command_line.composed(name, more)[0]), "hydra.run.dir", "recipe"}
     assert keys <= there
 
@@ -83,14 +83,6 @@ def test_help_and_refusals_import_no_torch():
         "error: `optm.lr` (=3) must be a key of the configuration, and is none. Did you mean optim.lr=3? `python "
         "recipes/train.py --cfg job` prints every key.\n"
     )
-
-
-def test_the_check_of_a_gpu_helps_without_torch_and_without_hydra():
-    helped = ran("recipes/gpu_check.py", "--help")
-    lines = helped.stdout.splitlines()
-    assert (helped.returncode, lines[-1], helped.stderr) == (0, "False", "")
-    assert len(lines) <= 25
-    assert "  python recipes/gpu_check.py" in lines
 
 
 # ---- what cannot be composed -----------------------------------------------------------------------------------------
