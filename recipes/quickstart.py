@@ -18,8 +18,9 @@ data = TensorDataset(images.float() / 16, labels)  # your own data
 
 
 class Classifier(pl.LightningModule):  # your own module
-    def __init__(self):
+    def __init__(self, kill_at_step):
         super().__init__()
+        self.kill_at_step = kill_at_step
         self.net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
 
     def training_step(self, batch, batch_idx):
@@ -36,14 +37,13 @@ class Classifier(pl.LightningModule):  # your own module
 
 def train(folder, kill_at_step=None):
     pl.seed_everything(0)
-    module = Classifier()
-    module.kill_at_step = kill_at_step
+    module = Classifier(kill_at_step)
     callbacks = [pl.callbacks.ModelCheckpoint(folder, save_last=True), TrainingMetrics(), RunReport(folder)]
     two = {"accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu", "devices": 2}
     rest = {"max_epochs": 6, "callbacks": callbacks, "logger": False, "enable_model_summary": False}
-    # A script that fits once has no need of "_fork".
+    # "_fork" because this script fits three times; usually it is "hybrid_allreduce".
     trainer = pl.Trainer(strategy="hybrid_allreduce_fork", precision="16-true", **two, **rest)
-    trainer.fit(module, DataLoader(data, batch_size=64, shuffle=True), ckpt_path="last")  # none yet: begins
+    trainer.fit(module, DataLoader(data, 64, shuffle=True), ckpt_path="last" if os.path.isdir(folder) else None)
     return module.state_dict()
 
 

@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run_program
+from tests.test_readme import ROOT, python_blocks
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.py"
+QUICKSTART = ROOT / "recipes" / "quickstart.py"
 
 
 def test_the_quick_start_is_as_long_as_a_page():
     assert len([line for line in QUICKSTART.read_text().splitlines() if line]) <= 46
+
+
+def test_what_the_first_page_quotes_of_it_is_there_word_for_word():
+    quoted = [block for block in python_blocks(ROOT / "README.md") if "_fork" in block or "kill_at_step" in block]
+    assert [block for block in quoted if block not in QUICKSTART.read_text()] == []
 
 
 @pytest.mark.long
