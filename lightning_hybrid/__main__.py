@@ -3,8 +3,8 @@
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train
 
-A wheel holds `recipes` and `conf` in a folder of this package. The script runs this file without importing the package:
-see `console_script.py`.
+A wheel holds `recipes` and `conf` in a folder of this package. Nothing here imports torch: that takes seconds, and a
+help or the answer to a misspelt word should not.
 """
 
 from __future__ import annotations

@@ -67,10 +67,7 @@ def installed(tmp_path_factory):
 
 def test_the_wheel_holds_what_runs_and_neither_records_nor_tests(installed):
     names = zipfile.ZipFile(installed.wheel).namelist()
-    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
-        "lightning_hybrid",
-        "lightning_hybrid_console.py",
-    }
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"lightning_hybrid"}
     assert {"lightning_hybrid/_app/conf/train.yaml", "lightning_hybrid/_app/recipes/train.py"} <= set(names)
     assert not [name for name in names if "record" in name or "evidence" in name or "/tests/" in name]
     assert installed.wheel.stat().st_size < 1_000_000

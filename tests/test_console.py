@@ -18,14 +18,14 @@ COMMANDS = sorted(path.stem.replace("_", "-") for path in (ROOT / "recipes").glo
 SCRIPT = """
 import sys
 sys.modules["torch"] = None
-from console_script import run
-run()
+from lightning_hybrid.__main__ import main
+main()
 """
 
 
 def console(*words):
     """`lightning-hybrid *words`, where torch cannot be imported."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'lightning_hybrid'}", "HYDRA_FULL_ERROR": "0"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"}
     command = [sys.executable, "-c", SCRIPT, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
