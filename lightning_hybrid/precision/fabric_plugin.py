@@ -78,7 +78,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self._averages = averages
 
     def connect_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that cannot work; let it load its state as fp32, by whoever calls `load_state_dict`."""
+        """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
         check_optimizer(optimizer, self.precision)
         self.optimizer_steps.of(optimizer)
         step = partial(self._step_past_lightning, optimizer)

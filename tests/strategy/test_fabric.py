@@ -224,6 +224,21 @@ def test_a_checkpoint_of_fabric_loads_into_plain_ddp(one_rank, tmp_path):
     assert remainder == ["MasterWeightPrecision"]
 
 
+@ends_what_it_makes
+def masters_of_ranks_that_begin_apart():
+    fabric = fabric_of()
+    net = nn.Linear(12, 3)
+    torch.nn.init.constant_(net.weight, 1 / (3 + fabric.global_rank))
+    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return toy.weights(net)
+
+
+def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
+    one, other = two_ranks.run(masters_of_ranks_that_begin_apart)
+    assert toy.same_bits(one, other)
+    assert torch.equal(one["weight"], torch.full((3, 12), 1 / 3))
+
+
 # ---- several modules, accumulation, overflow -----------------------------------------------------------------------
 
 
