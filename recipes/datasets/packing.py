@@ -114,7 +114,7 @@ class Packing:
         Raises:
             ValueError: `root` is incomplete, `out` holds another packing, or too many images are corrupt.
         """
-        check_root(Path(self.root), self.splits)
+        check_root(Path(self.root), self.splits, key="root")
         sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}
         return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
 

@@ -92,8 +92,8 @@ def num_images_up_to(folder: Path, most: int) -> int:
     return found
 
 
-def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
-    """Refuse a root without its splits, and say what is there instead.
+def check_root(root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root") -> None:
+    """Refuse a root without its splits, and say what is there instead; `key` is what the cure names.
 
     Raises:
         ValueError: There is no such folder, or a split is missing.
@@ -101,13 +101,13 @@ def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
     if not root.is_dir():
         raise ValueError(
             f"`root` (={root}) must be a folder that holds {' and '.join(f'{split}/' for split in splits)}: there is "
-            "no such folder. Set data.root=..."
+            f"no such folder. Set {key}=..."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
         archives = _entries(root)[2]
         found = f"; {_some(archives)} is to be unpacked first" if archives else ""
-        above = f"Set data.root to the folder above {' and '.join(f'{split}/' for split in splits)}"
+        above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
         if missing == ["val"]:
             above = "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
         raise ValueError(

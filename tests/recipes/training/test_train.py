@@ -144,7 +144,7 @@ def test_the_main_job_learns_the_digits(tmp_path):
 @pytest.mark.slow
 def test_a_mistake_ends_in_one_message(tmp_path):
     done = run(*SHORT, "global_batch_size=127", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("error: `global_batch_size` (=127) must be a multiple of")
