@@ -150,7 +150,7 @@ _TABLE = (
         meaning="Time since training began, validation included; without the work of an interrupted run after its last "
         "checkpoint and the time until it was resumed.",
     ),
-    _timed(name=RECALIBRATION_S, unit="s", meaning="Time to compute BatchNorm's statistics anew before a validation."),
+    _timed(name=RECALIBRATION_S, unit="s", meaning="Time to compute BatchNorm's statistics again before a validation."),
     _timed(
         name=TIME_TO_ACCURACY_TRAIN_S,
         unit="s",

@@ -24,7 +24,7 @@ from lightning_hybrid.checks import require_whole
 
 
 class RecalibrateBatchNorm(Callback):
-    """A callback that computes BatchNorm's statistics anew, on training images, before each validation and test.
+    """A callback that recomputes BatchNorm's statistics on training images, before each validation and test.
 
     Running statistics are a moving average over batches of past weights. Where weights move fast and updates are few,
     as with large batches, they belong to no network that ever was, and validation measures that. Here, with B batches

@@ -90,7 +90,7 @@ def orthogonalized_all(
     """Orthogonalise many tensors; with `group`, each of its ranks does a part and sends it to the others.
 
     Every rank of the group must call it, with the same shapes, in the same order; afterwards all ranks hold the same
-    bits, those of `orthogonalized` on the rank that did the work. Parts are alike in `num_flops`. Bytes that each rank
+    bits, those of `orthogonalized` on the rank that did the work. Parts are about equal in `num_flops`. Bytes that each rank
     receives: those of the results of all others.
 
     Args:
