@@ -90,8 +90,8 @@ def orthogonalized_all(
     """Orthogonalise many tensors; with `group`, each of its ranks does a part and sends it to the others.
 
     Every rank of the group must call it, with the same shapes, in the same order; afterwards all ranks hold the same
-    bits, those of `orthogonalized` on the rank that did the work. Parts are about equal in `num_flops`. Bytes that each rank
-    receives: those of the results of all others.
+    bits, those of `orthogonalized` on the rank that did the work. Parts are about equal in `num_flops`. A rank receives
+    the bytes of the results of all others.
 
     Args:
         shapes: Of all tensors.
