@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
@@ -40,8 +36,15 @@ from lightning_hybrid.precision.skipped_steps import (
 )
 from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
 
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import Steppable
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.plugins.precision import Precision as _Base
+else:
+    _Base = object
 
-class MasterWeightPrecision(Precision):
+
+class MasterWeightMixin(_Base):
     """A plugin for an fp16 (or bf16) model and gradients with fp32 masters, optimizer state and normalisation layers.
 
     One step, with scale `s`, masters `w` and the loss `L`:
@@ -141,11 +144,16 @@ class MasterWeightPrecision(Precision):
 
     @property
     def _is_fit(self) -> bool:
-        return isinstance(self._module, LightningModule) and self._module.trainer.state.fn == TrainerFn.FITTING
+        return self._lightning_module is not None and self._lightning_module.trainer.state.fn == "fit"
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        is_one = isinstance(self._module, lightning_types("pytorch.LightningModule"))
+        return self._module if is_one else None  # type: ignore[return-value]
 
     def _convert(self) -> None:
         assert self._module is not None
-        is_evaluated = isinstance(self._module, LightningModule) and not self._is_fit
+        is_evaluated = self._lightning_module is not None and not self._is_fit
         self.masters = MasterWeights(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
         self.masters.hooks.step_context = self.forward_context
 
@@ -166,10 +174,10 @@ class MasterWeightPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
-        trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
+        trainer = None if self._lightning_module is None else self._lightning_module.trainer
         # Refused before training, and not noticed in a checkpoint.
         if trainer is not None and not self._has_strategy:
-            raise MisconfigurationException(
+            raise misconfiguration(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
                 "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
                 "with one device as well."
@@ -302,7 +310,7 @@ class MasterWeightPrecision(Precision):
 
     @property
     def _is_automatic(self) -> bool:
-        return not isinstance(self._module, LightningModule) or self._module.automatic_optimization
+        return getattr(self._module, "automatic_optimization", True)
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
@@ -326,8 +334,8 @@ class MasterWeightPrecision(Precision):
 
     def _may_put_off_schedules(self) -> bool:
         # On CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well.
-        assert isinstance(self._module, LightningModule)
-        trainer, every = self._module.trainer, self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        trainer: Any = self._lightning_module.trainer  # type: ignore[union-attr]
+        every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
         all_by_steps = len(self._schedules) == self._num_schedules
         return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
@@ -340,8 +348,8 @@ class MasterWeightPrecision(Precision):
         """Run deferred schedules, and raise `EndlessOverflowError` if no logged step has seen the overflow yet."""
         self.run_deferred_schedules()
         for state in self.optimizer_steps:
-            assert isinstance(self._module, LightningModule)
-            raise_if_stuck(state, self._module, self._last_loss)
+            assert self._lightning_module is not None
+            raise_if_stuck(state, self._lightning_module, self._last_loss)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 # From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Overflow
 # that still lasts after 40 steps in a row comes from non-finite numbers that no scale can cure.

@@ -7,24 +7,18 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
-from lightning_hybrid.precision import MasterWeightPrecision
-from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
+from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
@@ -39,18 +33,25 @@ from lightning_hybrid.strategy.arguments import (
     refuse_two_precisions,
     refuse_unknown_options,
     refuse_what_is_not_averaged,
-    register_variants,
     tune_from,
     user_moves_batches,
 )
 from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+
     from lightning_hybrid.strategy.plan_tuning import FitTuning
+else:
+    _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, DDPStrategy):
+class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -107,7 +108,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceStrategy).parameters)
+        refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceMixin).parameters)
         bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
@@ -116,7 +117,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         self.link_bytes_per_s = rate_from(link_bytes_per_s)
         self._ranks_per_node, self._trace_dir, self._loss_scale = ranks_per_node, trace_dir, loss_scale
         if loss_scale is not None:
-            MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
+            loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
@@ -138,6 +139,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             **ddp_kwargs,
         )
 
+    _precision_type: type[MasterWeightMixin]  # of the same Lightning
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
 
     @property
@@ -148,14 +150,14 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Put master weights in the place of Lightning's plain half precision; leave everything else."""
-        if isinstance(plugin, HalfPrecision):
+        if isinstance(plugin, lightning_types("pytorch.plugins.precision.HalfPrecision")):
             scale = self._loss_scale if plugin.precision == "16-true" else None
-            plugin = MasterWeightPrecision(plugin.precision, loss_scale=scale)
+            plugin = self._precision_type(plugin.precision, loss_scale=scale)
         self._precision_plugin = plugin
 
     @property
-    def _half(self) -> MasterWeightPrecision | None:
-        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightPrecision) else None
+    def _half(self) -> MasterWeightMixin | None:
+        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
 
     @property
     def _masters(self) -> MasterWeights | None:
@@ -206,7 +208,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up as DDP, after checking that there is something to train."""
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
         with self._waiting_for_ranks():
@@ -220,7 +222,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         if self._half is not None:
             assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
-            if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            if self.lightning_module.trainer.state.fn == "fit":
                 self.setup_optimizers(self.lightning_module.trainer)
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
@@ -292,7 +294,8 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         dataloader = super().process_dataloader(dataloader)
         if user_moves_batches(self.lightning_module):
             return dataloader
-        _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning looks for a DataLoader, which this hides
+        # Lightning looks for a DataLoader, which the prefetcher hides.
+        lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(dataloader, self.global_rank)
         compute_dtype = None if self._masters is None else self._masters.dtype
         return prefetch(dataloader, self.root_device, compute_dtype)  # type: ignore[arg-type]
 
@@ -339,10 +342,11 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         masters = self._masters
         if masters is None:
             return super().load_optimizer_state_dict(checkpoint)
+        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             with masters.swapped_in(optimizer):
                 optimizer.load_state_dict(state)
-                _optimizer_to_device(optimizer, self.root_device)
+                to_device(optimizer, self.root_device)
         return None
 
     # ---- end -------------------------------------------------------------------------------------------------------
@@ -371,7 +375,4 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
-        register_variants(strategy_registry, cls)
-
-
-HybridAllReduceStrategy.register_strategies(StrategyRegistry)
+        register_names(strategy_registry, cls)

@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.fabric.utilities.seed import reset_seed
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hybrid.lightning_names import lightning_function
 
 # Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
@@ -191,7 +191,7 @@ class RendezvousMixin:
         """
         mine: Any = self
         # As Lightning's own `setup_distributed` (2.6), but for the store.
-        reset_seed()
+        lightning_function("fabric.utilities.seed.reset_seed")()
         mine.set_world_ranks()
         mine._process_group_backend = mine._get_process_group_backend()
         environment, kwargs = mine.cluster_environment, dict[str, Any](timeout=mine._timeout)
@@ -205,7 +205,8 @@ class RendezvousMixin:
                 timeout=mine._timeout,
             )
         try:
-            _init_dist_connection(environment, mine._process_group_backend, **kwargs)
+            connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
+            connect(environment, mine._process_group_backend, **kwargs)
         except dist.DistError as error:
             raise RendezvousError(
                 f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
