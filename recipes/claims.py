@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
     "seeds": list[Seed],
     "study": dict,
     "study.arms": dict[str, dict],
-    "study.precisions": dict[str, dict],
+    "study.precisions": dict[str, list[str]],
     "run_dir": str,
 }
 
