@@ -223,7 +223,7 @@ class MasterWeightMixin(_Base):
         assert self.masters is not None
         is_manual, averages = not module.automatic_optimization, self._is_last_backward()
         self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
-        self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
+        self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=lambda _: averages)
         if averages:
             self.masters.return_sums()
         if self._scale is not None:
@@ -241,11 +241,11 @@ class MasterWeightMixin(_Base):
         """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last."""
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
-        is_local = not self._is_last_backward()
+        is_local, to_fp32 = not self._is_last_backward(), self.masters.gradient_fp32
         if not module.automatic_optimization:
             # Unscaled at once: user code may read, clip and change them from now on.
-            for parameters in self.optimizer_steps.parameters_by_optimizer(module):
-                self._unscaled.unscale(parameters, self._scale, to_fp32=self.masters.gradient_fp32, is_local=is_local)
+            for parameters in self.optimizer_steps.parameters_by_optimizer(module.parameters()):
+                self._unscaled.unscale(parameters, self._scale, to_fp32=to_fp32, is_local=lambda _: is_local)
             self._unscaled.put_back()
         elif is_local:
             self.masters.sum_gradients()
@@ -323,12 +323,12 @@ class MasterWeightMixin(_Base):
         if found_inf is not None:
             state.count(found_inf)
 
-    def _stop_if_stuck(self, state: OptimizerStepState, model: LightningModule) -> None:
+    def _stop_if_stuck(self, state: OptimizerStepState, model: Any, *, is_end: bool = False) -> None:
         # Only where the host knows of a skip, and at logged steps: else it would wait for the device in each step.
-        flag, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        flag, every = state.skip_flag, model.trainer.log_every_n_steps
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
-        if is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
-            raise_if_stuck(state, model, self._last_loss)
+        if is_end or is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
+            raise_if_stuck(state, model, self._last_loss, step=f"global step {model.trainer.global_step}")
 
     # ---- schedules -------------------------------------------------------------------------------------------------
 
@@ -348,8 +348,7 @@ class MasterWeightMixin(_Base):
         """Run deferred schedules, and raise `EndlessOverflowError` if no logged step has seen the overflow yet."""
         self.run_deferred_schedules()
         for state in self.optimizer_steps:
-            assert self._lightning_module is not None
-            raise_if_stuck(state, self._lightning_module, self._last_loss)
+            self._stop_if_stuck(state, self._lightning_module, is_end=True)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

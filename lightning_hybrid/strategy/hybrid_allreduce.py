@@ -8,34 +8,29 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, average_bucket
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
-from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
+from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
-    ask_planner,
     bucket_caps_for_ddp,
-    dtype_from,
-    one_bucket_size,
-    plan_from,
     rate_from,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
     refuse_two_precisions,
-    refuse_unknown_options,
     refuse_what_is_not_averaged,
     tune_from,
     user_moves_batches,
 )
+from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReportMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
@@ -51,7 +46,7 @@ else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
+class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -108,25 +103,25 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceMixin).parameters)
-        bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
-        self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
-        self._planner = plan if isinstance(plan, Planner) else None
-        self._comm_dtype = dtype_from(comm_dtype)
-        self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
-        self.link_bytes_per_s = rate_from(link_bytes_per_s)
-        self._ranks_per_node, self._trace_dir, self._loss_scale = ranks_per_node, trace_dir, loss_scale
-        if loss_scale is not None:
-            loss_scale_from(loss_scale)  # a bad value is refused here, not in training
+        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
+        for_ddp = self._take_options(
+            ddp_kwargs,
+            own=inspect.signature(HybridAllReduceMixin).parameters,
+            algorithm=algorithm,
+            ranks_per_node=ranks_per_node,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            comm_dtype=comm_dtype,
+            comm_dtype_across_nodes=comm_dtype_across_nodes,
+            loss_scale=loss_scale,
+        )
+        self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
         self._engine: CommEngine | None = None
-        self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         self._has_optimizers = False  # made before the module was converted
-        ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
-        ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -136,11 +131,10 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **ddp_kwargs,
+            **for_ddp,
         )
 
     _precision_type: type[MasterWeightMixin]  # of the same Lightning
-    communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
 
     @property
     def precision_plugin(self) -> Precision:
@@ -183,16 +177,7 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
     def set_world_ranks(self) -> None:
         """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
         super().set_world_ranks()
-        if self._ranks_per_node is not None and self.cluster_environment is not None:
-            self._discover_topology()
-
-    def _discover_topology(self) -> Topology:
-        # Collective, unless the user said it by `ranks_per_node`.
-        if self._ranks_per_node is None:
-            return Topology.discover()
-        return Topology.from_ranks_per_node(
-            rank=self.global_rank, world_size=self.world_size, ranks_per_node=self._ranks_per_node
-        )
+        self._check_ranks_per_node()
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
@@ -214,6 +199,7 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
         with self._waiting_for_ranks():
             super().setup(trainer)
         if self._engine is not None:
+            self._share_work(self.optimizers)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
@@ -230,16 +216,8 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
     def configure_ddp(self) -> None:
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
         assert isinstance(self.model, nn.Module)
-        ignored = set(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
-        self._averaged_parameters = {
-            id(parameter)
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad or name in ignored
-        }
-        self._topology = self._discover_topology()
-        if self._planner is not None:
-            dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
-            self._plan = ask_planner(self._planner, self.model, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
+        self._averaged_parameters, ignored = trained_parameters(self.model)
+        self._find_plan(self.model)
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -254,25 +232,12 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        assert self._timeout is not None
-        self._engine = CommEngine(
-            topology=self._topology,
-            plan=self._plan,
-            timeout=self._timeout,
-            device=self.root_device,
-            trace=CommTrace(keep_events=self._trace_dir is not None),
-            dtype_across_nodes=self._dtype_across_nodes,
-        )
+        self._engine = self._new_engine(keep_events=self._trace_dir is not None)
         self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
-        self._note_plan(self._plan)
-        rank_zero_info(self.communication_plan)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 
             self._tuning = FitTuning(self._engine, self._tune, self._tune_cache_dir, on_plan=self._note_plan)
-
-    def _note_plan(self, plan: CommPlan) -> None:
-        self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -366,6 +331,7 @@ class HybridAllReduceMixin(DurableCheckpointMixin, RendezvousMixin, FailureRepor
                 if self._trace_dir is not None:
                     engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
         finally:
+            self._end_shared_work(self.optimizers)
             self._averaged_parameters = None
             if self._masters is not None:
                 self._masters.restore()  # before Lightning moves the module away from its masters

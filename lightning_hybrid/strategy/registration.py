@@ -1,4 +1,4 @@
-"""The names that `Trainer(strategy=...)` knows, in the registry of each Lightning: at once, or when it is imported."""
+"""The names that Trainer and Fabric know, in the registry of each Lightning: at once, or when it is imported."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ MISSPELT = (
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_hybrid.flavours.lightning_pytorch"),
     "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_hybrid.flavours.pytorch_lightning"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_hybrid.flavours.fabric"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_hybrid.flavours.lightning_fabric"),
 }
 
 

@@ -183,16 +183,27 @@ def _first_line(error: BaseException) -> str:
 class RendezvousMixin:
     """Strategy mixin: make the process group by `meet`, except under torchrun, whose agents have their store."""
 
+    # As Lightning's own methods (2.6), but for the store.
+
     def setup_distributed(self) -> None:
-        """Set up as DDP, with the store of `meet`.
+        """Set up as the Trainer's DDP, with the store of `meet`.
 
         Raises:
             RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
         """
         mine: Any = self
-        # As Lightning's own `setup_distributed` (2.6), but for the store.
         lightning_function("fabric.utilities.seed.reset_seed")()
         mine.set_world_ranks()
+        self._connect_ranks()
+
+    def _setup_distributed(self) -> None:
+        # Fabric's name of it.
+        mine: Any = self
+        mine._set_world_ranks()
+        self._connect_ranks()
+
+    def _connect_ranks(self) -> None:
+        mine: Any = self
         mine._process_group_backend = mine._get_process_group_backend()
         environment, kwargs = mine.cluster_environment, dict[str, Any](timeout=mine._timeout)
         kwargs["device_id"] = mine.root_device if mine.root_device.type != "cpu" else None

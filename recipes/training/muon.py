@@ -1,4 +1,4 @@
-"""torch's Muon on flattened kernels with SGD for the rest: an arm of the study beside `direction="orthogonal"`."""
+"""torch's Muon on flattened kernels, SGD for the rest: an arm of the study, next to `direction="orthogonal"`."""
 
 from __future__ import annotations
 

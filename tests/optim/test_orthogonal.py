@@ -4,12 +4,15 @@ import copy
 import io
 import itertools
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_hybrid.optim import LARS
+from lightning_hybrid.optim import LARS, param_groups
 from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
+from tests import toy
 from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
 
 SHAPES = [(6, 5), (8, 3, 3, 3), (4, 40), (7,), (), (1, 9), (0, 3)]
@@ -285,3 +288,36 @@ def test_a_group_that_is_set_is_in_no_pickle():
     optimizer = LARS([nn.Parameter(param.detach())], lr=1.0, direction="orthogonal")
     optimizer.work_group = object()
     assert copy.deepcopy(optimizer).work_group is None
+
+
+def _fit(shares, precision):
+    module = toy.Toy()
+    module.configure_optimizers = lambda: LARS(
+        param_groups(module, weight_decay=1e-3), lr=2.0, direction="orthogonal", excluded_lr_mult=0.01
+    )
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if not shares:
+                trainer.optimizers[0].work_group = None
+            seen.append(trainer.optimizers[0].work_group)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="hybrid_allreduce", precision=precision, max_steps=5, logger=False,
+        callbacks=Looks(), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(toy.Blobs(), batch_size=8))
+    assert trainer.optimizers == [] or trainer.optimizers[0].work_group is None
+    return [param.detach() for param in module.parameters()], [group is not None for group in seen]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_in_a_fit_the_ranks_of_a_node_share_the_work(two_ranks, precision):
+    """The first step of the second fit is shared, too: all bits are the same either way."""
+    (shared, did), (other, _) = two_ranks.run(_fit, True, precision)
+    (alone, did_not), _ = two_ranks.run(_fit, False, precision)
+    assert did == [True] * 5
+    assert did_not == [False] * 5
+    assert_same_bits(shared, other)
+    assert_same_bits(shared, alone)

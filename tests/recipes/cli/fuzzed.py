@@ -163,7 +163,7 @@ def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
         except WorkStartsError:
             pass
         except SystemExit as end:
-            return "error", str(end.code)
+            return "error", str(end)
     return "built", ""
 
 
