@@ -29,7 +29,7 @@ __all__ = [
     "MasterWeightPrecision",
     "StaticLossScale",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LOSS_SCALES = ("DynamicLossScale", "LossScale", "StaticLossScale")
 

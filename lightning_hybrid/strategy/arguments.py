@@ -53,9 +53,12 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            if value is None:  # Lightning's own default
+                continue
             raise ValueError(
                 f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
-                f"hook. For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."
+                "hook. In place of fp16_compress_hook give comm_dtype='float16', in place of bf16_compress_hook "
+                "comm_dtype='bfloat16'; for another hook, such as PowerSGD, or for local steps use strategy='ddp'."
             )
         if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
             raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
