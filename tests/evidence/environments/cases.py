@@ -247,7 +247,7 @@ STREAMS = [
         fault="| head -1",
         goes_on=True,
         phase="end",
-        names=("test accuracy",),
+        names=("standard output takes no more (Broken pipe)",),
         overrides=ALONE,
         wrapper=_sh('set -o pipefail; "$@" | head -n 1'),
     ),
