@@ -78,7 +78,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self._averages = averages
 
     def connect_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that cannot work; let every `load_state_dict` keep its state in fp32."""
+        """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
         check_optimizer(optimizer, self.precision)
         self.optimizer_steps.of(optimizer)
         step = partial(self._step_past_lightning, optimizer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
@@ -26,6 +28,7 @@ class CommSetupMixin:
     """Strategy mixin: take the options of communication, and make the engine that carries them out."""
 
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    _work_group: dist.ProcessGroup | None = None
     _topology: Topology  # known when DDP is configured
     cluster_environment: Any
     global_rank: int
@@ -94,6 +97,22 @@ class CommSetupMixin:
         self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)
         return engine
+
+    def _share_work(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
+        sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
+        if sharing and self.world_size > self._topology.num_nodes:
+            nodes = [list(node) for node in self._topology.nodes]
+            self._work_group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)
+            for one in sharing:
+                one.work_group = self._work_group  # type: ignore[attr-defined]
+
+    def _end_shared_work(self, optimizers: Sequence[Optimizer]) -> None:
+        group, self._work_group = self._work_group, None
+        if group is not None:
+            for one in optimizers:
+                one.__dict__.pop("work_group", None)
+            dist.destroy_process_group(group)
 
     def _note_plan(self, plan: CommPlan) -> None:
         self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")

@@ -102,6 +102,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
         self._wrapper_of: dict[int, DistributedDataParallel] = {}  # by `id` of a parameter that DDP averages
+        self._error_before: BaseException | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -158,8 +159,9 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         wrapped.register_comm_hook(HookState(engine=engine, comm_dtype=self._comm_dtype), average_bucket)
         if not self._engines:
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
-            # Fabric has no end: with the process, in a child of `launch(function)` as well.
-            self._finalizer = Finalize(None, self._close_engines, exitpriority=1)
+            # A Fabric has no end but the process's, in a child of `launch(function)` as well.
+            Finalize(None, self._close_engines, exitpriority=1)
+            self._error_before = getattr(sys, "last_value", None)  # a fork of a notebook has the notebook's
         self._engines.append(engine)
         self._engine = engine
         self._modules.append(module)
@@ -243,12 +245,12 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             raise
 
     def _close_engines(self) -> None:
-        # What ended this process, where the interpreter has shown it: the others get to know.
+        # What ended this process, if the interpreter has shown an error: the others get to know.
         error = getattr(sys, "last_value", None)
         self._end_setup_watchdog()
         engines, self._engines, self._engine = self._engines, [], None
         for engine in engines:
-            if error is not None:
+            if error is not None and error is not self._error_before:
                 engine.abort(reason_of(error))
             engine.close()
 

@@ -199,6 +199,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         with self._waiting_for_ranks():
             super().setup(trainer)
         if self._engine is not None:
+            self._share_work(self.optimizers)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
@@ -330,6 +331,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
                 if self._trace_dir is not None:
                     engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
         finally:
+            self._end_shared_work(self.optimizers)
             self._averaged_parameters = None
             if self._masters is not None:
                 self._masters.restore()  # before Lightning moves the module away from its masters

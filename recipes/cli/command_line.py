@@ -134,7 +134,8 @@ def first_of_sweep(override: str) -> str:
 def refusals(name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> list[str]:
     """Return what is wrong with a command line: a line for each override that cannot be composed."""
     one_job = {each: first_of_sweep(each) if is_sweep else each for each in overrides}
-    if not (text := composed(name, [*options, *one_job.values()])[1]):
+    text = composed(name, [*options, *one_job.values()])[1]
+    if not text or text.startswith("Traceback"):  # of the machine, such as a directory that is gone
         return []
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
     good, found = list(options), list[str]()

@@ -99,7 +99,8 @@ class SimulationReport:
     def answer(self) -> str:
         """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
         scenario, outcome, found = self.scenario, self.outcome, self.numbers()
-        cluster, unit = scenario.cluster, "GPUs" if scenario.on_cuda else "ranks"
+        cluster = scenario.cluster
+        unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
         dataset = f"{self.images_per_epoch:,} images" + (" (ImageNet)" if self.images_per_epoch == IMAGENET else "")
         costs = [f"{found['run_kwh']:,.3g} kWh"] if "run_kwh" in found else []
         if "run_price" in found:
@@ -138,8 +139,9 @@ class SimulationReport:
                 f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} over the configured one{others}."
             )
         run_s = self.epochs * self.images_per_epoch / scenario.global_batch_size * best.step_s
+        calm = "" if scenario.jitter == NO_JITTER else " without jitter"
         return (
-            f"The best of {len(self.candidates)} plans is {best}: {time_text(best.step_s)} a step, efficiency "
+            f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, efficiency "
             f"{self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all; "
             f"the configured plan takes {_more(own_s, best.step_s)}{others}. To train with the best: "
             f"strategy.algorithm={best.plan.algorithm} strategy.bucket_bytes={best.plan.bucket_bytes}."

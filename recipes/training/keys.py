@@ -107,7 +107,8 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
 def _fitting(cfg: DictConfig, shape: Sequence[int]) -> str:
     """Return what to set so that the network takes such images: all of it, so that the next start is the last."""
     channels, size, _ = shape
-    if cfg.model.get("in_channels") != channels and channels == 3 and size > SMALL_IMAGE:
+    is_for_one_size = "image_size" in cfg.model
+    if is_for_one_size and cfg.model.in_channels != channels == 3 and size > SMALL_IMAGE:
         return "model=resnet50"  # made for them; the small networks would be slow, and no better
-    has_size = [f"model.image_size={size}"] if "image_size" in cfg.model else []
+    has_size = [f"model.image_size={size}"] if is_for_one_size else []
     return " ".join([f"model.in_channels={channels}", *has_size])

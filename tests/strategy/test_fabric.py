@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from functools import wraps
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +20,9 @@ from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy, MasterWeig
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
+from tests.test_readme import python_blocks
+
+PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -21,6 +30,9 @@ OPTIMIZERS = {
     "LARS": lambda parameters: LARS(parameters, lr=1.0, momentum=0.9),
     "LAMB": lambda parameters: LAMB(parameters, lr=1e-2),
 }
+
+
+MADE: list[Fabric] = []
 
 
 class Net(nn.Sequential):
@@ -36,7 +48,22 @@ def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=world_size)
     fabric.launch()
+    MADE.append(fabric)
     return fabric
+
+
+def ends_what_it_makes(run):
+    """Where the process lives on, as in the pool of ranks, engines and masters have to end with the test."""
+
+    @wraps(run)
+    def wrapped(*args):
+        try:
+            return run(*args)
+        finally:
+            while MADE:
+                MADE.pop().strategy.teardown()
+
+    return wrapped
 
 
 def loss_of(net, batch):
@@ -81,6 +108,7 @@ class ByHand(toy.Toy):
         self.losses.append(loss.item())
 
 
+@ends_what_it_makes
 def fabric_loop(precision, optimizer, accumulate, max_norm, num_epochs=1):
     fabric = fabric_of(precision)
     net = Net()
@@ -151,6 +179,7 @@ def set_up(optimizer, precision="16-true"):
     return fabric, *fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
 
 
+@ends_what_it_makes
 def resumed(folder, optimizer, precision):
     fabric, net, stepper = set_up(optimizer, precision)
     steps_of(fabric, net, stepper, 3)
@@ -177,27 +206,43 @@ def test_a_resumed_loop_has_the_bits_of_one_that_was_never_stopped(two_ranks, tm
         assert {value.dtype for value in state if isinstance(value, torch.Tensor)} == {torch.float32}
 
 
-def test_a_checkpoint_of_fabric_loads_into_plain_torch_and_into_plain_ddp(one_rank, tmp_path):
-    def run(folder):
-        fabric, net, stepper = set_up("AdamW")
-        steps_of(fabric, net, stepper, 1)
-        fabric.save(f"{folder}/one.ckpt", {"net": net, "optimizer": stepper})
-        plain, optimizer = Net(), None
-        optimizer = OPTIMIZERS["AdamW"](plain.parameters())
-        stock = Fabric(strategy="ddp", accelerator="cpu", devices=1)
-        stock.launch()
-        model, optimizer = stock.setup(plain, optimizer)
-        remainder = stock.load(f"{folder}/one.ckpt", {"net": model, "optimizer": optimizer})
-        return toy.weights(net), toy.weights(plain), list(remainder)
+@ends_what_it_makes
+def saved_here_and_loaded_by_ddp(folder):
+    fabric, net, stepper = set_up("AdamW")
+    steps_of(fabric, net, stepper, 1)
+    fabric.save(f"{folder}/one.ckpt", {"net": net, "optimizer": stepper})
+    plain = Net()
+    stock = fabric_of("32-true", "ddp")
+    model, optimizer = stock.setup(plain, OPTIMIZERS["AdamW"](plain.parameters()))
+    remainder = stock.load(f"{folder}/one.ckpt", {"net": model, "optimizer": optimizer})
+    return toy.weights(net), toy.weights(plain), list(remainder)
 
-    ours, stock, remainder = run(tmp_path)
+
+def test_a_checkpoint_of_fabric_loads_into_plain_ddp(one_rank, tmp_path):
+    [(ours, stock, remainder)] = one_rank.run(saved_here_and_loaded_by_ddp, str(tmp_path))
     assert toy.same_bits(ours, stock)
     assert remainder == ["MasterWeightPrecision"]
+
+
+@ends_what_it_makes
+def masters_of_ranks_that_begin_apart():
+    fabric = fabric_of()
+    net = nn.Linear(12, 3)
+    torch.nn.init.constant_(net.weight, 1 / (3 + fabric.global_rank))
+    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return toy.weights(net)
+
+
+def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
+    one, other = two_ranks.run(masters_of_ranks_that_begin_apart)
+    assert toy.same_bits(one, other)
+    assert torch.equal(one["weight"], torch.full((3, 12), 1 / 3))
 
 
 # ---- several modules, accumulation, overflow -----------------------------------------------------------------------
 
 
+@ends_what_it_makes
 def two_players(precision):
     """A generator and a discriminator; one accumulates over two batches, in which the other steps twice."""
     fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
@@ -231,6 +276,7 @@ def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
         assert torch.allclose(half[0][name], exact, atol=0.02 * float(exact.abs().max()) + 2e-3), name
 
 
+@ends_what_it_makes
 def overflow_on_one_rank(max_norm):
     fabric = fabric_of("16-true", HybridAllReduceStrategy(loss_scale="dynamic"))
     net = Net()
@@ -254,23 +300,54 @@ def test_overflow_on_one_rank_is_a_step_that_all_ranks_skip(two_ranks, max_norm)
         assert history == [(True, 2.0**15, 1), (False, 2.0**15, 1)]
 
 
-def test_overflow_in_every_step_is_an_error_that_names_the_loss(one_rank):
-    def forever():
-        fabric, net, optimizer = set_up("SGD")
-        for _ in range(41):
-            optimizer.zero_grad()
-            fabric.backward(net(torch.ones(2, 12)).mean() * float("nan"))
-            optimizer.step()
+@ends_what_it_makes
+def overflow_forever():
+    fabric, net, optimizer = set_up("SGD")
+    for _ in range(41):
+        optimizer.zero_grad()
+        fabric.backward(net(torch.ones(2, 12)).mean() * float("nan"))
+        optimizer.step()
 
-    with pytest.raises(
-        RuntimeError, match=r"inf or nan for 40 steps in a row, up to optimizer step 40.*Last loss: nan"
-    ):
-        forever()
+
+def test_overflow_in_every_step_is_an_error_that_names_the_loss(one_rank):
+    [error] = one_rank.run(toy.error_of, overflow_forever)
+    assert "inf or nan for 40 steps in a row, up to optimizer step 40" in error
+    assert "Last loss: nan" in error
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+
+@ends_what_it_makes
+def the_loop_of_the_page(folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        torch.manual_seed(0)
+        exec(compile(python_blocks(PAGE)[0], str(PAGE), "exec"), names := {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    MADE.append(names["fabric"])
+    parameters = [(one.dtype, one.detach().float()) for one in names["net"].parameters()]
+    return parameters, names["net"].state_dict(), names["fabric"].world_size
+
+
+def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_ranks, tmp_path):
+    one, other = two_ranks.run(the_loop_of_the_page, str(tmp_path))
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert one[2] == 2
+    assert toy.same_bits(one[1], other[1])
+    assert toy.same_bits(one[1], saved["model"])
+    for (dtype, half), master in zip(one[0], saved["model"].values(), strict=True):
+        assert dtype is torch.float16
+        assert torch.equal(half, master.half().float())
+    assert set(saved) == {"model", "optimizer", "MasterWeightPrecision"}
 
 
 # ---- what cannot work ----------------------------------------------------------------------------------------------
 
 
+@ends_what_it_makes
 def errors():
     fabric = fabric_of()
     net = Net()
@@ -295,3 +372,60 @@ def test_an_object_with_a_precision_plugin_is_taken():
     plugin = MasterWeightPrecision("16-true", loss_scale=8.0)
     fabric = Fabric(strategy=HybridAllReduceStrategy(precision=plugin), accelerator="cpu", devices=1)
     assert fabric.strategy.precision is plugin
+
+
+# ---- real processes ------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import lightning as L
+import torch
+import lightning_hybrid
+
+
+def main(fabric):
+    net = torch.nn.Linear(12, 3)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    for step in range(4):
+        if step == 2 and fabric.global_rank == 1 and "fail" in sys.argv:
+            raise ValueError("a bad sample")
+        loss = model(torch.full((4, 12), 1.0 + fabric.global_rank)).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    fabric.save("end.ckpt", {"model": model})
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    fabric = L.Fabric(strategy=sys.argv[1], precision="16-true", accelerator="cpu", devices=2)
+    fabric.launch(main)
+"""
+
+
+def run_script(folder, *arguments):
+    (folder / "train.py").write_text(SCRIPT)
+    where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
+    return subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "hybrid_allreduce")
+
+
+@pytest.mark.long
+def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
+    weights = []
+    for arguments in (("train.py", "hybrid_allreduce"), ("train.py", "hybrid_allreduce_spawn"), TORCHRUN):
+        done = run_script(tmp_path, *arguments)
+        assert done.returncode == 0, done.stderr[-4000:]
+        weights.append(torch.load(tmp_path / "end.ckpt", weights_only=True)["model"])
+        (tmp_path / "end.ckpt").unlink()
+    assert toy.same_bits(weights[0], weights[1])
+    assert toy.same_bits(weights[0], weights[2])
+
+
+@pytest.mark.long
+def test_an_error_in_the_loop_of_one_rank_is_named_by_the_other(tmp_path):
+    done = run_script(tmp_path, "train.py", "hybrid_allreduce", "fail")
+    assert done.returncode != 0
+    assert "comm: rank 1 gave up: ValueError: a bad sample" in done.stderr

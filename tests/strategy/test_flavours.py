@@ -73,11 +73,13 @@ def train(folder: Path, *arguments: str, callbacks: str = "", is_fresh: bool = F
 def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path):
     """Here our package is imported first, by the process that is forked: the names come with the import."""
     # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
-    ours = "lightning_hybrid.callbacks.TrainingMetrics(), lightning_hybrid.callbacks.ReplicaCheck(2)"
-    checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=ours)
+    ours = ("KeepEpochMetrics()", "NumericsMonitor()", "ReplicaCheck(2)", "SeedEachStep(1)", "TrainingMetrics()")
+    calls = [*(f"lightning_hybrid.callbacks.{one}" for one in ours), "pl.callbacks.EMAWeightAveraging()"]
+    checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls))
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
     assert not torch.equal(checkpoint["state_dict"]["net.weight"], checkpoint["state_dict"]["net.weight"].half())
-    assert checkpoint["MasterWeightPrecision"]["loss_scale"]["scale"] == 2.0**16
+    precision = checkpoint["MasterWeightPrecision"]
+    assert precision["loss_scale"]["scale"] == 2.0 ** (16 - precision["num_skipped_steps"])
     assert checkpoint["global_step"] == 4
 
 
@@ -96,9 +98,13 @@ IMPORTS = """
 import sys
 {first}
 {second}
+from lightning_fabric import Fabric
 from pytorch_lightning import Trainer
-trainer = Trainer(strategy="hybrid_allreduce", precision="bf16-true", accelerator="cpu", devices=1, logger=False)
-print(type(trainer.strategy).__mro__[2:] and type(trainer.precision_plugin).__module__, "lightning" in sys.modules)
+one = dict(strategy="hybrid_allreduce", precision="bf16-true", accelerator="cpu", devices=1)
+trainer, fabric = Trainer(**one, logger=False), Fabric(**one)
+for each in (trainer.strategy, trainer.precision_plugin, fabric.strategy, fabric.strategy.precision):
+    print(type(each).__module__.removeprefix("lightning_hybrid.flavours."))
+print("lightning" in sys.modules)
 """
 
 
@@ -107,7 +113,8 @@ def test_either_import_may_come_first_and_the_other_lightning_is_not_imported(fi
     second = "lightning_hybrid" if first == "pytorch_lightning" else "pytorch_lightning"
     script = IMPORTS.format(first=f"import {first}", second=f"import {second}")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=180)
-    assert done.stdout.split() == ["lightning_hybrid.flavours.pytorch_lightning", "False"], done.stderr[-2000:]
+    ours = ["pytorch_lightning"] * 2 + ["lightning_fabric"] * 2
+    assert done.stdout.split() == [*ours, "False"], done.stderr[-2000:]
 
 
 def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path, monkeypatch):

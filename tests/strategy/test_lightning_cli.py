@@ -22,12 +22,14 @@ QUIET = ("accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_
 @pytest.fixture(autouse=True)
 def called_from_a_program(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])  # Lightning warns where it finds pytest's arguments
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what Lightning's own code calls
 
 
-def fitted(*arguments: str):
+def fitted(*arguments):
     """The trainer after `python train.py fit ...`."""
     quiet = [f"--trainer.{one}" for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")]
-    cli = LightningCLI(toy.Toy, args=[*arguments, *quiet], run=False, save_config_callback=None)
+    arguments = [*arguments, *quiet]
+    cli = LightningCLI(toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False)
     cli.trainer.fit(cli.model, toy.loader())
     return cli.trainer
 

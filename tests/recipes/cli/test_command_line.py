@@ -99,7 +99,7 @@ MISSPELT = {
     "modle=resnet50": "Did you mean model=resnet50?",
     "strategy=hybrid_alreduce": "(=hybrid_alreduce) must be one of ddp, hybrid. Did you mean strategy=hybrid?",
     "model=resnt50": "Did you mean model=resnet50?",
-    "optim=?": "`optim` (=?) must be one of lamb, lars, sgd. Set optim=<one of them>.",
+    "optim=?": "`optim` (=?) must be one of lamb, lars, muon, sgd. Set optim=<one of them>.",
     "trainer.detect_anomaly=true": "An argument that conf leaves out is added by a plus: +trainer.detect_anomaly=true.",
     "cluster=netlab": "added by a plus: +cluster=netlab.",
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
