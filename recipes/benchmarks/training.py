@@ -106,7 +106,7 @@ class TrainingBench:
         torch.manual_seed(0)
         net: nn.Module = ResNet(depth=self.depth, num_classes=NUM_CLASSES)
         if self.channels_last:
-            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
         if on_gpu if self.compile is None else self.compile:
             net.compile()
         return _Module(net, ARMS[arm][2])

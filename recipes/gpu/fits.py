@@ -39,7 +39,7 @@ class Small(pl.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             convolutions = (nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 13, 3, stride=2))
-            self.features = nn.Sequential(*convolutions, nn.GroupNorm(1, 13)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.features = nn.Sequential(*convolutions, nn.GroupNorm(1, 13)).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
             self.head = nn.Sequential(nn.Linear(13, 37), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 10))
         self.register_buffer("third", torch.full((5,), 1 / 3))
         self.register_buffer("num_steps", torch.ones(()))

@@ -103,7 +103,7 @@ class SpeedModule(pl.LightningModule):
 
     def __init__(self, *, is_ours: bool, size: Details) -> None:
         super().__init__()
-        self.net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
         self.is_ours = is_ours
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -73,7 +73,7 @@ class Classifier(pl.LightningModule):
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` (={value}) must be true or false: it is a switch. Set {name}=true.")
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.model: nn.Module = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+        self.model: nn.Module = model.to(memory_format=self.memory_format)  # type: ignore[call-overload,unused-ignore]
         if compile:
             model.compile()
         self.optimizer = optimizer

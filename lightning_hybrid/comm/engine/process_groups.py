@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,14 +62,15 @@ class CommGroups:
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
         # One split of the default group where it is bound to a device; else one after the other, by all ranks.
+        # `Any`: torch 2.15 types them as a group or the number that stands for none, 2.13 as a group.
         if self._share and missing and _can_be_split():
-            split = dist.split_group(
+            split: Any = dist.split_group(
                 split_ranks=[list(ranks) for ranks in missing], timeout=self._timeout, group_desc=desc
             )
             return [(ranks, split if self.topology.rank in ranks else None) for ranks in missing]
         made = []
         for ranks in missing:  # `new_group` is collective: ranks outside call it too
-            group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=desc)
+            group: Any = dist.new_group(list(ranks), timeout=self._timeout, group_desc=desc)
             made.append((ranks, group if self.topology.rank in ranks else None))
         return made
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
     validate(topology)
     began_s = time.perf_counter()
     # A group of its own: its timeout limits every wait here, and no message of the user's meets one of ours.
-    group = dist.new_group(timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes")
+    group: Any = dist.new_group(timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes")
     try:
         with _engines(asked, topology, device) as engines:
             table = _Table(asked=asked, topology=topology, device=device, group=group, engines=engines, began_s=began_s)

@@ -244,10 +244,9 @@ STREAMS = [
         wrapper=_sh('exec "$@" >/dev/full'),
     ),
     Environment(
-        fault="| head -1",
+        fault="| head -1",  # of what: a warning may come before the accuracy
         goes_on=True,
         phase="end",
-        names=("test accuracy",),
         overrides=ALONE,
         wrapper=_sh('set -o pipefail; "$@" | head -n 1'),
     ),
