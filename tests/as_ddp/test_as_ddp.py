@@ -79,4 +79,4 @@ def test_a_difference_is_found_and_own_names_are_none(tmp_path):
     ]
     one, two = (case.plain(value, run=run, is_exact=True) for value, run in zip(seen, runs, strict=True))
     assert case.differences(one, one) == []
-    assert case.differences(one, two) == [".1.a.1.1.1.1: ddp True, ours False"]
+    assert case.differences(one, two) == [".1.a.list.1.tuple.1.1: ddp True, ours False"]
