@@ -135,7 +135,7 @@ class _Batches(Iterator[Any]):
             self._batches = iter(ahead._loader)
         fetched = ahead._fetch(self._batches) if self._upcoming is None else self._upcoming
         if isinstance(fetched, Exception):  # StopIteration is one
-            self._is_over = True
+            self._is_over, self._batches, self._upcoming = True, None, None
             raise fetched
         current, state = fetched
         ahead._wait(current)

@@ -52,6 +52,8 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            if value is None:  # the default of `ddp`, which a configuration file may spell out
+                continue
             raise ValueError(
                 f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
                 f"hook. For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."

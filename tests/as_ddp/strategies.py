@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.as_ddp.case import Plain, Run, loader
-from tests.as_ddp.trainers import property_of
+from tests.as_ddp.trainers import property_of, state_of
 
 
 def within_a_fit(look: Any) -> Any:
@@ -136,6 +140,35 @@ def signatures(run: Run) -> Any:
     return missing
 
 
+def refused_arguments(run: Run) -> Any:
+    """Which of its arguments `ddp` takes alone: with a value of the user's, and as a default spelt out."""
+    kind, refused = type(run.trainer().strategy), []
+    for name, value in (
+        ("ddp_comm_hook", default_hooks.allreduce_hook),
+        ("ddp_comm_state", {}),
+        ("ddp_comm_wrapper", default_hooks.fp16_compress_wrapper),
+        ("model_averaging_period", 2),
+    ):
+        for given in (value, None):
+            try:
+                kind(**{name: given})
+            except ValueError:
+                refused.append((name, given is None))
+    return refused
+
+
+def made_with(name: str) -> Any:
+    """A fit with an argument that both take."""
+
+    def behaviour(run: Run) -> Any:
+        kind = type(run.trainer().strategy)
+        trainer = run.trainer(strategy=kind(**ARGUMENTS[name]), max_epochs=1)
+        trainer.fit(module := Plain(), loader())
+        return module.state_dict(), state_of(trainer)
+
+    return behaviour
+
+
 def ddp_keywords(run: Run) -> Any:
     """With which `DistributedDataParallel` is made."""
     trainer, seen = run.trainer(max_epochs=1), []
@@ -203,6 +236,17 @@ def toggled_optimizers(run: Run) -> Any:
     return module.state_dict(), trainer.global_step, rates
 
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "bucket_cap_mb": {"bucket_cap_mb": 1},
+    "no_bucket_view": {"gradient_as_bucket_view": False},
+    "no_broadcast_buffers": {"broadcast_buffers": False},
+    "timeout": {"timeout": timedelta(seconds=100)},
+    "process_group_backend": {"process_group_backend": "gloo"},
+    "cluster_environment": {"cluster_environment": LightningEnvironment()},
+    "checkpoint_io": {"checkpoint_io": TorchCheckpointIO()},
+}
 LOOKS = {
     "reduce": _reduce,
     "all_gather": _gather,
@@ -216,5 +260,13 @@ LOOKS = {
 BEHAVIOURS = {name: within_a_fit(look) for name, look in LOOKS.items()}
 BEHAVIOURS |= {
     each.__name__: each
-    for each in (signatures, ddp_keywords, names_in_the_registry, backward_is_not_synced, toggled_optimizers)
+    for each in (
+        signatures,
+        refused_arguments,
+        ddp_keywords,
+        names_in_the_registry,
+        backward_is_not_synced,
+        toggled_optimizers,
+    )
 }
+BEHAVIOURS |= {f"made_with_{name}": made_with(name) for name in ARGUMENTS}

@@ -32,8 +32,9 @@ NUM_ROWS, DELIBERATE = deliberate()
 
 
 def cases():
+    """In bf16 on one rank: what two add is what it adds in fp16."""
     for world, precision, name in itertools.product((1, 2), PRECISIONS, BEHAVIOURS):
-        if world in case.worlds(name):
+        if world in case.worlds(name) and (world, precision) != (2, "bf16-true"):
             yield pytest.param(name, world, precision, id=f"{name}-{world}-{precision}")
 
 
