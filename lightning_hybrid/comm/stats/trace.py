@@ -72,6 +72,9 @@ class CommTrace:
         self._drained = CommSummary()
         self._reset()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommTrace:
+        return self  # as the engine that counts in it: a copy of a callback or of the trainer shares both
+
     def _reset(self) -> None:
         self._num_steps = self._num_buckets = self._num_bytes = 0
         self._busy_s = self._exposed_s = 0.0
