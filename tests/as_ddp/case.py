@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import os
+import random
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -132,7 +134,8 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
     run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
     os.makedirs(run.folder, exist_ok=True)
     barrier()
-    torch.manual_seed(3)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     unheard = mock.patch.object(WarningCache, "__contains__", return_value=False)  # of what Lightning said before

@@ -106,6 +106,8 @@ def left_of(module: pl.LightningModule) -> Any:
         "requires_grad": [each.requires_grad for each in module.parameters()],
         "grads": [each.grad is None for each in module.parameters()],
         "types": [type(each).__name__ for each in module.parameters()],
+        "attributes": [sorted(vars(child)) for child in module.modules()],
+        "hooks": [len(value) for child in module.modules() for name, value in vars(child).items() if "_hooks" in name],
         "trainer": module._trainer is not None,
         "epoch": module.current_epoch,
         "step": module.global_step,

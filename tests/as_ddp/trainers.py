@@ -7,13 +7,18 @@ import copy
 import inspect
 import io
 import logging
+import os
+import random
 import signal
 import sys
+import threading
 import time
+import warnings
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -197,6 +202,27 @@ def signals_after_a_fit(run: Run) -> Any:
     before = signal.getsignal(signal.SIGTERM)
     run.trainer().fit(Plain(), loader())
     return signal.getsignal(signal.SIGTERM) is before
+
+
+def state_of_the_process(run: Run) -> Any:
+    """What a fit leaves in it, and what it has drawn of random numbers."""
+    environment, threads = set(os.environ), {thread.name for thread in threading.enumerate()}
+    run.trainer().fit(Plain(), loader(), loader())
+    return [
+        sorted(set(os.environ) - environment),
+        sorted({thread.name for thread in threading.enumerate()} - threads),
+        [torch.get_rng_state().sum(), random.random(), np.random.random()],
+        [
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        ],
+        [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()],
+        [str(warning) for warning in warnings.filters],
+        [len(logging.getLogger(name).handlers) for name in ("lightning.pytorch", "lightning", "torch", "")],
+        torch.distributed.is_initialized(),
+    ]
 
 
 def printed(run: Run) -> Any:
@@ -506,6 +532,7 @@ BEHAVIOURS = {
         overflow,
         interrupted,
         signals_after_a_fit,
+        state_of_the_process,
         printed,
         messages_of_a_fit,
         init_module,
