@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from tests import toy
 
-TABLES = ("fits", "trainers", "loaders", "modules", "strategies", "checkpoints", "callbacks")
+TABLES = ("fits", "trainers", "endings", "loaders", "modules", "strategies", "checkpoints", "callbacks")
 STRATEGIES = ("ddp", "hybrid_allreduce")
 ONE_RANK = ("bad_settings", "skipped_by_none", "interrupted", "callback_OnExceptionCheckpoint")
 OWN_NAMES = re.compile(

@@ -140,20 +140,31 @@ def signatures(run: Run) -> Any:
     return missing
 
 
+HOOKS = {
+    "ddp_comm_hook": default_hooks.allreduce_hook,
+    "ddp_comm_state": {},
+    "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+    "model_averaging_period": 2,
+}
+
+
 def refused_arguments(run: Run) -> Any:
-    """Which of its arguments `ddp` takes alone: with a value of the user's, and as a default spelt out."""
+    """Which of its arguments `ddp` takes alone."""
+    return _refused(run, HOOKS)
+
+
+def defaults_spelt_out(run: Run) -> Any:
+    """The same with the values that they have by default, as in configuration files."""
+    return _refused(run, dict.fromkeys(HOOKS))
+
+
+def _refused(run: Run, arguments: dict[str, Any]) -> list[str]:
     kind, refused = type(run.trainer().strategy), []
-    for name, value in (
-        ("ddp_comm_hook", default_hooks.allreduce_hook),
-        ("ddp_comm_state", {}),
-        ("ddp_comm_wrapper", default_hooks.fp16_compress_wrapper),
-        ("model_averaging_period", 2),
-    ):
-        for given in (value, None):
-            try:
-                kind(**{name: given})
-            except ValueError:
-                refused.append((name, given is None))
+    for name, value in arguments.items():
+        try:
+            kind(**{name: value})
+        except ValueError:
+            refused.append(name)
     return refused
 
 
@@ -263,6 +274,7 @@ BEHAVIOURS |= {
     for each in (
         signatures,
         refused_arguments,
+        defaults_spelt_out,
         ddp_keywords,
         names_in_the_registry,
         backward_is_not_synced,
