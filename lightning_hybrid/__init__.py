@@ -1,19 +1,25 @@
 """Large-batch, mixed-precision data-parallel training for PyTorch Lightning.
 
-Importing this package makes the strategies known to Lightning:
+Importing this package makes the strategies known to Lightning, under both of its names and in Fabric:
 
     import lightning_hybrid
     trainer = Trainer(strategy="hybrid_allreduce", precision="16-true")
+
+The classes here are for `lightning.pytorch`; those for its other packages are in `lightning_hybrid.flavours`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.precision import MasterWeightPrecision
-from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
+from lightning_hybrid.strategy.registration import register_everywhere
 
 if TYPE_CHECKING:
-    from lightning_hybrid.checkpoint.io import DurableCheckpointIO
+    from lightning_hybrid.flavours.lightning_pytorch import (
+        DurableCheckpointIO,
+        HybridAllReduceStrategy,
+        MasterWeightPrecision,
+    )
+    from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 
 __all__ = [
     "DurableCheckpointIO",
@@ -23,13 +29,16 @@ __all__ = [
     "MasterWeightPrecision",
     "StaticLossScale",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+_LOSS_SCALES = ("DynamicLossScale", "LossScale", "StaticLossScale")
+
+register_everywhere()
 
 
 def __getattr__(name: str) -> object:
-    # Imported when it is first asked for: only trainers that save need it, and every user pays for an import.
-    if name != "DurableCheckpointIO":
+    # Imported when it is first asked for: every user pays for an import, and some use `pytorch_lightning` or Fabric.
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_hybrid.checkpoint.io import DurableCheckpointIO
-
-    return DurableCheckpointIO
+    place = "precision.loss_scale" if name in _LOSS_SCALES else "flavours.lightning_pytorch"
+    return getattr(import_module(f"{__name__}.{place}"), name)

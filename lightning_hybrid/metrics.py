@@ -42,6 +42,7 @@ VAL_ACC_TOP5 = "val/acc_top5"
 TEST_ACC = "test/acc"
 TEST_ACC_TOP5 = "test/acc_top5"
 ELAPSED_S = "time/elapsed_s"
+RECALIBRATION_S = "time/recalibration_s"
 TIME_TO_ACCURACY_TRAIN_S = "time_to_accuracy/train_s"
 TIME_TO_ACCURACY_TOTAL_S = "time_to_accuracy/total_s"
 TIME_TO_ACCURACY_STEP = "time_to_accuracy/step"
@@ -149,6 +150,7 @@ _TABLE = (
         meaning="Time since training began, validation included; without the work of an interrupted run after its last "
         "checkpoint and the time until it was resumed.",
     ),
+    _timed(name=RECALIBRATION_S, unit="s", meaning="Time to compute BatchNorm's statistics again before a validation."),
     _timed(
         name=TIME_TO_ACCURACY_TRAIN_S,
         unit="s",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
+from typing import TYPE_CHECKING
 
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

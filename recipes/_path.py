@@ -1,12 +1,20 @@
-"""First import of every command: puts `recipes`, which is not installed, on the path; sets one thread per process.
+"""First import of every command: path, threads, and what a command line says before torch is imported.
 
-Python puts the folder of a script first on its path: the commands find this module there.
+`recipes` is not installed as a package of its own. Python puts the folder of a script first on its path: the commands
+find this module there.
 """
 
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 # Before torch is imported: ranks, trials and workers share the cores, each with one thread. A value that is set stays.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
+if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
+    from recipes.cli import command_line
+
+    command_line.read(_program.stem)

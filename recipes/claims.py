@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
     "seeds": list[Seed],
     "study": dict,
     "study.arms": dict[str, dict],
-    "study.precisions": dict[str, dict],
+    "study.precisions": dict[str, list[str]],
     "run_dir": str,
 }
 
@@ -35,8 +35,8 @@ KEYS: dict[str, Any] = {
 def say(name: str, outcome: TrialOutcome) -> None:
     """Print a line for a trial that ended."""
     found = outcome.reason if outcome.value is None else f"{outcome.value:.4f}"
-    lr = next(override for override in outcome.overrides if override.startswith("optim.lr="))
-    print(f"{name}: {lr} {outcome.overrides[-1]} {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
+    own = " ".join(one for one in outcome.overrides if one.startswith(("optim.lr=", "seed=")))
+    print(f"{name}: {own} {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="claims")

@@ -1,7 +1,16 @@
-"""First check of a machine's GPU: `python recipes/gpu_check.py [out=DIR] [minutes=8] [only=NAME,...] [--device cpu]`.
+"""Check of a machine's GPU: fits, resume, streams, kernels, speed and, with two GPUs, NCCL and a rank that dies.
 
-Needs torch and Lightning, and pytest for the tests; neither Hydra nor wandb. Prints a line for each check, then tables,
-and writes `gpu_check.json`. The exit code is the number of failures.
+  out=gpu_check       where gpu_check.json goes
+  minutes=8           of all checks; those that are left are skipped
+  only=NAME,...       these checks alone: each line of the output starts with its name
+  --device cpu        what makes sense without a GPU
+
+Examples
+  python recipes/gpu_check.py
+  python recipes/gpu_check.py --device cpu minutes=2 only=fits_16-true_lars,one_rank
+
+Prints PASS, FAIL or SKIP of each check, then tables; the exit code is the number of failures. Needs torch and
+Lightning, and for the tests pytest and a checkout; neither Hydra nor wandb.
 """
 
 import argparse

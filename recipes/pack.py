@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
 from recipes.cli.ranges import Count
-from recipes.datasets.packing import Packed, Packing, check_packed
+from recipes.datasets.packing import Packing, check_packed
 
 launch.register_resolvers()
 
@@ -23,14 +23,6 @@ KEYS = {
 }
 
 
-def summary_of(packed: Packed) -> str:
-    """Format the result of a split in a sentence."""
-    return (
-        f"{packed.split}: {packed.num_images:,} images in {packed.num_shards:,} shards, {packed.num_bytes / 1e9:.3f} GB"
-        f", {packed.num_corrupt:,} left out as corrupt, {packed.seconds:.0f} s"
-    )
-
-
 @hydra.main(version_base="1.3", config_path="../conf", config_name="pack")
 def main(cfg: DictConfig) -> None:
     """Pack, or with `check=true` read every byte of what was packed."""
@@ -42,7 +34,7 @@ def main(cfg: DictConfig) -> None:
             print(f"every shard in {packing.out} is what was packed", flush=True)
             return
         for packed in packing.run():
-            print(summary_of(packed), flush=True)
+            print(packed, flush=True)
 
 
 if __name__ == "__main__":

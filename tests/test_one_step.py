@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_hybrid.strategy.hybrid_allreduce
+from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import average_bucket
 from lightning_hybrid.optim import LARS
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 from tests.reference.lars import lars
 

@@ -4,6 +4,7 @@ from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.callbacks.epoch_metrics import KeepEpochMetrics
 from lightning_hybrid.callbacks.numerics import NonFiniteLossError, NumericsMonitor
 from lightning_hybrid.callbacks.progress import progress_bar
+from lightning_hybrid.callbacks.recalibrate_bn import RecalibrateBatchNorm
 from lightning_hybrid.callbacks.replica_check import DataOrderError, ReplicaCheck, ReplicaDriftError
 from lightning_hybrid.callbacks.run_report.callback import RunReport
 from lightning_hybrid.callbacks.seed import SeedEachStep
@@ -18,6 +19,7 @@ __all__ = [
     "MasterWeightAveraging",
     "NonFiniteLossError",
     "NumericsMonitor",
+    "RecalibrateBatchNorm",
     "ReplicaCheck",
     "ReplicaDriftError",
     "RunReport",

@@ -12,27 +12,47 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 
-# Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs.
+# Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs; what the module logs comes
+# after the second: a terminal of 80 columns shows so far.
 _SHOWN = {
-    m.TRAIN_LOSS: ("loss", "{:.4g}", 1.0),
-    m.IMAGES_PER_S: ("images/s", "{:,.0f}", 1.0),
-    m.COMM_EXPOSED_S: ("exposed comm, ms", "{:.3g}", 1e3),
-    m.DATA_WAIT_S: ("data wait, ms", "{:.3g}", 1e3),
+    m.TRAIN_LOSS: ("loss", "{:.3g}", 1.0),
+    m.IMAGES_PER_S: ("img/s", "{:,.0f}", 1.0),
+    m.COMM_EXPOSED_S: ("comm ms", "{:.2g}", 1e3),
+    m.DATA_WAIT_S: ("wait ms", "{:.2g}", 1e3),
     m.TRAIN_SKIPPED_STEPS: ("skipped", "{:.0f}", 1.0),
 }
+_NUM_FIRST = 2
+
+# Columns of Rich's line but for its description, batches and values: a bar, two times and the gaps.
+_BAR_WIDTH = 4
+_OTHER_COLUMNS = _BAR_WIDTH + len("0:00:00 • 0:00:00") + 4
 
 
 def labelled(metrics: dict[str, Any]) -> dict[str, str]:
     """Pick and format the metrics that a bar shows.
 
     >>> labelled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
-    {'loss': '0.25', 'images/s': '12,346', 'exposed comm, ms': '12.3'}
+    {'loss': '0.25', 'img/s': '12,346', 'comm ms': '12'}
     """
     return {
         label: text.format(factor * float(metrics[name]))
         for name, (label, text, factor) in _SHOWN.items()
         if name in metrics
     }
+
+
+def fitting(values: dict[str, Any], room: int) -> dict[str, Any]:
+    """Leave out the values whose text, `name: value` with a space before, has no room left in so many characters.
+
+    >>> fitting({"loss": "0.25", "img/s": "12,346", "skipped": "0"}, room=24)
+    {'loss': '0.25', 'skipped': '0'}
+    """
+    kept = {}
+    for name, value in values.items():
+        if (length := len(f" {name}: {value}")) <= room:
+            kept[name] = value
+            room -= length
+    return kept
 
 
 class _LoggedValues(ProgressBar):
@@ -63,10 +83,30 @@ class _LoggedValues(ProgressBar):
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
         values = {name: f"{float(v):.4g}" if isinstance(v, int | float) else v for name, v in own.items()}
-        self._values = labelled(trainer.callback_metrics) | values
+        known = list(labelled(trainer.callback_metrics).items())
+        self._values = dict(known[:_NUM_FIRST]) | values | dict(known[_NUM_FIRST:])
 
 
 class _RichBar(_LoggedValues, RichProgressBar):
+    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+        """Return Lightning's columns with a short bar and without batches per second: images per second say it."""
+        columns = [
+            each for each in super().configure_columns(trainer) if type(each).__name__ != "ProcessingSpeedColumn"
+        ]
+        for column in columns:
+            if hasattr(column, "bar_width"):
+                column.bar_width = _BAR_WIDTH
+        return columns
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Return of what was read last as much as one line of the terminal has room for."""
+        values = super().get_metrics(trainer, pl_module)
+        if self._console is None:
+            return values
+        batches = f"{self.total_train_batches}"
+        used = len(self._get_train_description(trainer.current_epoch)) + 2 * len(batches) + 1 + _OTHER_COLUMNS
+        return fitting(values, self._console.width - used)
+
     def _get_train_description(self, current_epoch: int) -> str:
         # Where the steps are limited and the epochs are not, Lightning writes "Epoch 3/-2".
         text = super()._get_train_description(current_epoch)

@@ -61,8 +61,9 @@ class Fingerprint:
     def _rows(self, values: Tensor, weights: Tensor) -> Tensor:
         whole = values.numel() // _ROW * _ROW
         rows, rest = values[:whole].view(-1, _ROW), values[whole:]
-        blocks = rows.split(_BLOCK_ROWS if values.device.type == "cpu" else _BLOCK_ROWS_ON_CUDA)
-        sums = [(block * weights).sum(1) for block in blocks if block.numel()]
+        block_rows = _BLOCK_ROWS if values.device.type == "cpu" else _BLOCK_ROWS_ON_CUDA
+        blocks = rows.split(block_rows) if whole else ()  # torch 2.11 cannot trace the split of no rows
+        sums = [(block * weights).sum(1) for block in blocks]
         if rest.numel() or not sums:
             sums.append((rest * weights[: rest.numel()]).sum().view(1))
         return torch.cat(sums) if len(sums) > 1 else sums[0]

@@ -283,7 +283,8 @@ def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:
 def _damaged(path: Path, reason: str) -> str:
     return (
         f"`{path}` is not the checkpoint that was written: {reason}. Resume from another one, such as "
-        f"{previous_of(path).name} where there is one; recipes/train.py finds the newest whole one with resume=auto."
+        f"{previous_of(path).name} where there is one; `lightning-hybrid train` finds the "
+        "newest whole one with resume=auto."
     )
 
 

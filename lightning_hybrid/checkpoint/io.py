@@ -6,12 +6,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.checkpoint.file import (
     CheckpointWriteError,
@@ -23,9 +21,15 @@ from lightning_hybrid.checkpoint.file import (
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.checkpoint.writer_thread import WriterThread
 from lightning_hybrid.checks import require_choice, require_positive, require_whole
+from lightning_hybrid.lightning_names import lightning_function
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
+else:
+    _Base = object
 
 
-class DurableCheckpointIO(TorchCheckpointIO):
+class DurableCheckpointIOMixin(_Base):
     """A checkpoint plugin that writes files whole or not at all, with a checksum, and loads only whole files.
 
         save      temporary file by `torch.save`, checksum, fsync -> atomic rename
@@ -84,7 +88,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         Raises:
             CheckpointWriteError: This one, or with `in_background` an earlier one, was not written.
         """
-        if storage_options is not None or not _is_local_file_protocol(path):
+        if storage_options is not None or not _is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if not self.in_background:
@@ -101,7 +105,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         Raises:
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
         """
-        if not _is_local_file_protocol(path):
+        if not _is_local(path):
             only = weights_only is None or weights_only  # Lightning builds all objects of a file behind http(s)
             return super().load_checkpoint(path, map_location, only)
         self._wait()
@@ -114,7 +118,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, after all pending ones are written."""
-        if not _is_local_file_protocol(path):
+        if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
             # Lightning removes the old checkpoint right after it saves the new one. In the queue behind that write, and
@@ -190,6 +194,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
             rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
             return
         raise error
+
+
+def _is_local(path: Any) -> bool:
+    return bool(lightning_function("fabric.utilities.cloud_io._is_local_file_protocol")(path))
 
 
 def _would_hide_another(error: BaseException) -> bool:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_hybrid.lightning_names import lightning_types
 
 
 class DurableCheckpointMixin:
     """A strategy mixin: `DurableCheckpointIO` unless the user gave another, as `plugins=` or as `checkpoint_io=`."""
 
     _checkpoint_io: Any
+    _checkpoint_io_type: type  # `DurableCheckpointIO` of the same Lightning
 
     @property
     def checkpoint_io(self) -> Any:
         """The plugin of the user, or else `DurableCheckpointIO`, also inside a wrapper (`AsyncCheckpointIO`)."""
-        from lightning_hybrid.checkpoint.io import DurableCheckpointIO  # here: only a trainer needs it
-
+        wrappers = lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")
         if self._checkpoint_io is None:
-            self._checkpoint_io = DurableCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = DurableCheckpointIO()  # the wrapper keeps the first that it is given
+            self._checkpoint_io = self._checkpoint_io_type()
+        elif isinstance(self._checkpoint_io, wrappers):
+            self._checkpoint_io.checkpoint_io = self._checkpoint_io_type()  # it keeps the first that it is given
         return self._checkpoint_io
 
     @checkpoint_io.setter

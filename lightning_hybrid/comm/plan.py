@@ -298,11 +298,11 @@ plan 5e97'
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half).replace("_", "-")
             for size, is_half in self._cases
         )
-        at_most = large if single == large else f"{large} (in fp32 {single})"
+        in_fp32 = "" if single == large else f" ({single} in fp32)"
         choice = (
             large
             if small == large == single
-            else f"{at_most} from {_bytes(self.hierarchical_below_bytes)}, {small} below"
+            else f"{large} from {_bytes(self.hierarchical_below_bytes)}{in_fp32}, {small} below"
         )
         return (
             f"comm: {ranks} = {nodes} {per_node}; fused buckets of up to {_bytes(self.bucket_bytes)}; {choice}; "

@@ -43,6 +43,16 @@ def batch_size_per_rank(*, global_batch_size: int, world_size: int, accumulate_g
     return global_batch_size // num_parts
 
 
+def largest_global_batch_size(num_images: int, *, world_size: int, accumulate_grad_batches: int = 1) -> int:
+    """Return the largest batch that divides, of no more images than there are; one image a part at least.
+
+    >>> largest_global_batch_size(41, world_size=2, accumulate_grad_batches=4)
+    40
+    """
+    num_parts = world_size * accumulate_grad_batches
+    return max(num_parts, num_images // num_parts * num_parts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpochOrder:
     """The images of every batch of one rank.
@@ -76,9 +86,12 @@ class EpochOrder:
     def __post_init__(self) -> None:
         _ = self.batch_size_per_rank
         if self.global_batch_size > self.num_images:
+            most = largest_global_batch_size(
+                self.num_images, world_size=self.world_size, accumulate_grad_batches=self.accumulate_grad_batches
+            )
             raise ValueError(
                 f"`global_batch_size` (={self.global_batch_size}) must be at most the number of training images "
-                f"(={self.num_images}): an epoch would have no step. Set global_batch_size={self.num_images} or less."
+                f"(={self.num_images}): an epoch would have no step. Set global_batch_size={most} or less."
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1}).")

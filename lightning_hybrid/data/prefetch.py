@@ -8,11 +8,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hybrid.lightning_names import lightning_function
+
+_MOVE = "fabric.utilities.apply_func.move_data_to_device"
 _OWN = ("_loader", "_device", "_on_device", "_compute_dtype", "_stream", "_copied", "_looks_ahead", "_state", "_wait_s")
 
 
@@ -72,7 +74,7 @@ class DevicePrefetcher:
             # Now: the loader may be one batch further by the time the consumer gets this one.
             state = self._snapshot()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                moved = self._prepare(move_data_to_device(batch, self._device))
+                moved = self._prepare(lightning_function(_MOVE)(batch, self._device))
                 if self._stream is not None:
                     self._copied = self._stream.record_event()
                 return moved, state

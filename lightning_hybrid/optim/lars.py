@@ -1,20 +1,24 @@
 """LARS: stochastic gradient descent in which each layer's step is proportional to the layer's own size."""
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.gradients import lr_of, state_dtype
+from lightning_hybrid.optim.gradients import dense_gradients, lr_of, state_dtype
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.orthogonal import is_matrix, orthogonalized_all
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
 Denominator = Literal["sum", "joint"]
+Direction = Literal["momentum", "orthogonal"]
 
 
 class LARS(LayerwiseOptimizer):
@@ -72,6 +76,19 @@ class LARS(LayerwiseOptimizer):
     `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it; capture itself has not
     been run. A rate that changes between replays has to be a tensor. `differentiable` is torch's, and refused.
 
+    `direction="orthogonal"` keeps the size of the step and changes its direction: every singular value of the momentum,
+    taken as the matrix [out, in * height * width], becomes about 1 (`orthogonal.orthogonalized`), as in Muon:
+
+        v <- momentum * v + d;   O = orthogonalized(v);   w <- w - lr * trust_coefficient * |w| * O / |O|
+
+    with `nesterov` of momentum * v + d. Large batches leave few updates, and here each moves a layer as far along its
+    weak directions as along its strong ones. `momentum_form`, `denominator` and `eps` have no part in it. Tensors that
+    are no matrices have O = v; with |w| = 0 or |v| = 0 the step is lr * v. Excluded groups stay momentum SGD, unless
+    they name the direction themselves: then `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, the
+    size of `torch.optim.Muon`. It works on lists; `fused=True` is refused. With `work_group`, a process group such as
+    the ranks of a node, each rank orthogonalises a part of the tensors and sends it to the others in float16: the bits
+    are the same as without. Source: Jordan et al. 2024 (Muon); Bernstein & Newhouse 2024 (arXiv:2409.20325).
+
     For half-precision gradients and copies, loss scale and skipping see `LayerwiseOptimizer`.
 
     Raises:
@@ -84,6 +101,8 @@ class LARS(LayerwiseOptimizer):
     Parameter containing:
     tensor([3.0000, 3.5000], requires_grad=True)
     """
+
+    work_group: dist.ProcessGroup | None = None  # ranks that share the work of `direction="orthogonal"`
 
     def __init__(
         self,
@@ -98,6 +117,7 @@ class LARS(LayerwiseOptimizer):
         denominator: Denominator = "sum",
         trust_clip: float | None = None,
         excluded_lr_mult: float = 1.0,
+        direction: Direction = "momentum",
         *,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -116,6 +136,7 @@ class LARS(LayerwiseOptimizer):
             "denominator": denominator,
             "trust_clip": trust_clip,
             "excluded_lr_mult": excluded_lr_mult,
+            "direction": direction,
             "trust_ratio": True,
             "foreach": foreach,
             "maximize": maximize,
@@ -124,6 +145,12 @@ class LARS(LayerwiseOptimizer):
             "differentiable": differentiable,
         }
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as `LayerwiseOptimizer` does; an excluded one is momentum SGD unless it names a direction."""
+        if isinstance(param_group, dict) and not param_group.get("trust_ratio", True):
+            param_group = {"direction": "momentum", **param_group}
+        super().add_param_group(param_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -138,13 +165,30 @@ class LARS(LayerwiseOptimizer):
         require_choice("nesterov", group["nesterov"], (True, False), "True looks one momentum step ahead")
         require_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), "see the LARS docstring")
         require_choice("denominator", group["denominator"], get_args(Denominator), "see the LARS docstring")
+        require_choice("direction", group["direction"], get_args(Direction), "see the LARS docstring")
+        if group["direction"] == "orthogonal":
+            for option, none, why in (
+                ("fused", (None, False), "there are no kernels for it: it works on lists"),
+                ("trust_clip", (None,), "no ratio enters its step, whose size is lr * trust_coefficient * |w|"),
+            ):
+                if group[option] not in none:
+                    raise ValueError(
+                        f'`{option}` (={group[option]!r}) and `direction` (="orthogonal") exclude each other: {why}. '
+                        f"Leave `{option}` out."
+                    )
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError(
                 "`nesterov` (=True) needs `momentum` (=0) above 0: there is no momentum to look ahead along. "
                 "Set momentum=0.9, or nesterov=False."
             )
 
+    def _asks_for_fused(self) -> bool:
+        return super()._asks_for_fused() and all(group["direction"] == "momentum" for group in self.param_groups)
+
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        if group["direction"] == "orthogonal":
+            self._orthogonal_update(group, params, grads)
+            return
         lr, scaling = lr_of(group, params[0].device), self._scaling
         # The ratio is of the whole tensor, so it is computed before any block of the tensor moves.
         ratios = None
@@ -163,6 +207,85 @@ class LARS(LayerwiseOptimizer):
 
     def _new_fused(self) -> FusedLars:
         return FusedLars()
+
+    # ---- along the orthogonalised momentum -------------------------------------------------------------------------
+
+    def _before_updates(self) -> None:
+        # All tensors at once, so that ranks can share the work and equal shapes one multiplication.
+        self._orthogonal: dict[Tensor, Tensor] = {}
+        found: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            if group["direction"] == "orthogonal":
+                for _, (param, grad) in dense_gradients(group):
+                    if is_matrix(param):
+                        key = param.device, state_dtype(param.dtype), _is_together(group, param)
+                        found.setdefault(key, []).append((param, grad, group))
+        for (device, dtype, together), entries in found.items():
+            results = orthogonalized_all(
+                [param.shape for param, _, _ in entries],
+                partial(self._moment_of, entries),
+                dtype=dtype,
+                device=device,
+                together=together,
+                group=self.work_group,
+            )
+            self._orthogonal |= {param: result for (param, _, _), result in zip(entries, results, strict=True)}
+
+    def _moment_of(self, entries: list[tuple[Tensor, Tensor, dict[str, Any]]], index: int) -> Tensor:
+        param, grad, group = entries[index]
+        return self._moments(group, [param], [grad])[0][0]
+
+    def _moments(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Compute what is orthogonalised, and the next momentum, None without one; nothing is written."""
+        weights, scaling = as_dtype(params, state_dtype(params[0].dtype)), self._scaling.to(params[0].device)
+        directions = _directions(weights, grads, group=group, scaling=scaling)
+        if group["momentum"] == 0:
+            return directions, None
+        (buffers,) = self.state_lists(params, "momentum_buffer")
+        news = list(torch._foreach_add(torch._foreach_mul(buffers, group["momentum"]), directions))
+        if not group["nesterov"]:
+            return news, news
+        return list(torch._foreach_add(directions, news, alpha=group["momentum"])), news
+
+    def _orthogonal_update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        lr, scaling = lr_of(group, params[0].device), self._scaling
+        moments, news = self._moments(group, params, grads)
+        steps = [
+            self._orthogonal[param].to(moment.dtype) if param in self._orthogonal else moment
+            for param, moment in zip(params, moments, strict=True)
+        ]
+        if group["trust_ratio"]:
+            weight_norms = tensor_norms(params)
+            coefficient = group["trust_coefficient"]
+            ratios = trust_ratio(weight_norms, tensor_norms(steps), trust_coefficient=coefficient)
+            sizes: Any = ratios.to(steps[0].dtype).unbind()
+            # A ratio of 1, where a norm is zero, is of the momentum, as in the other direction.
+            is_moving = (weight_norms > 0).unbind()
+            steps = [torch.where(*each) for each in zip(is_moving, steps, moments, strict=True)]
+        else:
+            sizes = [1.0 if step is moment else _muon_size(step) for step, moment in zip(steps, moments, strict=True)]
+        steps = list(torch._foreach_mul(steps, sizes))
+        weights = as_dtype(params, moments[0].dtype)
+        if weights is params:
+            weights = scaling.scratch(params)
+        add_scaled_(weights, steps, -lr)
+        if news is not None:
+            scaling.commit_(self.state_lists(params, "momentum_buffer")[0], news)
+        scaling.commit_(params, weights)
+        # From the weights as they are stored: after a skipped step this writes what was there.
+        if copies := self._copies_of(params):
+            torch._foreach_copy_(copies, params)
+
+
+def _is_together(group: dict[str, Any], param: Tensor) -> bool:
+    return param.device.type != "cpu" if group["foreach"] is None else bool(group["foreach"])
+
+
+def _muon_size(step: Tensor) -> float:
+    """Return sqrt(max(1, rows / columns)), by which `torch.optim.Muon` multiplies a matrix."""
+    return float(max(1.0, step.shape[0] ** 2 / step.numel()) ** 0.5)
 
 
 def lars_ratios(

@@ -116,8 +116,8 @@ class Cluster:
         if topology.ranks_per_node != self.ranks_per_node:
             raise ValueError(
                 f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
-                f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by recipes/tune.py, or "
-                "leave `strategy.plan` out."
+                f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by "
+                "`lightning-hybrid tune`, or leave `strategy.plan` out."
             )
         return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda)
 

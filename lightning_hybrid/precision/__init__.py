@@ -1,5 +1,1 @@
 """A half-precision model on fp32 masters, as a Lightning precision plugin. What a user sees of it: `README.md`."""
-
-from lightning_hybrid.precision.plugin import MasterWeightPrecision
-
-__all__ = ["MasterWeightPrecision"]

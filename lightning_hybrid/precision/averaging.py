@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_hybrid.lightning_names import lightning_types
 
 
 class AverageOfMasters(AveragedModel):
@@ -19,10 +20,11 @@ class AverageOfMasters(AveragedModel):
         super().update_parameters(_Masters(model))
 
 
-def average_masters(callbacks: Iterable[Callback]) -> None:
+def average_masters(callbacks: Iterable[object]) -> None:
     """Let Lightning's averaging callbacks average masters: exactly torch's class is replaced, a user's own is left."""
+    kinds = lightning_types("pytorch.callbacks.WeightAveraging")
     for callback in callbacks:
-        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+        average = getattr(callback, "_average_model", None) if isinstance(callback, kinds) else None
         if type(average) is AveragedModel:  # a subclass may average in its own way
             average.__class__ = AverageOfMasters
 

@@ -119,6 +119,7 @@ class MasterWeights:
             averages are written there, in steps that half precision would round away.
 
     Weights that are computed from others (`parametrizations`, `weight_norm`, `spectral_norm`) stay fp32 as well.
+    Further modules may be added by `convert`.
     """
 
     def __init__(
@@ -131,17 +132,22 @@ class MasterWeights:
         self.dtype = dtype
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
+        self._keep_fp32, self._frozen = keep_fp32, frozen
+        self.convert(module)
+
+    def convert(self, module: nn.Module) -> None:
+        """Convert a module in place."""
         for child in _modules_outside_metrics(module):
             # BatchNorm takes half activations and fp32 parameters by itself; other normalisation layers need hooks.
             if isinstance(child, NORMALISATION_TYPES):
                 if not isinstance(child, _BatchNorm):
                     self.hooks.compute_in_fp32(child)
                 continue
-            if _is_reparametrised(child) or (keep_fp32 and isinstance(child, keep_fp32)):
+            if _is_reparametrised(child) or (self._keep_fp32 and isinstance(child, self._keep_fp32)):
                 continue
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
-                if is_real and (frozen or parameter.requires_grad):
+                if is_real and (self._frozen or parameter.requires_grad):
                     if id(parameter) not in self.pairs:
                         self.pairs[id(parameter)] = self._convert_(parameter)
                     self.hooks.show_masters(child)

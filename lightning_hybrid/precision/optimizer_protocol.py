@@ -13,13 +13,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, SGD, Optimizer
+
+from lightning_hybrid.lightning_names import is_overridden, misconfiguration
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 
 def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bool:
@@ -65,9 +67,11 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     return (
         bool(trainer.gradient_clip_val)
         or _has_step_hooks(optimizer)
-        or any(is_overridden(hook, model) for hook in (*hooks, "configure_gradient_clipping"))
         or any(
-            is_overridden(hook, callback, parent=Callback)
+            is_overridden(hook, model, "pytorch.LightningModule") for hook in (*hooks, "configure_gradient_clipping")
+        )
+        or any(
+            is_overridden(hook, callback, "pytorch.callbacks.Callback")
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             for hook in hooks
         )
@@ -119,7 +123,7 @@ class DirectSteps:
         if self._is_in_step():
             return
         if callable(kwargs.get("closure")) or any(callable(one) for one in args[1:]):
-            raise MisconfigurationException(
+            raise misconfiguration(
                 f"`closure` of {type(optimizer).__name__}.step must go through Lightning's optimizer with half "
                 "precision: gradients have to be unscaled between the closure and the step. Take the optimizer from "
                 "`self.optimizers()`, without `use_pl_optimizer=False`."
@@ -156,7 +160,7 @@ def refuse_own_references(optimizer: Optimizer) -> None:
     Raises:
         MisconfigurationException: always, with the cure.
     """
-    raise MisconfigurationException(
+    raise misconfiguration(
         f"`optimizer` (={type(optimizer).__name__}) must take its parameters from `param_groups` in `step`: it keeps "
         "references of its own to them, wrote the half-precision ones, and left the fp32 masters where they were. Use "
         "precision='32-true' or '16-mixed' with it."
@@ -172,14 +176,14 @@ def check_optimizer(optimizer: Optimizer, precision: str) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     owns_closure = closure is not None and closure.default is inspect.Parameter.empty
     if isinstance(optimizer, LBFGS) or owns_closure:
-        raise MisconfigurationException(
+        raise misconfiguration(
             f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with "
             f"precision={precision!r}: gradients have to be unscaled and checked between backward and "
             "step, and LBFGS-like optimizers evaluate the loss inside `step`. Use another optimizer, or "
             "precision='32-true'."
         )
     if hasattr(optimizer, "consolidate_state_dict"):
-        raise MisconfigurationException(
+        raise misconfiguration(
             f"`optimizer` (={type(optimizer).__name__}) shards its parameters over ranks and keeps references of its "
             f"own to them, which master weights cannot replace. Use precision='32-true' or an unsharded optimizer."
         )

@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
@@ -40,8 +36,15 @@ from lightning_hybrid.precision.skipped_steps import (
 )
 from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
 
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import Steppable
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.plugins.precision import Precision as _Base
+else:
+    _Base = object
 
-class MasterWeightPrecision(Precision):
+
+class MasterWeightMixin(_Base):
     """A plugin for an fp16 (or bf16) model and gradients with fp32 masters, optimizer state and normalisation layers.
 
     One step, with scale `s`, masters `w` and the loss `L`:
@@ -141,11 +144,16 @@ class MasterWeightPrecision(Precision):
 
     @property
     def _is_fit(self) -> bool:
-        return isinstance(self._module, LightningModule) and self._module.trainer.state.fn == TrainerFn.FITTING
+        return self._lightning_module is not None and self._lightning_module.trainer.state.fn == "fit"
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        is_one = isinstance(self._module, lightning_types("pytorch.LightningModule"))
+        return self._module if is_one else None  # type: ignore[return-value]
 
     def _convert(self) -> None:
         assert self._module is not None
-        is_evaluated = isinstance(self._module, LightningModule) and not self._is_fit
+        is_evaluated = self._lightning_module is not None and not self._is_fit
         self.masters = MasterWeights(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
         self.masters.hooks.step_context = self.forward_context
 
@@ -166,10 +174,10 @@ class MasterWeightPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
-        trainer = self._module.trainer if isinstance(self._module, LightningModule) else None
+        trainer = None if self._lightning_module is None else self._lightning_module.trainer
         # Refused before training, and not noticed in a checkpoint.
         if trainer is not None and not self._has_strategy:
-            raise MisconfigurationException(
+            raise misconfiguration(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know master weights: it would save the fp16 "
                 "weights in checkpoints and load optimizer state in fp16. Use strategy='hybrid_allreduce', which works "
                 "with one device as well."
@@ -215,7 +223,7 @@ class MasterWeightPrecision(Precision):
         assert self.masters is not None
         is_manual, averages = not module.automatic_optimization, self._is_last_backward()
         self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
-        self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=averages)
+        self._unscaled.prepare_for_backward(self._scale, sums=is_manual, averages=lambda _: averages)
         if averages:
             self.masters.return_sums()
         if self._scale is not None:
@@ -233,11 +241,11 @@ class MasterWeightPrecision(Precision):
         """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last."""
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
-        is_local = not self._is_last_backward()
+        is_local, to_fp32 = not self._is_last_backward(), self.masters.gradient_fp32
         if not module.automatic_optimization:
             # Unscaled at once: user code may read, clip and change them from now on.
-            for parameters in self.optimizer_steps.parameters_by_optimizer(module):
-                self._unscaled.unscale(parameters, self._scale, to_fp32=self.masters.gradient_fp32, is_local=is_local)
+            for parameters in self.optimizer_steps.parameters_by_optimizer(module.parameters()):
+                self._unscaled.unscale(parameters, self._scale, to_fp32=to_fp32, is_local=lambda _: is_local)
             self._unscaled.put_back()
         elif is_local:
             self.masters.sum_gradients()
@@ -302,7 +310,7 @@ class MasterWeightPrecision(Precision):
 
     @property
     def _is_automatic(self) -> bool:
-        return not isinstance(self._module, LightningModule) or self._module.automatic_optimization
+        return getattr(self._module, "automatic_optimization", True)
 
     @contextmanager
     def _step_past_lightning(self, outer: Optimizer, optimizer: Optimizer) -> Iterator[None]:
@@ -315,19 +323,19 @@ class MasterWeightPrecision(Precision):
         if found_inf is not None:
             state.count(found_inf)
 
-    def _stop_if_stuck(self, state: OptimizerStepState, model: LightningModule) -> None:
+    def _stop_if_stuck(self, state: OptimizerStepState, model: Any, *, is_end: bool = False) -> None:
         # Only where the host knows of a skip, and at logged steps: else it would wait for the device in each step.
-        flag, every = state.skip_flag, model.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        flag, every = state.skip_flag, model.trainer.log_every_n_steps
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
-        if is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
-            raise_if_stuck(state, model, self._last_loss)
+        if is_end or is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
+            raise_if_stuck(state, model, self._last_loss, step=f"global step {model.trainer.global_step}")
 
     # ---- schedules -------------------------------------------------------------------------------------------------
 
     def _may_put_off_schedules(self) -> bool:
         # On CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well.
-        assert isinstance(self._module, LightningModule)
-        trainer, every = self._module.trainer, self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        trainer: Any = self._lightning_module.trainer  # type: ignore[union-attr]
+        every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
         all_by_steps = len(self._schedules) == self._num_schedules
         return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
@@ -340,8 +348,7 @@ class MasterWeightPrecision(Precision):
         """Run deferred schedules, and raise `EndlessOverflowError` if no logged step has seen the overflow yet."""
         self.run_deferred_schedules()
         for state in self.optimizer_steps:
-            assert isinstance(self._module, LightningModule)
-            raise_if_stuck(state, self._module, self._last_loss)
+            self._stop_if_stuck(state, self._lightning_module, is_end=True)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

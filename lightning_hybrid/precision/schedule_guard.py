@@ -15,13 +15,15 @@ before a logged step and after the last batch of an epoch; and at a checkpoint. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_hybrid.precision.skipped_steps import SkipFlag
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 
 class ScheduleGuard:

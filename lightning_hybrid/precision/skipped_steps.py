@@ -6,12 +6,11 @@ All of it lives on the device. The host learns of it where it asks: at a logged 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -139,11 +138,11 @@ class OptimizerStepStates(list[OptimizerStepState]):
         states = self if optimizer is None else [self.of(optimizer)]
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
-    def parameters_by_optimizer(self, module: nn.Module) -> list[list[Tensor]]:
-        """Return the parameters of each optimizer, and last those of the module that no optimizer has."""
+    def parameters_by_optimizer(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters of each optimizer, and last those of `parameters` that no optimizer has."""
         found = [list(parameters_of(state.optimizer)) for state in self]
-        known = {id(parameter) for parameters in found for parameter in parameters}
-        return [*found, [parameter for parameter in module.parameters() if id(parameter) not in known]]
+        known = {id(parameter) for group in found for parameter in group}
+        return [*found, [parameter for parameter in parameters if id(parameter) not in known]]
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
@@ -179,8 +178,8 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
     return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
-def raise_if_stuck(state: OptimizerStepState, model: LightningModule, last_loss: Tensor | None) -> None:
-    """End a run whose overflows no scale seems to cure. Wait for the device.
+def raise_if_stuck(state: OptimizerStepState, model: nn.Module, last_loss: Tensor | None, *, step: str) -> None:
+    """End a run whose overflows no scale seems to cure. Wait for the device. `step`: the last one, in words.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
@@ -204,8 +203,8 @@ def raise_if_stuck(state: OptimizerStepState, model: LightningModule, last_loss:
         "division of 0 in the loss."
     )
     raise EndlessOverflowError(
-        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to global step "
-        f"{model.trainer.global_step}; the loss scale is {state.loss_scale.value:g} and no scale can cure this. "
+        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to {step}; the "
+        f"loss scale is {state.loss_scale.value:g} and no scale can cure this. "
         f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
         f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
         "checkpoint after the cure."

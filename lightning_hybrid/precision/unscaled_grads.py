@@ -43,7 +43,7 @@ class UnscaledGradients:
         scale: Tensor | None,
         *,
         to_fp32: Callable[[Tensor], Tensor] | None = None,
-        is_local: bool = False,
+        is_local: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         """Put fp32 gradients, divided by `scale`, into `p.grad`, and add to them what was set aside.
 
@@ -52,7 +52,7 @@ class UnscaledGradients:
                 gradient was unscaled before are left alone.
             scale: what the gradients were multiplied by; None: they need no division and no check.
             to_fp32: the gradient of a half-precision parameter in fp32; None: a new tensor.
-            is_local: the gradients were not averaged over ranks.
+            is_local: returns whether a parameter's gradient was not averaged over ranks.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -79,7 +79,7 @@ class UnscaledGradients:
             found_inf = torch.stack([found_inf, *earlier]).amax() if earlier else found_inf
         for parameter, gradient, aside in zip(new, gradients, asides, strict=True):
             total = gradient if aside is None else aside.gradient.add_(gradient)
-            self._put(Unscaled(parameter, total, found_inf, is_local))
+            self._put(Unscaled(parameter, total, found_inf, is_local(parameter)))
 
     def _put(self, unscaled: Unscaled) -> None:
         parameter = unscaled.parameter
@@ -110,7 +110,9 @@ class UnscaledGradients:
         return None
 
     @torch.no_grad()
-    def prepare_for_backward(self, scale: Tensor | None, *, sums: bool = False, averages: bool = True) -> None:
+    def prepare_for_backward(
+        self, scale: Tensor | None, *, sums: bool = False, averages: Callable[[Tensor], bool] = lambda _: True
+    ) -> None:
         """Make gradients that outlived their step ready for another backward, which adds to them.
 
         They return to the parameter's dtype and to the scale, or are set aside in fp32 until `unscale` and `put_back`.
@@ -118,7 +120,7 @@ class UnscaledGradients:
         Args:
             scale: the loss scale of this backward; None: there is none.
             sums: whether gradients may be set aside.
-            averages: whether this backward averages over ranks what it finds in `p.grad`.
+            averages: returns whether this backward averages over ranks what it finds in a parameter's `grad`.
         """
         # Usually `zero_grad` removed them, and there is nothing to do. In a manual loop they often stay, and half
         # precision would round at each return: there those that need no further average are set aside.
@@ -133,7 +135,7 @@ class UnscaledGradients:
                 continue
             if held.gradient.dtype is parameter.dtype:
                 parameter.grad = gradient if scale is None else gradient.mul_(scale)
-            elif is_held and sums and not (held.is_local and averages):
+            elif is_held and sums and not (held.is_local and averages(parameter)):
                 self._aside[id(parameter)] = held
             else:
                 parameter.grad = (gradient if scale is None else gradient * scale).to(parameter.dtype)

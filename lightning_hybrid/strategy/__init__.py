@@ -15,7 +15,3 @@ One training step, as water flows; `tests/test_one_step.py` walks the same stati
     9c  fp16 copy         master -> model parameter                          precision/master_step.py
     10  metrics           loss, scale, skipped steps, exposed communication  callbacks/
 """
-
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
-
-__all__ = ["HybridAllReduceStrategy"]

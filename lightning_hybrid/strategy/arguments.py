@@ -8,21 +8,22 @@ import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.bucket_layout import ddp_limits
+from lightning_hybrid.lightning_names import is_overridden, misconfiguration
+from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
-STRATEGY_NAME = "hybrid_allreduce"
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.precision import Precision
+
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -52,11 +53,12 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
-            if value is None:  # the default of `ddp`, which a configuration file may spell out
+            if value is None:  # Lightning's own default
                 continue
             raise ValueError(
                 f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
-                f"hook. For half precision on the wire use `comm_dtype`; for another hook use strategy='ddp'."
+                "hook. In place of fp16_compress_hook give comm_dtype='float16', in place of bf16_compress_hook "
+                "comm_dtype='bfloat16'; for another hook, such as PowerSGD, or for local steps use strategy='ddp'."
             )
         if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
             raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
@@ -205,7 +207,7 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
     # Lightning takes the strategy's plugin and ignores the flag without a word; "32-true" is the flag's default.
     asked = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
     if asked not in ("32-true", plugin.precision):
-        raise MisconfigurationException(
+        raise misconfiguration(
             f"`precision` (={asked!r}) must agree with the strategy's own precision plugin "
             f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
             f"place: leave `precision=` out, or leave `precision_plugin=` out."
@@ -239,7 +241,9 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
     return any(
-        is_overridden(hook, module) or (datamodule is not None and is_overridden(hook, datamodule)) for hook in hooks
+        is_overridden(hook, module, "pytorch.LightningModule")
+        or (datamodule is not None and is_overridden(hook, datamodule, "pytorch.LightningDataModule"))
+        for hook in hooks
     )
 
 
@@ -247,24 +251,6 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     """Return Lightning's advice on unused parameters with the names of this strategy."""
     advice = advice.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
-
-
-def register_variants(registry: Any, strategy: type) -> None:
-    """Register `hybrid_allreduce` and the variants that `ddp` has."""
-    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-        name = f"{STRATEGY_NAME}{suffix}"
-        if name in registry:
-            continue
-        description = f"Hybrid all-reduce data parallel, start_method={start_method}"
-        registry.register(name, strategy, description=description, start_method=start_method)
-        for unused in (False, True):
-            registry.register(
-                f"{name}_find_unused_parameters_{str(unused).lower()}",
-                strategy,
-                description=f"{description}, find_unused_parameters={unused}",
-                find_unused_parameters=unused,
-                start_method=start_method,
-            )
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:

@@ -13,21 +13,21 @@ import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health import tcp_info
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, private_store, short
 from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.lightning_names import lightning_error, lightning_types
 from lightning_hybrid.strategy.arguments import with_own_names
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 # Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -38,6 +38,9 @@ CLEAN_UP_ONLY = "2"
 
 INSIDE = "in a collective of Lightning's or torch's"
 OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
+
+_SIGNALS = "pytorch.trainer.connectors.signal_connector"
+_SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 
 
 class SetupWatchdog:
@@ -109,10 +112,10 @@ class SigtermOnAnyRank:
         # different collectives for good. Here rank zero's signal is obeyed as Lightning does; another rank's by ending
         # its run, of which the others learn within seconds.
         installed = signal.getsignal(signal.SIGTERM)
-        if isinstance(installed, _HandlersCompose):
+        if isinstance(installed, lightning_types(f"{_SIGNALS}._HandlersCompose")):
+            notifiers = [kind._sigterm_notifier_fn for kind in lightning_types(f"{_SIGNALS}._SignalConnector")]
             installed.signal_handlers = [
-                self._note if getattr(one, "__func__", None) is _SignalConnector._sigterm_notifier_fn else one
-                for one in installed.signal_handlers
+                self._note if getattr(one, "__func__", None) in notifiers else one for one in installed.signal_handlers
             ]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -129,7 +132,7 @@ class SigtermOnAnyRank:
         """
         # One batch later: Lightning asks rank zero before each batch, and a signal to all ranks is obeyed together.
         if self._was_asked:
-            raise SIGTERMException
+            raise lightning_error(_SIGTERM)
         self._was_asked = self._trainer.received_sigterm and self._trainer.global_rank > 0
 
 
@@ -232,8 +235,8 @@ class FailureReportMixin:
 def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
     """Report on rank zero the epoch and step at which a fit ended early, and what it can go on from."""
     # Not of an error before the first step: there is nothing to go on from.
-    is_stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-    is_under_way = trainer.state.fn == TrainerFn.FITTING and (trainer.global_step > 0 or is_stopped)
+    is_stopped = isinstance(exception, (KeyboardInterrupt, *lightning_types(_SIGTERM)))
+    is_under_way = trainer.state.fn == "fit" and (trainer.global_step > 0 or is_stopped)
     if not is_under_way or not trainer.is_global_zero:
         return
     paths = [
@@ -252,7 +255,7 @@ def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
     where = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
     if isinstance(exception, KeyboardInterrupt):  # Lightning shows no error
         rank_zero_info(where)
-    elif not isinstance(exception, SIGTERMException):
+    elif not isinstance(exception, lightning_types(_SIGTERM)):
         exception.add_note(where)
     elif exception.code is None:  # else `StopOnSignal` has said it
         rank_zero_info(where)
@@ -260,7 +263,7 @@ def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
 
 def reason_of(exception: BaseException) -> str:
     """Return why a rank ends, for the others."""
-    if isinstance(exception, SIGTERMException):
+    if isinstance(exception, lightning_types(_SIGTERM)):
         return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by Ctrl-C"

@@ -7,50 +7,46 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
-from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, average_bucket
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
-    ask_planner,
     bucket_caps_for_ddp,
-    dtype_from,
-    one_bucket_size,
-    plan_from,
     rate_from,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
     refuse_two_precisions,
-    refuse_unknown_options,
     refuse_what_is_not_averaged,
-    register_variants,
     tune_from,
     user_moves_batches,
 )
+from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+
     from lightning_hybrid.strategy.plan_tuning import FitTuning
+else:
+    _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, DDPStrategy):
+class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -107,25 +103,25 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        refuse_unknown_options(ddp_kwargs, own=inspect.signature(HybridAllReduceStrategy).parameters)
-        bucket_bytes = one_bucket_size(bucket_bytes, ddp_kwargs)
-        self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
-        self._planner = plan if isinstance(plan, Planner) else None
-        self._comm_dtype = dtype_from(comm_dtype)
-        self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
-        self.link_bytes_per_s = rate_from(link_bytes_per_s)
-        self._ranks_per_node, self._trace_dir, self._loss_scale = ranks_per_node, trace_dir, loss_scale
-        if loss_scale is not None:
-            MasterWeightPrecision("16-true", loss_scale=loss_scale)  # a bad value is refused here, not in training
+        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
+        for_ddp = self._take_options(
+            ddp_kwargs,
+            own=inspect.signature(HybridAllReduceMixin).parameters,
+            algorithm=algorithm,
+            ranks_per_node=ranks_per_node,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            comm_dtype=comm_dtype,
+            comm_dtype_across_nodes=comm_dtype_across_nodes,
+            loss_scale=loss_scale,
+        )
+        self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
         self._engine: CommEngine | None = None
-        self._topology: Topology  # known when DDP is configured
         self._averaged_parameters: set[int] | None = None
         self._has_optimizers = False  # made before the module was converted
-        ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
-        ddp_kwargs["bucket_cap_mb"] = self._plan.bucket_bytes / 2**20
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -135,10 +131,10 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **ddp_kwargs,
+            **for_ddp,
         )
 
-    communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    _precision_type: type[MasterWeightMixin]  # of the same Lightning
 
     @property
     def precision_plugin(self) -> Precision:
@@ -148,14 +144,14 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Put master weights in the place of Lightning's plain half precision; leave everything else."""
-        if isinstance(plugin, HalfPrecision):
+        if isinstance(plugin, lightning_types("pytorch.plugins.precision.HalfPrecision")):
             scale = self._loss_scale if plugin.precision == "16-true" else None
-            plugin = MasterWeightPrecision(plugin.precision, loss_scale=scale)
+            plugin = self._precision_type(plugin.precision, loss_scale=scale)
         self._precision_plugin = plugin
 
     @property
-    def _half(self) -> MasterWeightPrecision | None:
-        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightPrecision) else None
+    def _half(self) -> MasterWeightMixin | None:
+        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
 
     @property
     def _masters(self) -> MasterWeights | None:
@@ -181,16 +177,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     def set_world_ranks(self) -> None:
         """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
         super().set_world_ranks()
-        if self._ranks_per_node is not None and self.cluster_environment is not None:
-            self._discover_topology()
-
-    def _discover_topology(self) -> Topology:
-        # Collective, unless the user said it by `ranks_per_node`.
-        if self._ranks_per_node is None:
-            return Topology.discover()
-        return Topology.from_ranks_per_node(
-            rank=self.global_rank, world_size=self.world_size, ranks_per_node=self._ranks_per_node
-        )
+        self._check_ranks_per_node()
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
@@ -206,12 +193,13 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up as DDP, after checking that there is something to train."""
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
         with self._waiting_for_ranks():
             super().setup(trainer)
         if self._engine is not None:
+            self._share_work(self.optimizers)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
@@ -220,7 +208,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         if self._half is not None:
             assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
-            if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            if self.lightning_module.trainer.state.fn == "fit":
                 self.setup_optimizers(self.lightning_module.trainer)
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
@@ -228,16 +216,8 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     def configure_ddp(self) -> None:
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
         assert isinstance(self.model, nn.Module)
-        ignored = set(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
-        self._averaged_parameters = {
-            id(parameter)
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad or name in ignored
-        }
-        self._topology = self._discover_topology()
-        if self._planner is not None:
-            dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
-            self._plan = ask_planner(self._planner, self.model, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
+        self._averaged_parameters, ignored = trained_parameters(self.model)
+        self._find_plan(self.model)
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -252,25 +232,12 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        assert self._timeout is not None
-        self._engine = CommEngine(
-            topology=self._topology,
-            plan=self._plan,
-            timeout=self._timeout,
-            device=self.root_device,
-            trace=CommTrace(keep_events=self._trace_dir is not None),
-            dtype_across_nodes=self._dtype_across_nodes,
-        )
+        self._engine = self._new_engine(keep_events=self._trace_dir is not None)
         self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
-        self._note_plan(self._plan)
-        rank_zero_info(self.communication_plan)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 
             self._tuning = FitTuning(self._engine, self._tune, self._tune_cache_dir, on_plan=self._note_plan)
-
-    def _note_plan(self, plan: CommPlan) -> None:
-        self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -292,7 +259,8 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         dataloader = super().process_dataloader(dataloader)
         if user_moves_batches(self.lightning_module):
             return dataloader
-        _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning looks for a DataLoader, which this hides
+        # Lightning looks for a DataLoader, which the prefetcher hides.
+        lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(dataloader, self.global_rank)
         compute_dtype = None if self._masters is None else self._masters.dtype
         return prefetch(dataloader, self.root_device, compute_dtype)  # type: ignore[arg-type]
 
@@ -339,10 +307,11 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
         masters = self._masters
         if masters is None:
             return super().load_optimizer_state_dict(checkpoint)
+        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             with masters.swapped_in(optimizer):
                 optimizer.load_state_dict(state)
-                _optimizer_to_device(optimizer, self.root_device)
+                to_device(optimizer, self.root_device)
         return None
 
     # ---- end -------------------------------------------------------------------------------------------------------
@@ -362,6 +331,7 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
                 if self._trace_dir is not None:
                     engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
         finally:
+            self._end_shared_work(self.optimizers)
             self._averaged_parameters = None
             if self._masters is not None:
                 self._masters.restore()  # before Lightning moves the module away from its masters
@@ -371,7 +341,4 @@ class HybridAllReduceStrategy(DurableCheckpointMixin, RendezvousMixin, FailureRe
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
-        register_variants(strategy_registry, cls)
-
-
-HybridAllReduceStrategy.register_strategies(StrategyRegistry)
+        register_names(strategy_registry, cls)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.tuning.plan_cache import default_folder
 from lightning_hybrid.comm.tuning.plan_trials import MOST_STEPS
 from lightning_hybrid.comm.tuning.session import TuningSession
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 # Steps that tuning needs, about: with fewer it would end before it has found much.
 LEAST_STEPS = 100

@@ -12,9 +12,9 @@ from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.fabric.utilities.seed import reset_seed
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hybrid.lightning_names import lightning_function
 
 # Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
@@ -184,16 +184,27 @@ def _first_line(error: BaseException) -> str:
 class RendezvousMixin:
     """Strategy mixin: make the process group by `meet`, except under torchrun, whose agents have their store."""
 
+    # As Lightning's own methods (2.6), but for the store.
+
     def setup_distributed(self) -> None:
-        """Set up as DDP, with the store of `meet`.
+        """Set up as the Trainer's DDP, with the store of `meet`.
 
         Raises:
             RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
         """
         mine: Any = self
-        # As Lightning's own `setup_distributed` (2.6), but for the store.
-        reset_seed()
+        lightning_function("fabric.utilities.seed.reset_seed")()
         mine.set_world_ranks()
+        self._connect_ranks()
+
+    def _setup_distributed(self) -> None:
+        # Fabric's name of it.
+        mine: Any = self
+        mine._set_world_ranks()
+        self._connect_ranks()
+
+    def _connect_ranks(self) -> None:
+        mine: Any = self
         mine._process_group_backend = mine._get_process_group_backend()
         environment, kwargs = mine.cluster_environment, dict[str, Any](timeout=mine._timeout)
         kwargs["device_id"] = mine.root_device if mine.root_device.type != "cpu" else None
@@ -206,7 +217,8 @@ class RendezvousMixin:
                 timeout=mine._timeout,
             )
         try:
-            _init_dist_connection(environment, mine._process_group_backend, **kwargs)
+            connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
+            connect(environment, mine._process_group_backend, **kwargs)
         except dist.DistError as error:
             raise RendezvousError(
                 f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"

@@ -81,7 +81,12 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[
 
 
 def ours(
-    rule: type[LARS] | type[LAMB], shapes: Sequence[tuple[int, ...]], device: torch.device, *, fused: bool
+    rule: type[LARS] | type[LAMB],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    *,
+    fused: bool,
+    **changes: Any,
 ) -> Callable[[], object]:
     """Make `LARS` or `LAMB`: from scaled fp16 gradients to fp32 masters and fp16 copies, with the overflow check."""
     params = _weights(shapes, device)
@@ -91,7 +96,7 @@ def ours(
     many = [param for param in params if param.dim() > 1]
     few = {"params": [param for param in params if param.dim() <= 1], "trust_ratio": False, "weight_decay": 0.0}
     options = {name: value for name, value in OPTIONS.items() if rule is LARS or name != "momentum"}
-    optimizer: Any = rule([{"params": many}, few], **options, fused=fused)
+    optimizer: Any = rule([{"params": many}, few], **options, **changes, fused=fused)
     optimizer.copies = dict(zip(params, halves, strict=True))
     scale = torch.tensor(LOSS_SCALE, device=device)
     for param, grad in zip(params, grads, strict=True):
@@ -109,6 +114,7 @@ ARMS: dict[str, Callable[[Sequence[tuple[int, ...]], torch.device], Callable[[],
     "chain": chain,
     "lars": lambda shapes, device: ours(LARS, shapes, device, fused=False),
     "lars_fused": lambda shapes, device: ours(LARS, shapes, device, fused=True),
+    "lars_orthogonal": lambda shapes, device: ours(LARS, shapes, device, fused=False, direction="orthogonal"),
     "adamw_fused_fp32": adamw_fused,
     "lamb": lambda shapes, device: ours(LAMB, shapes, device, fused=False),
     "lamb_fused": lambda shapes, device: ours(LAMB, shapes, device, fused=True),

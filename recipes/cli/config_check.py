@@ -19,6 +19,7 @@ import types
 import typing
 from collections import abc
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
@@ -255,16 +256,15 @@ def _arguments_of(target: Any) -> TypeAdapter[Any]:
 
 def _hints_of(function: Any) -> dict[str, Any]:
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C
         return {}
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except Exception:  # names that exist for type checkers only
-        own = {name: parameter.annotation for name, parameter in parameters.items()}
-        hints = {
-            name: hint for name, hint in own.items() if hint is not inspect.Parameter.empty and type(hint) is not str
-        }
+    parameters, hints = signature.parameters, dict[str, Any]()
+    given = {name: parameter.annotation for name, parameter in parameters.items()}
+    for name, hint in (given | {"return": signature.return_annotation}).items():
+        one = types.SimpleNamespace(__annotations__={} if hint is inspect.Signature.empty else {name: hint})
+        with suppress(Exception):  # one by one: a name may exist for type checkers only
+            hints |= typing.get_type_hints(one, inspect.unwrap(function).__globals__, include_extras=True)
     for name, parameter in parameters.items():
         if name not in hints and isinstance(parameter.default, bool):  # torch leaves much without an annotation
             hints[name] = bool

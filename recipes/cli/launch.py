@@ -13,6 +13,7 @@ started from outside carries the launcher's own id.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -35,6 +36,7 @@ from torch.distributed import DistError
 from lightning_hybrid.checkpoint.file import CheckpointWriteError
 from lightning_hybrid.strategy.rendezvous import RendezvousError
 from recipes.cli.preflight import LAUNCH_VARIABLES
+from recipes.cli.usage import UsageError, command
 from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
@@ -64,20 +66,48 @@ def launch_id(otherwise: str) -> str:
     return otherwise
 
 
+def count_classes(root: str) -> int:
+    """Count the classes of the image set in `root`, see `imagenet.count_classes`."""
+    from lightning_hybrid.data.images import imagenet  # here: most commands read no images, and start without it
+
+    return imagenet.count_classes(root)
+
+
 def register_resolvers() -> None:
-    """Register the functions that `conf` uses; before Hydra composes."""
+    """Register the functions that `conf` uses; before Hydra composes, and before a command is declared."""
+    _bridge_hydra_versions()
     resolvers: dict[str, Callable[..., Any]] = {
         "launch_id": launch_id,
         "world_from_launcher": world_from_launcher,
         "product": lambda a, b: a * b,
         "accumulation": accumulation,
+        "count_classes": count_classes,
         "steps_between_questions": steps_between_questions,
         "on_rank_zero": lambda value: value if is_rank_zero() else None,
         "log_handlers": lambda: ["console", "file"] if is_rank_zero() else ["console"],
+        "command": command,
         "offline_by_default": lambda: "WANDB_MODE" not in os.environ,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def _bridge_hydra_versions() -> None:
+    """Let Hydra 1.3 start on Python 3.14, and ignore what 1.4 says about 1.5, which our bounds leave out."""
+    for message in (
+        r"\s*The version_base parameter is deprecated",  # without it Hydra 1.3 warns
+        r"\s*register_new_resolver\(\) is deprecated",  # the new name means another function in OmegaConf 2.3
+        r"(?s)\s*hydra\.utils\.instantiate\(\) resolved .* with no",  # 1.3 would hand a whitelist to the target
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    check = getattr(argparse.ArgumentParser, "_check_help", None)
+    if check is not None and check.__module__ == "argparse":
+        # Python 3.14 looks into each help text when it is given; one of Hydra 1.3's is written only when it is shown.
+        def check_text(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
+            if action.help is None or isinstance(action.help, str):
+                check(parser, action)
+
+        argparse.ArgumentParser._check_help = check_text  # type: ignore[attr-defined]
 
 
 def is_rank_zero() -> bool:
@@ -99,12 +129,16 @@ def short_errors() -> Iterator[None]:
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        raise SystemExit(f"error: {message_of(error)}") from None
+        message = f"error: {message_of(error)}"
+        print(message, file=sys.stderr, flush=True)
+        raise UsageError(message) from None
 
 
 def message_of(error: Exception) -> str:
     """Format an error: what is wrong, the key of the part that could not be built, and what was given."""
-    where = next((line for line in str(error).splitlines() if line.strip().startswith("full_key:")), "")
+    # Hydra 1.3 raises an error of its own with this line; 1.4 adds a note to the error itself.
+    said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
+    where = next((line for line in said if line.strip().startswith("full_key:")), "")
     cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
     notes = ("full_key:", "object_type=", "reference_type=")
     text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()

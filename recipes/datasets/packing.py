@@ -44,7 +44,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Result of packing one split."""
+    """Result of packing one split.
+
+    >>> print(Packed(split="train", num_images=40, num_shards=1, num_bytes=312_000, num_corrupt=0, seconds=0.4))
+    train: 40 images, 1 shard, 312 kB, 0.4 s
+    """
 
     split: str
     num_images: int
@@ -52,6 +56,15 @@ class Packed:
     num_bytes: int
     num_corrupt: int
     seconds: float
+
+    def __str__(self) -> str:
+        units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+        unit, name = next((each for each in units if self.num_bytes >= each[0]), units[-1])
+        counts = [f"{self.num_images:,} image{'s' * (self.num_images != 1)}"]
+        counts += [f"{self.num_shards:,} shard{'s' * (self.num_shards != 1)}"]
+        left_out = [f"{self.num_corrupt:,} left out as corrupt"] if self.num_corrupt else []
+        took = [f"{self.num_bytes / unit:.3g} {name}", *left_out, f"{self.seconds:.{1 if self.seconds < 10 else 0}f} s"]
+        return f"{self.split}: {', '.join([*counts, *took])}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +114,7 @@ class Packing:
         Raises:
             ValueError: `root` is incomplete, `out` holds another packing, or too many images are corrupt.
         """
-        check_root(Path(self.root), self.splits)
+        check_root(Path(self.root), self.splits, key="root")
         sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}
         return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.callbacks.run_report.environment import code_state
+
 PACKAGES = ("torch", "lightning", "triton", "numpy", "torchmetrics", "pytest", "simplejpeg", "nvidia-nccl-cu12")
 
 
@@ -21,9 +23,8 @@ def gpu_environment(root: Path) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     found |= {package: _version(package) for package in PACKAGES} | {"torch": torch.__version__}
-    found |= {"cuda": torch.version.cuda, "commit": _output("git", "-C", str(root), "rev-parse", "HEAD")}
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    found["has_changes"] = None if changed is None else bool(changed)
+    code = code_state(root) or {}
+    found |= {"cuda": torch.version.cuda, "commit": code.get("commit"), "has_changes": code.get("is_dirty")}
     if torch.cuda.is_available():
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found["cudnn"] = torch.backends.cudnn.version()

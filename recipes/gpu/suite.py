@@ -13,6 +13,8 @@ def gpu_tests(given: Given) -> Details:
     """Run `pytest -m gpu`; none may fail."""
     if not given.on_cuda:
         raise NotHere("the tests of `-m gpu` need one")
+    if not (ROOT / "tests").is_dir():
+        raise NotHere("the tests are not in an installed package: run this in a checkout of the repository")
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]

@@ -1,20 +1,58 @@
-"""Trials of a study, in their order: tune each arm's learning rate, then test it over seeds."""
+"""Trials of a study, in their order: tune each arm at the same points of its space, then test it over paired seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from pydantic import ConfigDict
+from torch.quasirandom import SobolEngine
 
 from recipes.cli.config_check import made
-from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine, TrialRunner, axis_values_of, overrides_of
-from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, best_of
+from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, rank_of
 from recipes.hyperparams.trial_pool import TrialPool
 
-LR = "optim.lr"
 STRICT = ConfigDict(extra="forbid")
+UNTESTED = "trainer.limit_test_batches=0"  # of every tuning trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedAxis:
+    """Hyper-parameter that tuning chooses.
+
+    Attributes:
+        override: Override of `recipes/train.py` that sets it, with `{}` for the value.
+        low, high: Values at 0 and 1 of the unit interval.
+        scale: How the interval is divided.
+        is_one_minus: Whether the value is 1 less what is drawn, as a momentum is.
+        grows_with_batch: Whether the linear rule multiplies it, like rate (Goyal et al. 2017, arXiv:1706.02677) and
+            length of the warm-up (LEGW, You et al. 2019, arXiv:1901.08256).
+        most: Limit of what the linear rule makes of it; None = none.
+    """
+
+    __pydantic_config__ = STRICT
+
+    override: str
+    low: float = 0.0
+    high: float = 0.0
+    scale: Literal["log", "linear"] = "log"
+    is_one_minus: bool = False
+    grows_with_batch: bool = False
+    most: float | None = None
+
+    def value(self, unit: float) -> float:
+        """Return the value at a point of the unit interval, to six digits.
+
+        >>> TunedAxis(override="optim.momentum={}", low=0.01, high=0.1, is_one_minus=True).value(0.5)
+        0.968377
+        """
+        if self.scale == "log":
+            found = self.low * (self.high / self.low) ** unit
+        else:
+            found = self.low + (self.high - self.low) * unit
+        return float(f"{1 - found if self.is_one_minus else found:.6g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,66 +61,81 @@ class StudyArm:
 
     Attributes:
         overrides: Overrides that make it.
-        low, high: Ends of the first grid of learning rates.
-        lr_of: Instead of all of these, the arm whose overrides it shares, and whose rate at the smallest batch it
-            scales linearly with the batch (Goyal et al. 2017, arXiv:1706.02677).
+        lr: Least and largest learning rate of the tuning.
+        axes: For some axes of the study, another in its place; None = this arm leaves the axis out.
+        point_of: Instead of tuning, the arm whose chosen point it takes.
+        rule: With `point_of`: `same`, at the same batch, or `linear`, scaled from the smallest batch.
+        like: The arm from which this one differs in one part, with which the tables compare it.
         precisions, batch_sizes: Precisions and sizes to run; None = all of the study.
     """
 
     __pydantic_config__ = STRICT
 
     overrides: tuple[str, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    lr_of: str | None = None
+    lr: tuple[float, float] | None = None
+    axes: Mapping[str, TunedAxis | None] = field(default_factory=dict)
+    point_of: str | None = None
+    rule: Literal["same", "linear"] = "same"
+    like: str | None = None
     precisions: tuple[str, ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Way to compute.
-
-    Attributes:
-        overrides: Overrides that make it.
-        batch_sizes: Sizes to run; None = all of the study.
-    """
-
-    __pydantic_config__ = STRICT
-
-    overrides: tuple[str, ...]
-    batch_sizes: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Arm at one precision and batch: a mean and a deviation of the table."""
+    """Arm at one precision and batch: a mean of the table."""
 
     arm: str
     precision: str
     batch_size: int
 
+    def __str__(self) -> str:
+        return f"{self.arm}, {self.precision}, batch {self.batch_size}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Options of the tuning of every learning rate; see `coarse_to_fine.CoarseToFine`."""
+    """Options of the tuning, equal for every arm.
+
+    Attributes:
+        objective: Name of a metric that validation logs.
+        mode: Which way is better.
+        num_points: Points of a scrambled Sobol sequence in the unit cube of all axes: the same ones for every arm.
+        seeds: All points run with the first seed, and the `num_finalists` best with the others; their mean decides.
+        num_finalists: See `seeds`.
+    """
 
     __pydantic_config__ = STRICT
 
     objective: str
     mode: Mode
-    num: int
-    num_rounds: int
-    zoom: int
-    seed: int
+    num_points: int
+    seeds: tuple[int, ...]
+    num_finalists: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Arms by precisions by batches.
+    """Arms by precisions by batches, each cell tuned at the same points and tested with the same seeds.
+
+    Attributes:
+        recipe: Recipe of a trial.
+        title: Title of its picture.
+        chance: Accuracy of a run that diverged.
+        num_train: Training images.
+        batch_sizes: Images per step, and for each the images of one micro-batch (ghost batch).
+        precisions: Overrides of each.
+        arms: See `StudyArm`.
+        axes: What tuning chooses, in the order of the Sobol sequence; `lr` takes its ends from the arm.
+        tuning: See `Tuning`.
+        seeds: Of the tests, the same for every cell, so that differences are paired.
+        num_folds: Parts of the data set that are test images in turn, by `seed % num_folds`; None = one split.
+        margin: Loss of accuracy that counts as none.
+        reference: Arm and precision whose smallest batch others are compared with.
+        first: Cells that run first, as `[arm, precision, batch]`: those that decide.
 
     Raises:
-        ValueError: The seed of tuning is among those of the tests, or an arm, a precision or a batch is not known.
+        ValueError: A seed of tuning is among those of the tests, or an arm, a precision, a batch or an axis is unknown.
     """
 
     __pydantic_config__ = STRICT
@@ -91,39 +144,46 @@ class Study:
     title: str
     chance: float
     num_train: int
-    batch_sizes: tuple[int, ...]
-    precisions: Mapping[str, Precision]
+    batch_sizes: Mapping[int, int]
+    precisions: Mapping[str, tuple[str, ...]]
     arms: Mapping[str, StudyArm]
+    axes: Mapping[str, TunedAxis]
     tuning: Tuning
-    seeds: tuple[int, ...] = field(default=(1, 2, 3, 4, 5))
+    seeds: tuple[int, ...]
+    num_folds: int | None = None
+    margin: float
+    reference: tuple[str, str]
+    first: tuple[tuple[str, str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.tuning.seed in self.seeds:
+        if both := set(self.tuning.seeds) & set(self.seeds):
             raise ValueError(
-                f"`tuning.seed` (={self.tuning.seed}) must not be among `seeds` (={list(self.seeds)}): the rate was "
-                "chosen for that run. Set another tuning.seed."
+                f"`tuning.seeds` (={list(self.tuning.seeds)}) must not have {sorted(both)} of `seeds`: a point was "
+                "chosen for that run. Set other tuning.seeds."
             )
-        smallest = min(self.batch_sizes)
+        known: list[tuple[str, Any, Any]] = [
+            ("study.reference", [self.reference[0]], self.arms),
+            ("study.reference", [self.reference[1]], self.precisions),
+        ]
         for name, arm in self.arms.items():
-            for precision in arm.precisions or self.precisions if arm.lr_of else ():
-                if smallest not in (self.precisions[precision].batch_sizes or self.batch_sizes):
-                    raise ValueError(
-                        f"`study.arms.{name}.lr_of` (={arm.lr_of}) must have a rate at the smallest batch "
-                        f"(={smallest}), and {precision!r} has none there. Leave {precision!r} out of "
-                        f"study.arms.{name}.precisions."
-                    )
-            known: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
-                ("lr_of", [arm.lr_of] if arm.lr_of else [], list(self.arms)),
-                ("precisions", arm.precisions or (), list(self.precisions)),
-                ("batch_sizes", arm.batch_sizes or (), self.batch_sizes),
-            )
-            for key, given, there in known:
-                for value in given:
-                    if value not in there:
-                        raise ValueError(
-                            f"`study.arms.{name}.{key}` (={value}) must be one of the study's: "
-                            f"{', '.join(map(str, there))}."
-                        )
+            key = f"study.arms.{name}"
+            if (arm.lr is None) == (arm.point_of is None):
+                raise ValueError(f"`{key}` must have either `lr`, to be tuned, or `point_of`. Set one of the two.")
+            known += [
+                (f"{key}.point_of", [arm.point_of] if arm.point_of else [], [a for a in self.arms if self.arms[a].lr]),
+                (f"{key}.like", [arm.like] if arm.like else [], self.arms),
+                (f"{key}.precisions", arm.precisions or (), self.precisions),
+                (f"{key}.batch_sizes", arm.batch_sizes or (), self.batch_sizes),
+                (f"{key}.axes", arm.axes, self.axes),
+            ]
+        for key, given, there in known:
+            for value in given:
+                if value not in there:
+                    raise ValueError(f"`{key}` (={value}) must be one of the study's: {', '.join(map(str, there))}.")
+        cells = list(self._all_cells())
+        for one, precision, size in self.first:
+            if Cell(arm=one, precision=precision, batch_size=size) not in cells:
+                raise ValueError(f"`study.first` (={[one, precision, size]}) must be a cell of the study.")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Study:
@@ -134,98 +194,149 @@ class Study:
         """
         made(Tuning, config["tuning"], "tuning")
         study = made(cls, config["study"] | {"tuning": config["tuning"], "seeds": config["seeds"]}, "study")
-        return replace(study, batch_sizes=tuple(sorted(study.batch_sizes)))
+        return replace(study, batch_sizes=dict(sorted(study.batch_sizes.items())))
 
     @property
-    def main_arms(self) -> list[str]:
-        """Arms that run in every precision, or take another's rate; the others take a part out."""
-        return [name for name, arm in self.arms.items() if arm.precisions is None or arm.lr_of is not None]
+    def smallest(self) -> int:
+        """The smallest batch."""
+        return min(self.batch_sizes)
 
-    def cells(self) -> Iterator[Cell]:
-        """Return the cells in the order of running: tuned arms, those that take their rates over, ablations."""
-        main = self.main_arms
-        # An arm that takes its rate from another needs that arm tuned first. The sort is stable.
-        in_order = sorted(main, key=lambda name: self.arms[name].lr_of is not None)
-        for names in (in_order, [name for name in self.arms if name not in main]):
-            for precision_name, precision in self.precisions.items():
-                for batch_size in self.batch_sizes:
-                    for name in names:
-                        arm = self.arms[name]
-                        is_in = precision_name in (arm.precisions or self.precisions)
-                        sizes = (arm.batch_sizes or self.batch_sizes, precision.batch_sizes or self.batch_sizes)
-                        if is_in and all(batch_size in of for of in sizes):
-                            yield Cell(arm=name, precision=precision_name, batch_size=batch_size)
+    def _all_cells(self) -> Iterator[Cell]:
+        for batch_size in self.batch_sizes:
+            for precision in self.precisions:
+                for name, arm in self.arms.items():
+                    if precision in (arm.precisions or self.precisions) and batch_size in (
+                        arm.batch_sizes or self.batch_sizes
+                    ):
+                        yield Cell(arm=name, precision=precision, batch_size=batch_size)
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """The cells in the order of running: `first`, then by batch; each after the one it takes a point of."""
+        wanted = [Cell(arm=arm, precision=precision, batch_size=size) for arm, precision, size in self.first]
+        wanted += [cell for cell in self._all_cells() if cell not in wanted]
+        cells: list[Cell] = []
+        for cell in wanted:
+            source = self.source_of(cell)
+            cells += [one for one in (source, cell) if one is not None and one not in cells]
+        return cells
+
+    def source_of(self, cell: Cell) -> Cell | None:
+        """Return the cell whose point a cell takes, or None if it is tuned itself."""
+        arm = self.arms[cell.arm]
+        if arm.point_of is None:
+            return None
+        batch_size = self.smallest if arm.rule == "linear" else cell.batch_size
+        return Cell(arm=arm.point_of, precision=cell.precision, batch_size=batch_size)
+
+    # ---- trials ----------------------------------------------------------------------------------------------------
 
     def overrides(self, cell: Cell) -> tuple[str, ...]:
         """Return what all runs of a cell share."""
-        arm = self.arms[cell.arm]
-        arm = self.arms[arm.lr_of] if arm.lr_of else arm
-        return (*arm.overrides, *self.precisions[cell.precision].overrides, f"global_batch_size={cell.batch_size}")
+        batch = (f"global_batch_size={cell.batch_size}", f"batch_size_per_rank={self.batch_sizes[cell.batch_size]}")
+        return (*batch, *self.precisions[cell.precision], *self.arms[cell.arm].overrides)
 
-    def axis(self, cell: Cell) -> Axis:
-        """Return the axis of the learning rate."""
-        arm = self.arms[cell.arm]
-        return Axis(key=LR, low=arm.low, high=arm.high, num=self.tuning.num)
+    def of_seed(self, seed: int) -> tuple[str, ...]:
+        """Return the overrides of a seed."""
+        fold = () if self.num_folds is None else (f"data.fold={seed % self.num_folds}",)
+        return (f"seed={seed}", *fold)
 
-    def run_tuning(self, cell: Cell, pool: TrialPool, log: TrialLog, tell: Callable[[TrialOutcome], None]) -> bool:
-        """Search the learning rate of a cell; return false if the time ended before."""
-        fixed = (*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0")
-        run = TrialRunner(pool, log, fixed=fixed, mode=self.tuning.mode, tell=tell)
-        backend = CoarseToFine(num_rounds=self.tuning.num_rounds, zoom=self.tuning.zoom)
-        return backend.search([self.axis(cell)], run, self.tuning.mode)
+    @cached_property
+    def _units(self) -> list[list[float]]:
+        engine = SobolEngine(len(self.axes), scramble=True, seed=0)
+        units: list[list[float]] = engine.draw(self.tuning.num_points).tolist()
+        return units
 
-    def tuned(self, cell: Cell, log: TrialLog) -> TrialOutcome | None:
-        """Return the best tuning trial of a cell in the log."""
-        return best_of(self._tried(cell, log), mode=self.tuning.mode)
+    def _axes_of(self, arm: StudyArm) -> dict[str, TunedAxis | None]:
+        lr = {} if arm.lr is None else {"lr": replace(self.axes["lr"], low=arm.lr[0], high=arm.lr[1])}
+        return {**self.axes, **lr, **arm.axes}
 
-    def is_end(self, cell: Cell, lr: float, log: TrialLog) -> bool:
-        """Return whether no rate beyond `lr`, on one side, was tried for a cell: the best may lie there."""
-        rates = [axis_values_of(outcome.overrides, [LR])[LR] for outcome in self._tried(cell, log)]
-        return lr <= min(rates) or lr >= max(rates)
+    def point(self, cell: Cell, index: int) -> dict[str, float]:
+        """Return the values of the point of this number for the arm of a tuned cell."""
+        axes = self._axes_of(self.arms[cell.arm])
+        pairs = zip(axes.items(), self._units[index], strict=True)
+        return {name: axis.value(unit) for (name, axis), unit in pairs if axis is not None}
 
-    def _tried(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
-        """Return the tuning trials of a cell in the log."""
-        # A tuning trial has these and its rate alone, so one override more; tests have other seeds.
-        fixed = {*self.overrides(cell), f"seed={self.tuning.seed}", "trainer.limit_test_batches=0"}
-        return [o for o in log.outcomes.values() if len(o.overrides) == len(fixed) + 1 and fixed <= set(o.overrides)]
+    def point_overrides(self, cell: Cell, point: Mapping[str, float]) -> tuple[str, ...]:
+        """Return a point as overrides for the arm of a cell."""
+        axes = self._axes_of(self.arms[cell.arm])
+        return tuple(
+            axis.override.format(f"{point[name]:.6g}") for name, axis in axes.items() if axis and name in point
+        )
 
-    def lr(self, cell: Cell, log: TrialLog) -> float | None:
-        """Return the rate of a cell: tuned, or scaled from a tuned one; None if no trial of the tuning was done."""
-        arm = self.arms[cell.arm]
-        if arm.lr_of is not None:
-            smallest = min(self.batch_sizes)
-            base = self.lr(Cell(arm=arm.lr_of, precision=cell.precision, batch_size=smallest), log)
-            return None if base is None else base * cell.batch_size / smallest
-        best = self.tuned(cell, log)
-        return None if best is None else axis_values_of(best.overrides, [LR])[LR]
+    def tuning_trials(self, cell: Cell, index: int) -> list[tuple[str, ...]]:
+        """Return the trials of a point, one for each seed of the tuning."""
+        shared = (*self.overrides(cell), *self.point_overrides(cell, self.point(cell, index)), UNTESTED)
+        return [(*shared, *self.of_seed(seed)) for seed in self.tuning.seeds]
 
-    def tests(self, cell: Cell, lr: float) -> list[tuple[str, ...]]:
-        """Return the overrides of the trials behind a mean of the table."""
-        return [(*self.overrides(cell), *overrides_of({LR: lr}), f"seed={seed}") for seed in self.seeds]
+    def tests(self, cell: Cell, point: Mapping[str, float]) -> list[tuple[str, ...]]:
+        """Return the trials behind a mean of the table, by seed."""
+        shared = (*self.overrides(cell), *self.point_overrides(cell, point))
+        return [(*shared, *self.of_seed(seed)) for seed in self.seeds]
 
-    def results(self, cell: Cell, log: TrialLog) -> list[TrialOutcome]:
-        """Return the outcomes of those tests that have ended."""
-        lr = self.lr(cell, log)
-        trials = [] if lr is None else self.tests(cell, lr)
-        return [outcome for trial in trials if (outcome := log.of(trial)) is not None]
+    # ---- what the log says -----------------------------------------------------------------------------------------
+
+    def finalists(self, cell: Cell, log: TrialLog) -> list[int] | None:
+        """Return the points that go on to the other seeds, best first; None before all have run with the first."""
+        found = [log.of(self.tuning_trials(cell, index)[0]) for index in range(self.tuning.num_points)]
+        done = [(rank_of(one, mode=self.tuning.mode), index) for index, one in enumerate(found) if one is not None]
+        return None if len(done) < len(found) else [index for _, index in sorted(done)[: self.tuning.num_finalists]]
+
+    def chosen(self, cell: Cell, log: TrialLog) -> int | None:
+        """Return the number of the point of a tuned cell; None before its tuning is complete, or if no run was done."""
+        means = []
+        for index in self.finalists(cell, log) or ():
+            outcomes = [log.of(trial) for trial in self.tuning_trials(cell, index)]
+            if any(outcome is None for outcome in outcomes):
+                return None
+            ranks = [rank_of(outcome, mode=self.tuning.mode) for outcome in outcomes if outcome is not None]
+            means.append((max(rank for rank, _ in ranks), sum(value for _, value in ranks) / len(ranks), index))
+        best = min(means, default=None)
+        return None if best is None or best[0] > 0 else best[2]
+
+    def chosen_point(self, cell: Cell, log: TrialLog) -> dict[str, float] | None:
+        """Return the values with which a cell is tested: its own, or those of the cell it takes them from."""
+        source = self.source_of(cell)
+        tuned = cell if source is None else source
+        index = self.chosen(tuned, log)
+        if index is None:
+            return None
+        point = self.point(tuned, index)
+        if source is not None and self.arms[cell.arm].rule == "linear":
+            factor = cell.batch_size / source.batch_size
+            for name, axis in self.axes.items():
+                if axis.grows_with_batch and name in point:
+                    scaled = point[name] * factor
+                    point[name] = float(f"{scaled if axis.most is None else min(scaled, axis.most):.6g}")
+        return point
+
+    def results(self, cell: Cell, log: TrialLog) -> dict[int, TrialOutcome]:
+        """Return the outcomes of those tests that have ended, by seed."""
+        point = self.chosen_point(cell, log)
+        trials = [] if point is None else self.tests(cell, point)
+        found = zip(self.seeds, (log.of(trial) for trial in trials), strict=False)
+        return {seed: outcome for seed, outcome in found if outcome is not None}
+
+    # ---- running ---------------------------------------------------------------------------------------------------
 
     def run(self, pool: TrialPool, log: TrialLog, tell: Callable[[str, TrialOutcome], None]) -> bool:
         """Run everything that is not in the log; return false if the time ended before."""
-        for cell in self.cells():
-            name = f"{cell.arm}, {cell.precision}, batch {cell.batch_size}"
+        for cell in self.cells:
 
-            def say_trial(outcome: TrialOutcome, name: str = name) -> None:
-                tell(name, outcome)
+            def run_all(trials: list[tuple[str, ...]], cell: Cell = cell) -> bool:
+                waiting = list(dict.fromkeys(trial for trial in trials if log.of(trial) is None))
+                for outcome in pool.run(waiting):
+                    log.append(outcome)
+                    tell(str(cell), outcome)
+                return all(log.of(trial) is not None for trial in waiting)
 
-            if self.arms[cell.arm].lr_of is None and not self.run_tuning(cell, pool, log, say_trial):
-                return False
-            lr = self.lr(cell, log)
-            if lr is None:
-                continue
-            waiting = [trial for trial in self.tests(cell, lr) if log.of(trial) is None]
-            for outcome in pool.run(waiting):
-                log.append(outcome)
-                say_trial(outcome)
-            if any(log.of(trial) is None for trial in waiting):
+            if self.source_of(cell) is None:
+                if not run_all([self.tuning_trials(cell, index)[0] for index in range(self.tuning.num_points)]):
+                    return False
+                finalists = self.finalists(cell, log) or []
+                if not run_all([trial for index in finalists for trial in self.tuning_trials(cell, index)[1:]]):
+                    return False
+            point = self.chosen_point(cell, log)
+            if point is not None and not run_all(self.tests(cell, point)):
                 return False
         return True

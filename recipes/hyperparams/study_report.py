@@ -1,15 +1,15 @@
-"""Tables and picture of a study: accuracy against batch, one line per arm; tuned rates; differences."""
+"""Tables and picture of a study: accuracies, paired differences with their intervals, chosen points."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from scipy.stats import t as student
 
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
@@ -17,188 +17,189 @@ from recipes.hyperparams.study import Cell, Study
 from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 
 TEST_ACC = "test/acc"
+RUNNING_ACC = "test/acc_running"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """Accuracy over several seeds.
+class Interval:
+    """Mean of a sample and its 90 % interval, by Student's t.
+
+        mean ± t(0.95, n - 1) * s / sqrt(n)
 
     Attributes:
-        mean: Mean of all runs.
-        deviation: Sample standard deviation (n - 1 in the denominator); 0 for one run.
-        num_runs: Number of runs.
-        num_lost: Number of runs that diverged or failed; they count as chance.
+        mean: Mean.
+        half: Half the length of the interval; nan for fewer than two values.
+        num: Number of values.
     """
 
     mean: float
-    deviation: float
-    num_runs: int
-    num_lost: int
+    half: float
+    num: int
 
     @classmethod
-    def of(cls, outcomes: Sequence[TrialOutcome], *, chance: float) -> Accuracy | None:
-        """Make it from outcomes; None if there is no run.
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Make it from a sample.
 
-        >>> runs = [TrialOutcome(overrides=(), status="done", metrics={"test/acc": acc}) for acc in (0.9, 0.8, 0.7)]
-        >>> accuracy = Accuracy.of([*runs, TrialOutcome(overrides=(), status="diverged")], chance=0.1)
-        >>> round(accuracy.mean, 3), round(accuracy.deviation, 4), accuracy.num_runs, accuracy.num_lost
-        (0.625, 0.3594, 4, 1)
+        >>> print(Interval.of([0.9, 0.8, 0.7]))
+        80.0 ± 16.9
         """
-        if not outcomes:
-            return None
-        lost = [outcome for outcome in outcomes if outcome.status != "done"]
-        found = [chance if outcome.status != "done" else outcome.metrics[TEST_ACC] for outcome in outcomes]
-        return cls(
-            mean=statistics.mean(found),
-            deviation=statistics.stdev(found) if len(found) > 1 else 0.0,
-            num_runs=len(found),
-            num_lost=len(lost),
-        )
+        half = float("nan")
+        if len(values) > 1:
+            half = float(student.ppf(0.95, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+        return cls(mean=statistics.mean(values), half=half, num=len(values))
 
     def __str__(self) -> str:
-        lost = f", {self.num_lost} of {self.num_runs} lost" if self.num_lost else ""
-        return f"{100 * self.mean:.1f} ± {100 * self.deviation:.1f}{lost}"
+        return f"{100 * self.mean:.1f} ± {100 * self.half:.1f}"
 
+    def verdict(self, margin: float) -> str:
+        """Say what a paired difference shows: two one-sided tests (TOST) at 5 % each, and the sign.
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference of two mean accuracies.
-
-    Attributes:
-        mean: First less second.
-        standard_error: `sqrt(s1^2 / n1 + s2^2 / n2)`.
-    """
-
-    mean: float
-    standard_error: float
-
-    @classmethod
-    def of(cls, one: Accuracy, other: Accuracy) -> Difference:
-        """Subtract the second from the first.
-
-        >>> one = Accuracy(mean=0.9, deviation=0.03, num_runs=9, num_lost=0)
-        >>> str(Difference.of(one, Accuracy(mean=0.8, deviation=0.04, num_runs=16, num_lost=0)))
-        '+10.0 ± 1.4'
+        >>> [Interval(mean=mean, half=0.002, num=10).verdict(0.005) for mean in (0.001, -0.02)]
+        ['equal', 'worse']
+        >>> Interval(mean=0.0, half=0.02, num=10).verdict(0.005)
+        'open'
         """
-        variance = one.deviation**2 / one.num_runs + other.deviation**2 / other.num_runs
-        return cls(mean=one.mean - other.mean, standard_error=math.sqrt(variance))
+        low, high = self.mean - self.half, self.mean + self.half
+        if -margin < low and high < margin:
+            return "equal"
+        if low > 0:
+            return "better"
+        return "worse" if high < 0 else "open"
 
-    def __str__(self) -> str:
-        return f"{100 * self.mean:+.1f} ± {100 * self.standard_error:.1f}"
+
+def accuracies_by_seed(
+    outcomes: Mapping[int, TrialOutcome], *, chance: float, metric: str = TEST_ACC
+) -> dict[int, float]:
+    """Return the test accuracy of each seed; runs that diverged or failed count as chance."""
+    return {seed: one.metrics[metric] if one.status == "done" else chance for seed, one in outcomes.items()}
 
 
-def accuracies(study: Study, log: TrialLog) -> dict[Cell, Accuracy]:
-    """Return the accuracy of every cell whose tests have all ended."""
-    results = {cell: study.results(cell, log) for cell in study.cells()}
-    found = {
-        cell: Accuracy.of(outcomes, chance=study.chance)
+def complete(study: Study, log: TrialLog, metric: str = TEST_ACC) -> dict[Cell, dict[int, float]]:
+    """Return the accuracies of every cell whose tests have all ended, by seed."""
+    results = {cell: study.results(cell, log) for cell in study.cells}
+    return {
+        cell: accuracies_by_seed(outcomes, chance=study.chance, metric=metric)
         for cell, outcomes in results.items()
         if len(outcomes) == len(study.seeds)
     }
-    return {cell: accuracy for cell, accuracy in found.items() if accuracy is not None}
+
+
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+    """Return the interval of the differences of two cells, seed by seed.
+
+    >>> print(paired({1: 0.9, 2: 0.8}, {1: 0.8, 2: 0.7}))
+    10.0 ± 0.0
+    """
+    return Interval.of([one[seed] - other[seed] for seed in one])
 
 
 def _lines(study: Study) -> list[tuple[str, str]]:
     """Return arm and precision of each line, in the order of the configuration."""
-    there = {(cell.arm, cell.precision) for cell in study.cells()}
+    there = {(cell.arm, cell.precision) for cell in study.cells}
     return [(arm, precision) for arm in study.arms for precision in study.precisions if (arm, precision) in there]
 
 
-def _batch_names(study: Study) -> list[str]:
-    return [f"{size} ({100 * size / study.num_train:.3g} %)" for size in study.batch_sizes]
-
-
 def markdown(study: Study, log: TrialLog) -> str:
-    """Format accuracies, rates, and the differences that the claims are about."""
-    found = accuracies(study, log)
+    """Format accuracies with both kinds of statistics, paired differences, and the chosen points."""
+    found, running = complete(study, log), complete(study, log, RUNNING_ACC)
+    header = ["arm", "precision", *(f"{size} ({100 * size / study.num_train:.3g} %)" for size in study.batch_sizes)]
 
-    def row(arm: str, precision: str, text: Any) -> list[str]:
-        cells = [Cell(arm=arm, precision=precision, batch_size=size) for size in study.batch_sizes]
-        return [arm, precision, *(text(cell) for cell in cells)]
-
-    def rate(cell: Cell) -> str:
-        lr = study.lr(cell, log) if cell in found else None
-        if lr is None:
-            return ""
-        is_tuned = study.arms[cell.arm].lr_of is None
-        return f"{lr:.3g}" + (" (end of what was tried)" if is_tuned and study.is_end(cell, lr, log) else "")
-
-    header = ["arm", "precision", *_batch_names(study)]
-    accuracy_rows = [row(arm, precision, lambda cell: str(found.get(cell, ""))) for arm, precision in _lines(study)]
-    rate_rows = [row(arm, precision, rate) for arm, precision in _lines(study)]
-    num_seeds = len(study.seeds)
-    return "\n\n".join(
-        [
-            f"Test accuracy in %, mean ± standard deviation of {num_seeds} seeds; runs that diverged count as chance:",
-            markdown_table(header, accuracy_rows),
-            "Differences of test accuracy in points, ± standard error of the difference:",
-            markdown_table(["difference", "precision", *_batch_names(study)], _difference_rows(study, found)),
-            "Learning rate, chosen by validation loss:",
-            markdown_table(header, rate_rows),
+    def table(text: Any) -> str:
+        rows = [
+            [arm, precision, *(text(Cell(arm=arm, precision=precision, batch_size=size)) for size in study.batch_sizes)]
+            for arm, precision in _lines(study)
         ]
-    )
+        return markdown_table(header, [row for row in rows if any(row[2:])])
 
+    def accuracy(cell: Cell) -> str:
+        if cell not in found:
+            return ""
+        lost = sum(one.status != "done" for one in study.results(cell, log).values())
+        text = f"{Interval.of(list(found[cell].values()))} ({100 * statistics.mean(running[cell].values()):.1f})"
+        return text + (f", {lost} of {len(study.seeds)} lost" if lost else "")
 
-def _difference_rows(study: Study, found: dict[Cell, Accuracy]) -> list[list[str]]:
-    def cell(arm: str, precision: str, size: int) -> Accuracy | None:
-        return found.get(Cell(arm=arm, precision=precision, batch_size=size))
+    def difference(cell: Cell, other: Cell) -> str:
+        if cell == other or cell not in found or other not in found:
+            return ""
+        interval = paired(found[cell], found[other])
+        return f"{100 * interval.mean:+.1f} ± {100 * interval.half:.1f} {interval.verdict(study.margin)}"
 
-    def row(name: str, one: tuple[str, str], other: tuple[str, str], precision: str) -> list[str]:
-        pairs = [(cell(*one, size), cell(*other, size)) for size in study.batch_sizes]
-        return [name, precision, *(str(Difference.of(a, b)) if a and b else "" for a, b in pairs)]
+    def to_reference(cell: Cell) -> str:
+        arm, precision = study.reference
+        return difference(cell, Cell(arm=arm, precision=precision, batch_size=study.smallest))
 
-    arms = list(study.arms)
-    main = study.main_arms
-    rows = [
-        row(f"{one} - {other}", (one, precision), (other, precision), precision)
-        for index, one in enumerate(main)
-        for other in main[:index]
-        for precision in study.precisions
+    def to_reference_arm(cell: Cell) -> str:
+        return difference(cell, Cell(arm=study.reference[0], precision=cell.precision, batch_size=cell.batch_size))
+
+    def to_source(cell: Cell) -> str:
+        arm = study.arms[cell.arm]
+        return (
+            difference(cell, Cell(arm=arm.like, precision=cell.precision, batch_size=cell.batch_size))
+            if arm.like
+            else ""
+        )
+
+    def point(cell: Cell) -> str:
+        values = study.chosen_point(cell, log) if cell in found else None
+        return "" if values is None else ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+
+    reference = f"`{study.reference[0]}` in {study.reference[1]} at {study.smallest} images"
+    margin = f"{100 * study.margin:g} points"
+    parts = [
+        f"Test accuracy in %, mean ± half of the 90 % interval over {len(study.seeds)} seeds, BatchNorm statistics "
+        "of the final weights; in brackets the mean with running statistics. Runs that diverged count as "
+        "chance:",
+        table(accuracy),
+        f"Paired differences to {reference}, in points, with their 90 % intervals; `equal`: the interval is within "
+        f"± {margin} (TOST); `better`, `worse`: it does not hold zero; `open`: neither:",
+        table(to_reference),
+        f"Paired differences to `{study.reference[0]}` at the same batch and precision:",
+        table(to_reference_arm),
     ]
-    precisions = list(study.precisions)
-    rows += [
-        row(arm, (arm, one), (arm, precisions[0]), f"{one} - {precisions[0]}") for arm in main for one in precisions[1:]
-    ]
-    rows += [
-        row(f"{arm} - {main[-1]}", (arm, precision), (main[-1], precision), precision)
-        for arm in arms
-        if arm not in main
-        for precision in study.arms[arm].precisions or ()
-    ]
-    return [line for line in rows if any(line[2:])]
+    if any(arm.like for arm in study.arms.values()):
+        parts += ["One part changed, paired differences to the arm that it is taken from:", table(to_source)]
+    return "\n\n".join([*parts, "Chosen points:", table(point)])
 
 
 def picture(study: Study, log: TrialLog) -> Figure:
-    """Draw a panel per precision, a line per arm; bars are standard deviations. One more panel for ablations."""
-    found = accuracies(study, log)
-    main = study.main_arms
-    others = [arm for arm in study.arms if arm not in main]
-    panels = [(precision, main, precision) for precision in study.precisions]
-    if others:
-        where = (study.arms[others[0]].precisions or tuple(study.precisions))[0]
-        panels.append((where, [main[-1], *others], f"{main[-1]}, {where}: one part taken out"))
-    figure = Figure(figsize=(5 * len(panels), 4.6), layout="constrained")
+    """Draw accuracy against the share of the set and against the number of updates; bars are 90 % intervals."""
+    found = complete(study, log)
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
     figure.suptitle(study.title)
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (precision, arms, title) in zip(all_axes, panels, strict=True):
-        for place, arm in enumerate(arms):
-            cells = [Cell(arm=arm, precision=precision, batch_size=size) for size in study.batch_sizes]
-            cells = [cell for cell in cells if cell in found]
-            if not cells:
-                continue
-            x = [cell.batch_size * 1.03 ** (place - len(arms) / 2) for cell in cells]  # bars side by side
-            y = [100 * found[cell].mean for cell in cells]
-            error = [100 * found[cell].deviation for cell in cells]
-            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=3, label=arm, color=f"C{place}")
-        axes.set_title(title)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(study.batch_sizes, list(map(str, study.batch_sizes)))
-        axes.set_xlabel("batch, images per step")
+    panels = figure.subplots(1, 2, sharey=True)
+    lines = [line for line in _lines(study) if study.arms[line[0]].like is None]
+    for place, (arm, precision) in enumerate(lines):
+        cells = [cell for cell in found if (cell.arm, cell.precision) == (arm, precision)]
+        cells.sort(key=lambda cell: cell.batch_size)
+        if not cells:
+            continue
+        intervals = [Interval.of(list(found[cell].values())) for cell in cells]
+        updates = [_num_updates(study.results(cell, log)) for cell in cells]
+        shares = [100 * cell.batch_size / study.num_train for cell in cells]
+        for axes, x in ((panels[0], shares), (panels[1], updates)):
+            axes.errorbar(
+                [value * 1.02 ** (place - len(lines) / 2) for value in x],  # bars side by side
+                [100 * interval.mean for interval in intervals],
+                yerr=[100 * interval.half for interval in intervals],
+                marker="o" if precision == study.reference[1] else "s",
+                linestyle="-" if precision == study.reference[1] else "--",
+                markersize=4,
+                capsize=3,
+                label=f"{arm}, {precision}",
+                color=f"C{list(study.arms).index(arm)}",
+            )
+    for axes, label in ((panels[0], "batch, % of the training set"), (panels[1], "updates of the run")):
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
         axes.grid(alpha=0.3)
-        if axes.containers:
-            axes.legend(fontsize=8)
-    all_axes[0].set_ylabel(f"test accuracy, %; mean, deviation of {len(study.seeds)} seeds")
+    if panels[0].containers:
+        panels[0].legend(fontsize=7)
+    panels[0].set_ylabel(f"test accuracy, %; 90 % interval of {len(study.seeds)} seeds")
     return figure
+
+
+def _num_updates(outcomes: Mapping[int, TrialOutcome]) -> float:
+    return max(one.metrics.get("num_steps", 1.0) for one in outcomes.values())
 
 
 def write_study(folder: Path, study: Study, log: TrialLog, *, environment: dict[str, Any]) -> None:

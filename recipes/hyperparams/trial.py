@@ -19,7 +19,9 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
+from lightning_hybrid.callbacks import RecalibrateBatchNorm
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
 from recipes.hyperparams.trial_log import Mode, Status, TrialOutcome
@@ -74,6 +76,7 @@ class Watch(Callback):
         self.objective, self.mode = objective, mode
         self.limits = list(limits)
         self.curve: list[tuple[float, float]] = []
+        self.running: dict[str, Tensor] = {}  # BatchNorm's moving averages as the last validation found them
         self.status: Status = "done"
         self.reason = ""
 
@@ -91,6 +94,10 @@ class Watch(Callback):
             loss = float(outputs["loss"])
             if not math.isfinite(loss):
                 self._end(trainer, "diverged", f"train/loss is {loss} at step {trainer.global_step}")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep running statistics, before `RecalibrateBatchNorm` replaces them."""
+        self.running = {name: value.clone() for name, value in pl_module.named_buffers() if "running_" in name}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the objective, and compare it with its limit."""
@@ -154,6 +161,7 @@ class TrainTrial:
             watch.status, watch.reason = "diverged", f"{self.objective} is {value} at the end"
         if watch.status == "done" and cfg.trainer.limit_test_batches != 0:
             metrics |= {name: float(v) for name, v in trainer.test(module, data, verbose=False)[0].items()}
+            metrics |= _with_running_statistics(trainer, module, data, watch)
         if watch.status == "stopped":
             value = watch.curve[-1][1]
         return TrialOutcome(
@@ -164,6 +172,23 @@ class TrainTrial:
             metrics=metrics,
             curve=tuple(watch.curve),
         )
+
+
+def _with_running_statistics(
+    trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule, watch: Watch
+) -> dict[str, float]:
+    """Test once more with the statistics that training left, where they were recalculated."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    recalibrating = [callback for callback in callbacks if isinstance(callback, RecalibrateBatchNorm)]
+    if not recalibrating:
+        return {}
+    buffers = dict(module.named_buffers())
+    for name, value in watch.running.items():
+        buffers[name].copy_(value)
+    for callback in recalibrating:
+        callbacks.remove(callback)
+    found = trainer.test(module, data, verbose=False)[0]
+    return {f"{name}_running": float(value) for name, value in found.items() if name.startswith("test/")}
 
 
 @contextmanager

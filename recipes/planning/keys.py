@@ -28,7 +28,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "num_steps": Count,
     "epochs": Positive,
     "images_per_epoch": Count,
-    "scaling_ranks": list[Count],
+    "scaling_ranks": list[Count] | None,
     "search": Search | None,
     "run_dir": str,
     "model": nn.Module,

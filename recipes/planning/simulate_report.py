@@ -1,48 +1,46 @@
-"""Result of the simulator: tables, a picture, JSON and a timeline."""
+"""Result of the simulator: the answer in sentences, tables, a picture, JSON and a timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.plan_search import Candidate
+from lightning_hybrid.planning.plan_search import CLEARLY_LESS, CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, Candidate
 from lightning_hybrid.planning.run_price import run_totals
-from lightning_hybrid.planning.simulate import SimulatedSteps, to_trace
+from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
 from recipes.cli.results import environment, write_json
 from recipes.planning.layers import flops_per_image
+from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
 from recipes.planning.scenario import Scenario
 
 QUANTILES = (0.5, 0.9, 0.99)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingPoint:
-    """Scale on the curve. `least_s`: what no all-reduce of all gradients can beat between these nodes."""
-
-    num_ranks: int
-    step_s: float
-    exposed_s: float
-    efficiency: float
-    images_per_s: float
-    least_s: float
+IMAGENET = 1_281_167  # training images
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """Simulated run."""
+    """Simulated run.
+
+    Args:
+        preset: Keys of the cluster's description that were not given, with their values: what the answer rests on.
+        is_own_curve: The scales of the curve were asked for, so that all are printed.
+    """
 
     scenario: Scenario
     outcome: SimulatedSteps
     curve: tuple[ScalingPoint, ...]
     candidates: tuple[Candidate, ...]
     num_shown: int
+    preset: Mapping[str, str]
     about: str
+    is_own_curve: bool
     epochs: float
     images_per_epoch: int
     watts_per_node: float | None
@@ -52,13 +50,20 @@ class SimulationReport:
     def of(cls, scenario: Scenario, cfg: DictConfig) -> SimulationReport:
         """Simulate all that the configuration asks for."""
         search = None if cfg.search is None else instantiate(cfg.search)
+        cluster, choices = scenario.cluster, HydraConfig.get().runtime.choices
+        ranks = cfg.scaling_ranks
+        if ranks is None:
+            ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
+        points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(
             scenario=scenario,
             outcome=scenario.run(),
-            curve=tuple(scaling_point(scenario.at(num_ranks)) for num_ranks in cfg.scaling_ranks),
+            curve=tuple(points.values()),
             candidates=() if search is None else tuple(search.run(scenario)),
             num_shown=0 if search is None else search.num_shown,
-            about=cfg.cluster.about,
+            preset=preset_of(scenario, cfg, HydraConfig.get().overrides.task),
+            about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
+            is_own_curve=cfg.scaling_ranks is not None,
             epochs=cfg.epochs,
             images_per_epoch=cfg.images_per_epoch,
             watts_per_node=cfg.cluster.watts_per_node,
@@ -91,11 +96,79 @@ class SimulationReport:
             **totals,
         }
 
+    def answer(self) -> str:
+        """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
+        scenario, outcome, found = self.scenario, self.outcome, self.numbers()
+        cluster = scenario.cluster
+        unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
+        dataset = f"{self.images_per_epoch:,} images" + (" (ImageNet)" if self.images_per_epoch == IMAGENET else "")
+        costs = [f"{found['run_kwh']:,.3g} kWh"] if "run_kwh" in found else []
+        if "run_price" in found:
+            costs.append(f"cost {found['run_price']:,.2f} at {self.price_per_node_hour:g} per node and hour")
+        lines = [
+            f"{cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}), "
+            f"{scenario.global_batch_size:,} images a step: a step takes {time_text(outcome.step_s)}, of which "
+            f"{time_text(found['exposed_s'])} are spent waiting for gradients; {found['images_per_s']:,.0f} images/s, "
+            f"efficiency {outcome.efficiency:.1%}.",
+            f"{self.epochs:g} epochs of {dataset} take {' and '.join([time_text(3600 * found['run_hours']), *costs])}.",
+        ]
+        if self.candidates:
+            lines.append(self._best_plan())
+        if self.preset:
+            words = " ".join(f"{key}={value}" for key, value in self.preset.items())
+            lines.append(f"Not measured, but assumed by {self.about}; give yours where it differs:\n  {words}")
+        if self.price_per_node_hour is None:
+            lines.append("For a price give cluster.price_per_node_hour=<price>.")
+        return "\n".join(lines)
+
+    def _best_plan(self) -> str:
+        best, scenario, others = self.candidates[0], self.scenario, ""
+        own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
+        names = FLAT_ON_CUDA if scenario.on_cuda else ("flat",)
+        flat = next((each for each in self.candidates if each.plan.algorithm in names), None)
+        if flat is not None and flat is not best:
+            is_own = (scenario.algorithm or scenario.plan.algorithm) in names
+            flat_s = min(flat.step_s, own_s) if is_own else flat.step_s
+            others = f", the best flat one {_more(flat_s, best.step_s)}"
+            # As `plan_search` chooses for a run.
+            if scenario.on_cuda and best.step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s:
+                others = f" ({best} would save {1 - best.step_s / flat_s:.1%}: its further kernels may cost as much)"
+                best = flat
+        if best.step_s > (1 - CLEARLY_LESS) * own_s:
+            return (
+                f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} over the configured one{others}."
+            )
+        run_s = self.epochs * self.images_per_epoch / scenario.global_batch_size * best.step_s
+        calm = "" if scenario.jitter == NO_JITTER else " without jitter"
+        return (
+            f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, efficiency "
+            f"{self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all; "
+            f"the configured plan takes {_more(own_s, best.step_s)}{others}. To train with the best: "
+            f"strategy.algorithm={best.plan.algorithm} strategy.bucket_bytes={best.plan.bucket_bytes}."
+        )
+
+    def printed(self) -> str:
+        """Format what is printed: the answer, the curve around the ranks asked for, the best plan of each algorithm."""
+        asked = self.scenario.cluster.world_size
+        near = [each for each in self.curve if self.is_own_curve or each.num_ranks <= SHOWN_TIMES * asked]
+        best_of: dict[str, Candidate] = {}
+        for candidate in self.candidates:
+            best_of.setdefault(str(candidate).partition(",")[0], candidate)
+        tables = [curve_table(near)] if near else []
+        tables += [plan_table(tuple(best_of.values()), len(best_of))] if best_of else []
+        return "\n\n".join([self.answer(), *tables])
+
     def markdown(self) -> str:
-        """Format run, buckets, scaling and plans."""
-        scenario = self.scenario
-        lines = [f"{self.about}; {scenario.cluster.num_nodes} nodes", "", "| what | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.6g} |" for name, value in self.numbers().items()]
+        """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
+        scenario, found = self.scenario, self.numbers()
+        if found["step_s_quantile_0.5"] == found["step_s_quantile_0.99"]:  # no jitter: they say nothing new
+            found = {name: value for name, value in found.items() if "quantile" not in name}
+        notes = {
+            "run_hours": f"run_hours, {self.epochs:g} epochs",
+            "epoch_s": f"epoch_s, {self.images_per_epoch:,} images",
+        }
+        lines = [self.answer(), "", "| what | value |", "|---|---|"]
+        lines += [f"| {notes.get(name, name)} | {value:.6g} |" for name, value in found.items()]
         lines += ["", "| bucket | MiB | algorithm | ready s | done s |", "|---|---|---|---|---|"]
         first = self.outcome.first
         for bucket, ready_s in zip(self.outcome.buckets, first.ready_s, strict=True):
@@ -106,16 +179,7 @@ class SimulationReport:
                 f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |"
             )
         if self.curve:
-            lines += [
-                "",
-                "| ranks | step s | exposed s | efficiency | images/s | byte bound s |",
-                "|---|---|---|---|---|---|",
-            ]
-            lines += [
-                f"| {p.num_ranks} | {p.step_s:.4g} | {p.exposed_s:.3g} | {p.efficiency:.1%} | {p.images_per_s:.4g} "
-                f"| {p.least_s:.3g} |"
-                for p in self.curve
-            ]
+            lines += ["", curve_table(self.curve)]
         if self.candidates:
             lines += ["", plan_table(self.candidates, self.num_shown)]
         return "\n".join(lines)
@@ -170,28 +234,43 @@ class SimulationReport:
         return figure
 
 
-def scaling_point(scenario: Scenario) -> ScalingPoint:
-    """Simulate one scale."""
-    outcome = scenario.run()
-    num_bytes = sum(bucket.num_bytes for bucket in outcome.buckets)
-    return ScalingPoint(
-        num_ranks=scenario.cluster.world_size,
-        step_s=outcome.step_s,
-        exposed_s=float(outcome.exposed_s.mean()),
-        efficiency=outcome.efficiency,
-        images_per_s=scenario.global_batch_size / outcome.step_s,
-        least_s=scenario.cluster.least_s(num_bytes),
-    )
+def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
+    """Return the keys that tell the device and the links from others, with their values, where they were not given."""
+    cluster = scenario.cluster
+    values = {
+        "images_per_s": None if scenario.measured or cfg.images_per_s is not None else scenario.images_per_s,
+        "cluster.links.ranks_per_node": cluster.ranks_per_node,
+        "cluster.links.inside.bytes_per_s": cluster.inside.bytes_per_s,
+        "cluster.links.across.bytes_per_s": cluster.across.bytes_per_s,
+        "cluster.links.across.latency_s": cluster.across.latency_s,
+        "cluster.links.nics_per_node": cluster.nics_per_node,
+    }
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    return {name: f"{value:g}" for name, value in values.items() if value is not None and name not in given}
 
 
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
     """Format the best plan, and what the runners-up and the worst cost more."""
     best = candidates[0]
-    lines = [f"best plan: {best} ({best.num_buckets} of them); the others, by what a step takes more:", ""]
-    lines += ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
+    lines = ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
     shown = [*candidates[:num_shown], *([candidates[-1]] if len(candidates) > num_shown else [])]
     lines += [
-        f"| {c} | {c.num_buckets} | {c.step_s:.5g} | {c.exposed_s:.3g} | {c.step_s / best.step_s - 1:.1%} |"
+        f"| {c} | {c.num_buckets} | {c.step_s:.5g} | {c.exposed_s:.3g} | {max(0.0, c.step_s / best.step_s - 1):.1%} |"
         for c in shown
     ]
     return "\n".join(lines)
+
+
+def time_text(seconds: float) -> str:
+    """Format a time in the unit that suits it.
+
+    >>> [time_text(seconds) for seconds in (0.0, 3.2e-4, 0.065, 11.0, 400.0, 8100.0)]
+    ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']
+    """
+    limits = ((1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
+    factor, unit = next(((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h"))
+    return f"{factor * seconds:,.3g} {unit}" if factor * seconds < 1000 else f"{factor * seconds:,.0f} {unit}"
+
+
+def _more(step_s: float, best_s: float) -> str:
+    return f"{max(0.0, step_s / best_s - 1):.1%} more"

@@ -21,6 +21,7 @@ from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.plan_search import Candidate, candidates
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.results import environment, size, write_json
+from recipes.cli.usage import command
 
 LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
@@ -133,8 +134,8 @@ class TuneReport:
         return "\n".join(
             [
                 f"written to {folder.resolve()}; use it by",
-                f"  python recipes/simulate.py --config-dir={folder} cluster={self.name} num_nodes=<nodes>",
-                f"  python recipes/train.py strategy.plan={folder / 'plan.json'}",
+                f"  {command('simulate')} --config-dir={folder} cluster={self.name} num_nodes=<nodes>",
+                f"  {command('train')} strategy.plan={folder / 'plan.json'}",
             ]
         )
 
@@ -166,7 +167,7 @@ class TuneReport:
         inside, across = _interval(found.inside), _interval(found.across)
         nodes = "${num_nodes}" if found.across is not None else "1 # links between nodes were not measured"
         lines = [
-            f"# Measured by recipes/tune.py on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
+            f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
             "# Links: lines through messages, with 90 % intervals. The rest is fitted to sums, which it then predicts",
             f"# {found.typical_error:.1%} off at the median and {abs(found.worst.ratio - 1):.0%} at worst.",
             *(f"# {note}" for note in found.notes),

@@ -24,6 +24,7 @@ from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import config_check
 from recipes.cli.ranges import Count, Positive, Ranks
+from recipes.cli.usage import command
 from recipes.cli.world import num_ranks
 from recipes.planning.layers import layers_of, measured_work, work_of
 
@@ -151,7 +152,7 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
         return Measurements(times_s=times_s, took_s=answers["took_s"]), MeasuredSetup(**answers["world"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`samples` (={path}) must be the summary.json that recipes/tune.py wrote: {error!r}. Leave it out to "
+            f"`samples` (={path}) must be the summary.json that `{command('tune')}` wrote: {error!r}. Leave it out to "
             "measure."
         ) from error
 

@@ -37,7 +37,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     )
     check_world(trainer)
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
-    model = keys.model_for(data, cfg)
+    model = keys.model_for(data, cfg, trainer)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     mfu.fill_in(trainer, model, cfg)
     module = Classifier(

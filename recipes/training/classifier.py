@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.optim import param_groups
+
+log = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor]
 
@@ -128,6 +131,12 @@ class Classifier(pl.LightningModule):
         optimizer = self.optimizer(groups)
         steps_per_epoch, total_steps = self._num_steps()
         asked = self.warmup_steps if self.warmup_epochs is None else round(self.warmup_epochs * steps_per_epoch)
+        if asked and asked >= total_steps and self.trainer.is_global_zero:
+            name = "warmup_steps" if self.warmup_epochs is None else "warmup_epochs"
+            log.warning(
+                f"`{name}` (={getattr(self, name)}) is {asked} steps, and the run has {total_steps}: all of it is "
+                f"warm-up, which reaches optim.lr in the last step. Set a smaller {name}, or train longer."
+            )
         # A short run, as a test of three steps, may end within its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)
         schedule = self.schedule(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)

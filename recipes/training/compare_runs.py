@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
 from recipes.cli.results import write_json
+from recipes.cli.usage import command
 
 FILES = ("summary.json", "curves.json")
 PANELS = (
@@ -95,7 +96,7 @@ def read_run(folder: Path, *, name: str) -> Run:
             state = "there is no such folder" if not folder.is_dir() else f"it holds no {file}"
             raise ValueError(
                 f"`runs` (={folder}) must name directories that a finished run wrote: {state}. The callback RunReport "
-                f"writes {' and '.join(FILES)} when training ends; `python recipes/train.py` prints the directory."
+                f"writes {' and '.join(FILES)} when training ends; `{command('train')}` prints the directory."
             ) from None
         except (OSError, ValueError) as error:
             raise ValueError(

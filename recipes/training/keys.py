@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_hybrid.data.order import EpochOrder, largest_global_batch_size
 from lightning_hybrid.models import forward_flops_per_image
 from recipes.cli.ranges import Count, NotNegative, Positive, Ranks, Seed
 
@@ -53,6 +55,8 @@ TRAIN_KEYS: dict[str, Any] = {
 }
 
 
+SMALL_IMAGE = 64  # pixels of a side, up to which the small networks of conf/model are meant
+
 # Names of dtypes, which are no names of Lightning's, and the precision that is meant here.
 DTYPE_NAMES = {"fp16": "16-true", "float16": "16-true", "half": "16-true", "bfloat16": "bf16-true"}
 DTYPE_NAMES |= {"fp32": "32-true", "float32": "32-true", "fp64": "64-true", "float64": "64-true"}
@@ -67,27 +71,44 @@ def check_precision(cfg: DictConfig) -> None:
         )
 
 
-def model_for(data: pl.LightningDataModule, cfg: DictConfig) -> nn.Module:
+def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer) -> nn.Module:
     """Make the configured network, and refuse it where it does not take what `data` gives.
 
     Raises:
-        ValueError: It does not, or it has fewer logits than `data` has classes.
+        ValueError: It does not, or it has fewer logits than `data` has classes, or `data` has fewer images than a step
+            takes. The message says all that has to be set.
     """
     model: nn.Module = instantiate(cfg.model)
     num_classes, shape = getattr(data, "num_classes", 0), getattr(data, "image_shape", None)
-    if cfg.model.num_classes < num_classes:
-        raise ValueError(
-            f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
-            f"{type(data).__name__} (={num_classes}): the others would have no logit. Set "
-            f"model.num_classes={num_classes}."
-        )
+    count, batch = getattr(data, "num_train_images_up_to", None), cfg.global_batch_size
+    num_images = batch if count is None else count(batch)
+    parts = {"world_size": trainer.world_size, "accumulate_grad_batches": trainer.accumulate_grad_batches}
+    also = [] if cfg.model.num_classes >= num_classes else [f"model.num_classes={num_classes}"]
+    if num_images < batch:
+        also.append(f"global_batch_size={largest_global_batch_size(num_images, **parts)}")
     if shape is not None:
         try:
             forward_flops_per_image(model, shape)
         except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
             raise ValueError(
                 f"`model` (={type(model).__name__}) must take images of {' x '.join(map(str, shape))}, which "
-                f"{type(data).__name__} gives: {error}. Set model.in_channels={shape[0]}, and model.image_size="
-                f"{shape[1]} where it has one."
+                f"{type(data).__name__} gives: {reason}. Set {' '.join([_fitting(cfg, shape), *also])}."
             ) from error
+    if cfg.model.num_classes < num_classes:
+        raise ValueError(
+            f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
+            f"{type(data).__name__} (={num_classes}): the others would have no logit. Set {' '.join(also)}."
+        )
+    EpochOrder(num_images=num_images, global_batch_size=batch, seed=0, **parts)  # refuses more than there are
     return model
+
+
+def _fitting(cfg: DictConfig, shape: Sequence[int]) -> str:
+    """Return what to set so that the network takes such images: all of it, so that the next start is the last."""
+    channels, size, _ = shape
+    is_for_one_size = "image_size" in cfg.model
+    if is_for_one_size and cfg.model.in_channels != channels == 3 and size > SMALL_IMAGE:
+        return "model=resnet50"  # made for them; the small networks would be slow, and no better
+    has_size = [f"model.image_size={size}"] if is_for_one_size else []
+    return " ".join([f"model.in_channels={channels}", *has_size])

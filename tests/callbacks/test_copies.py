@@ -29,12 +29,13 @@ class Copies(pl.Callback):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 def test_our_callbacks_and_the_trainer_can_be_copied_within_a_fit(tmp_path, precision):
-    kinds = (own.RunReport, own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck, own.KeepEpochMetrics)
+    kinds = (own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck, own.KeepEpochMetrics)
+    report = own.RunReport(str(tmp_path))
     copies = Copies()
     trainer = toy.trainer(
         strategy=HybridAllReduceStrategy(tune="on", checkpoint_io=DurableCheckpointIO(in_background=True)),
         precision=precision,
-        callbacks=[*(kind() for kind in kinds), own.StopOnSignal(), own.SeedEachStep(0), copies],
+        callbacks=[report, *(kind() for kind in kinds), own.StopOnSignal(), own.SeedEachStep(0), copies],
         logger=CSVLogger(tmp_path),
         max_epochs=1,
     )

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from matplotlib.figure import Figure
 
 from lightning_hybrid import HybridAllReduceStrategy
@@ -70,7 +71,8 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
         ],
     }
     assert table.splitlines() == [
-        "test accuracy  75.00%",
+        "test accuracy  75.00% of the last weights",
+        "validation     50.00% of the last weights, best 50.00% after step 4",
         "throughput     32 images/s on 2 ranks",
         "skipped steps  0 of 8",
         "communication  50 ms exposed per step (10.0 %), 0.003 MB per node and step, 0.016 MB/s = 50 % of the link",
@@ -84,6 +86,24 @@ def report_after_a_test(run_dir):
     report.config, report.overrides = {"optim": {"lr": 0.1, "note": "<b>"}}, ["optim.lr=0.1"]
     _, module, trainer = fit(more=[report], strategy=counting(loss_scale=1024.0, link_bytes_per_s=32000.0))
     trainer.test(module, toy.loader(), verbose=False)
+    return report.table(trainer)
+
+
+def test_the_table_says_which_weights_were_tested_and_where_the_best_are(two_ranks, tmp_path):
+    """A checkpoint by another metric than the accuracy is not the best in validation."""
+    lines = two_ranks.run(table_of_the_best, str(tmp_path))[0].splitlines()
+    assert lines[:2] == [
+        "test accuracy  75.00% of checkpoints/best.ckpt",
+        "validation     50.00% of the last weights, best 50.00% after step 4: checkpoints/best.ckpt",
+    ]
+
+
+def table_of_the_best(run_dir):
+    place = {"dirpath": f"{run_dir}/checkpoints", "enable_version_counter": False}
+    best = ModelCheckpoint(filename="best", monitor=m.VAL_ACC, mode="max", **place)
+    other = ModelCheckpoint(filename="other", monitor=m.VAL_LOSS, **place)
+    _, module, trainer = fit(more=[report := RunReport(run_dir), other, best], enable_checkpointing=True)
+    trainer.test(module, toy.loader(), ckpt_path=best.best_model_path, verbose=False)
     return report.table(trainer)
 
 
@@ -121,7 +141,7 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     png = base64.b64decode(picture.removeprefix("data:image/png;base64,"))
     assert png == (run_dir / "run.png").read_bytes()
     rows = {row[0]: row[1:] for row in page.rows}
-    assert rows["test accuracy"] == ["75.00%"]
+    assert rows["test accuracy"] == ["75.00% of the last weights"]
     assert rows[m.VAL_ACC][:3] == ["0.5", "0.5", "1"]
     assert rows["torch"] == [torch.__version__]
     assert rows["optim.note"] == ["<b>"]

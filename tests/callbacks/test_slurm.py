@@ -14,11 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
 from lightning_hybrid.callbacks import StopOnSignal, stop_on_signal
 from lightning_hybrid.checkpoint import io as checkpoint_io
 from lightning_hybrid.checkpoint.file import check_whole
-from lightning_hybrid.checkpoint.io import DurableCheckpointIO
 from tests import toy
 from tests.callbacks.test_stop_on_signal import Signals
 

@@ -32,8 +32,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 from tests.rank_pool import RankError, Ranks
 from tests.toy import NUM_CLASSES, NUM_FEATURES

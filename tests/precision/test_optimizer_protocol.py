@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.callbacks import StopOnSignal, TrainingMetrics
 from lightning_hybrid.optim import LAMB, LARS
-from lightning_hybrid.precision import MasterWeightPrecision, master_step, master_weights, optimizer_protocol
+from lightning_hybrid.precision import master_step, master_weights, optimizer_protocol
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.optimizer_protocol import supports_device_skip
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
 OPTIMIZERS = {

@@ -8,9 +8,8 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 
-from lightning_hybrid.precision import MasterWeightPrecision
+from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}

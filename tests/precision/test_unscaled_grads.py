@@ -12,9 +12,9 @@ TINY = 2.0**-30  # half of it is 0
 
 def backward(unscaled, parameter, value, *, is_local=False, averages=True):
     """A gradient of `value`, as one backward of a manual loop brings it."""
-    unscaled.prepare_for_backward(SCALE, sums=True, averages=averages)
+    unscaled.prepare_for_backward(SCALE, sums=True, averages=lambda _: averages)
     (parameter.float() * value * SCALE).sum().backward()
-    unscaled.unscale([parameter], SCALE, is_local=is_local)
+    unscaled.unscale([parameter], SCALE, is_local=lambda _: is_local)
     unscaled.put_back()
 
 
@@ -46,7 +46,7 @@ def test_what_is_this_ranks_alone_goes_into_the_next_average_and_not_before(aver
     """Under `no_sync` it waits aside; the backward that averages finds it in `p.grad`, scaled and in half."""
     unscaled, parameter = UnscaledGradients(), half_parameter()
     backward(unscaled, parameter, 1.0, is_local=True, averages=False)
-    unscaled.prepare_for_backward(SCALE, sums=True, averages=averages)
+    unscaled.prepare_for_backward(SCALE, sums=True, averages=lambda _: averages)
     if averages:
         assert (parameter.grad.dtype, parameter.grad.tolist()) == (torch.float16, [1024.0] * 2)
     else:

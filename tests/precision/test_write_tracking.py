@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import lightning_hybrid.precision.master_weights
+from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceStrategy
 from tests import toy
 
 

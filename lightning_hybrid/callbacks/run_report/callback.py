@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from pathlib import Path
 from time import perf_counter
@@ -59,6 +60,7 @@ class RunReport(Callback):
         self._last_step = 0
         self._communication_before: CommSummary | None = None  # of fits that are over; None: none had a trace
         self._trace: CommTrace | None = None  # of the fit that runs
+        self._tested: Any = None  # path of the checkpoint that was tested; None: the weights as they were
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and sums so far."""
@@ -117,6 +119,7 @@ class RunReport(Callback):
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record what the test found, and write."""
+        self._tested = trainer.ckpt_path
         self._record(trainer, ("test/",))
         self._write(trainer)
 
@@ -206,8 +209,11 @@ class RunReport(Callback):
         accuracy, speed, status = self.last(m.TEST_ACC), self.images_per_s(), run_status(trainer)
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         skipped = status.num_skipped_steps if status.loss_scales else None
+        weights = "the last weights" if self._tested is None else _within(folder, self._tested)
+        validation = self._validation(trainer, folder)
         rows = {
-            "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%}",
+            "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%} of {weights}",
+            **({"validation": validation} if validation else {}),
             "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",
             "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
             "communication": comm_report.describe(
@@ -221,6 +227,16 @@ class RunReport(Callback):
             "picture": "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.png"),
         }
         return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+
+    def _validation(self, trainer: pl.Trainer, folder: Path) -> str | None:
+        """Return the last accuracy in validation, the best, and the checkpoint that has it."""
+        points = self.curves.get(m.VAL_ACC)
+        if not points:
+            return None
+        step, best = max(points, key=lambda point: point[1])
+        saved = [getattr(each, "best_model_path", "") for each in trainer.checkpoint_callbacks if _is_of_accuracy(each)]
+        where = f": {_within(folder, saved[0])}" if saved and saved[0] else ""
+        return f"{points[-1][1]:.2%} of the last weights, best {best:.2%} after step {step}{where}"
 
     @rank_zero_only
     def _write(self, trainer: pl.Trainer) -> None:
@@ -250,6 +266,15 @@ class RunReport(Callback):
         rows = [row for row in self.table(trainer).splitlines() if not row.startswith(("run dir", "picture"))]
         strategy = f"strategy       {type(trainer.strategy).__name__}"
         return [*rows, f"precision      {trainer.precision}", strategy]
+
+
+def _is_of_accuracy(callback: Any) -> bool:
+    return getattr(callback, "monitor", None) == m.VAL_ACC
+
+
+def _within(folder: Path, path: Any) -> str:
+    """Return a path as seen from the run directory, where it is in there."""
+    return os.path.relpath(path, folder) if Path(path).is_relative_to(folder) else str(path)
 
 
 def _is_dry(trainer: pl.Trainer) -> bool:

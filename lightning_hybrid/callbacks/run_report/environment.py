@@ -34,14 +34,15 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
 def code_state(code_dir: Path) -> dict[str, Any] | None:
     """Return `commit` of the repository around a folder, and `is_dirty`: whether a file that it tracks differs.
 
-    None where there is no repository, no commit, or no git.
+    None where there is no repository, no commit, or no git; also where the repository knows no file of the folder, such
+    as an environment inside of a project.
 
     >>> code_state(Path("/")) is None
     True
     """
     git = ["git", "-C", str(code_dir)]
     commit = _output([*git, "rev-parse", "HEAD"])
-    if commit is None:
+    if commit is None or not _output([*git, "ls-files", "."]):
         return None
     return {"commit": commit, "is_dirty": bool(_output([*git, "status", "--porcelain", "--untracked-files=no"]))}
 

@@ -27,27 +27,10 @@ class ImageFolder(ImageSource):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        class_folders, loose, archives = _entries(folder)
-        packed = [name for name in archives if name.split(".")[0] not in class_folders]
-        if packed:
-            raise ValueError(
-                f"`root` (={folder.parent}) must be unpacked: {folder.name}/ holds {_some(packed)}. Unpack each into "
-                "a folder of its own name."
-            )
-        if loose:
-            raise ValueError(
-                f"`root` (={folder.parent}) must have each image in the folder of its class: {folder.name}/ holds "
-                f"{_some(loose)}, which says nothing about what it shows. Move them into {folder.name}/<class>/, as "
-                "the well-known valprep.sh does for ImageNet's validation images."
-            )
-        if not class_folders:
-            raise ValueError(
-                f"`root` (={folder.parent}) must have a folder per class: {folder.name}/ has none. ImageNet has 1,000, "
-                f"such as {folder.name}/n01440764/."
-            )
+        self.classes = class_folders(folder)
         names: list[bytes] = []
         labels, empty = [], []
-        for label, name in enumerate(class_folders):
+        for label, name in enumerate(self.classes):
             files = sorted(file for file in os.listdir(folder / name) if _is_image(file))
             if not files:
                 empty.append(name)
@@ -58,7 +41,6 @@ class ImageFolder(ImageSource):
                 f"`root` (={folder.parent}) must have images in each class folder: {folder.name}/ has none in "
                 f"{_some(empty)}. Unpack them again, or remove the empty folders."
             )
-        self.classes = tuple(class_folders)
         self.labels = np.concatenate(labels)
         # Bytes in one array, 20 per image: a million Python strings would be several times as much, in every process.
         self._names: NDArray[np.bytes_] = np.array(names)
@@ -73,8 +55,45 @@ class ImageFolder(ImageSource):
         return f"{self.folder}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
 
 
-def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
-    """Refuse a root without its splits, and say what is there instead.
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the names of a split's classes, those of its folders, in the order in which they are numbered.
+
+    Raises:
+        ValueError: Images lie outside of class folders, archives are packed, or there is no class folder.
+    """
+    folders, loose, archives = _entries(folder)
+    packed = [name for name in archives if name.split(".")[0] not in folders]
+    if packed:
+        raise ValueError(
+            f"`root` (={folder.parent}) must be unpacked: {folder.name}/ holds {_some(packed)}. Unpack each into "
+            "a folder of its own name."
+        )
+    if loose:
+        raise ValueError(
+            f"`root` (={folder.parent}) must have each image in the folder of its class: {folder.name}/ holds "
+            f"{_some(loose)}, which says nothing about what it shows. Move them into {folder.name}/<class>/, as "
+            "the well-known valprep.sh does for ImageNet's validation images."
+        )
+    if not folders:
+        raise ValueError(
+            f"`root` (={folder.parent}) must have a folder per class: {folder.name}/ has none. ImageNet has 1,000, "
+            f"such as {folder.name}/n01440764/."
+        )
+    return tuple(folders)
+
+
+def num_images_up_to(folder: Path, most: int) -> int:
+    """Count the images of a split, but no further than `most`: of a large set only some folders are read."""
+    found = 0
+    for name in class_folders(folder):
+        found += sum(map(_is_image, os.listdir(folder / name)))
+        if found >= most:
+            return most
+    return found
+
+
+def check_root(root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root") -> None:
+    """Refuse a root without its splits, and say what is there instead; `key` is what the cure names.
 
     Raises:
         ValueError: There is no such folder, or a split is missing.
@@ -82,15 +101,18 @@ def check_root(root: Path, splits: Sequence[str] = ("train", "val")) -> None:
     if not root.is_dir():
         raise ValueError(
             f"`root` (={root}) must be a folder that holds {' and '.join(f'{split}/' for split in splits)}: there is "
-            "no such folder. Set data.root=..."
+            f"no such folder. Set {key}=..."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
         archives = _entries(root)[2]
         found = f"; {_some(archives)} is to be unpacked first" if archives else ""
+        above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
+        if missing == ["val"]:
+            above = "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
         raise ValueError(
             f"`root` (={root}) must hold {' and '.join(f'{split}/' for split in splits)}: {missing[0]}/ is missing"
-            f"{found}. Set data.root to the folder above {' and '.join(f'{split}/' for split in splits)}."
+            f"{found}. {above}."
         )
 
 
@@ -116,7 +138,8 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
     if len(train) != num_classes:
         raise ValueError(
             f"`num_classes` (={num_classes}) must be the number of classes in `root` (={root}): there are "
-            f"{len(train)}. Set model.num_classes={len(train)}, or complete the set."
+            f"{len(train)}. Set model.num_classes={len(train)}, or complete the set; for images of your own, "
+            "data=images model=resnet50 counts them."
         )
 
 

@@ -10,9 +10,15 @@ from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
 from lightning_hybrid.data.images.dali import DaliFiller
 from lightning_hybrid.data.images.datamodule import ImageDataModule
 from lightning_hybrid.data.images.decode import BATCH_DECODER, check_decoder, default_decoder
-from lightning_hybrid.data.images.folder import ImageFolder, check_root, check_same_classes
+from lightning_hybrid.data.images.folder import (
+    ImageFolder,
+    check_root,
+    check_same_classes,
+    class_folders,
+    num_images_up_to,
+)
 from lightning_hybrid.data.images.loader import BatchFiller
-from lightning_hybrid.data.images.shards import ShardedImages, holds_shards
+from lightning_hybrid.data.images.shards import ShardedImages, holds_shards, packed_classes
 from lightning_hybrid.data.images.source import Crop, DecodedImages, ImageSource
 from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
 
@@ -37,7 +43,7 @@ class ImageNetDataModule(ImageDataModule):
             the GPU where Lightning uses one, else on the CPU; `lightning_hybrid.data.images.dali` says what differs.
 
     Raises:
-        ValueError: An argument is wrong; or, in `setup`, the set is incomplete or has other classes.
+        ValueError: An argument is wrong, or the set has other classes; or, in `setup`, it is incomplete.
     """
 
     def __init__(
@@ -90,15 +96,22 @@ class ImageNetDataModule(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
         self.max_corrupt_images = max_corrupt_images
         check_root(self.root)
+        # Here and not in `setup`: before any rank is started.
+        train, val = (classes_of(self.root / split) for split in ("train", "val"))
+        check_same_classes(self.root, train, val, num_classes=num_classes)
 
     def setup(self, stage: str) -> None:
         """List the images of both splits, once, on every rank."""
         if hasattr(self, "train_rows"):
             return
         train, val = (open_images(self.root / split) for split in ("train", "val"))
-        check_same_classes(self.root, train.classes, val.classes, num_classes=self.num_classes)
         self.train_rows = self._decoded(train, self.train_crop)
         self.eval_rows = self._decoded(val, self.eval_crop)
+
+    def num_train_images_up_to(self, most: int) -> int:
+        """Count the training images, but no further than `most`."""
+        folder = self.root / "train"
+        return min(most, len(ShardedImages(folder))) if holds_shards(folder) else num_images_up_to(folder, most)
 
     def _decoded(self, images: ImageSource, crop: Crop) -> DecodedImages:
         # With DALI too some images are decoded here: those in formats that it does not read.
@@ -114,6 +127,25 @@ class ImageNetDataModule(ImageDataModule):
             num_batches_ahead=self.num_batches_ahead,
             device_id=device.index if device is not None and device.type == "cuda" else None,
         )
+
+
+def classes_of(folder: Path) -> tuple[str, ...]:
+    """Return the names of the classes of one split, stored as shards or as files; no image is listed.
+
+    Raises:
+        ValueError: There are none, or not as they must be.
+    """
+    return packed_classes(folder) if holds_shards(folder) else class_folders(folder)
+
+
+def count_classes(root: str) -> int:
+    """Count the classes of the set in `root`, for a network that has as many.
+
+    Raises:
+        ValueError: There is no such set.
+    """
+    check_root(Path(root))
+    return len(classes_of(Path(root) / "train"))
 
 
 def open_images(folder: Path) -> ImageSource:

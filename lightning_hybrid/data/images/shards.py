@@ -99,7 +99,7 @@ class ShardIndex:
         if version != FORMAT_VERSION or found.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
                 f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
-                "again with the recipes/pack.py of this version."
+                "again with `lightning-hybrid pack` of this version."
             )
         _check_arrays(path, found)
         found["classes"] = tuple(str(name) for name in found["classes"])
@@ -171,7 +171,7 @@ class ShardedImages(ImageSource):
         if not (folder / INDEX_NAME).is_file():
             raise ValueError(
                 f"`root` (={folder.parent}) must be packed to its end: {folder.name}/ has shards but no {INDEX_NAME}. "
-                "Run recipes/pack.py again as before: it goes on where it was."
+                "Run `lightning-hybrid pack` again as before: it goes on where it was."
             )
         self.index = ShardIndex.load(folder / INDEX_NAME)
         _check_bounds(folder / INDEX_NAME, self.index)
@@ -184,7 +184,8 @@ class ShardedImages(ImageSource):
                 fault = "is missing" if found is None else f"has {found} bytes"
                 raise ValueError(
                     f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {fault}, and "
-                    f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run recipes/pack.py again."
+                    f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run "
+                    "`lightning-hybrid pack` again."
                 )
         self._files: dict[tuple[int, int], int] = {}  # (process, shard) -> descriptor
 
@@ -225,6 +226,20 @@ class ShardedImages(ImageSource):
 def holds_shards(folder: Path) -> bool:
     """Whether a split is packed, or was to be."""
     return (folder / INDEX_NAME).is_file() or (folder / shard_name(0)).is_file()
+
+
+def packed_classes(folder: Path) -> tuple[str, ...]:
+    """Return the names of a packed split's classes, and read nothing else of its index.
+
+    Raises:
+        ValueError: The index is missing or damaged.
+    """
+    path = folder / INDEX_NAME
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return tuple(str(name) for name in arrays["classes"])
+    except Exception:
+        return ShardedImages(folder).classes  # which says what is wrong
 
 
 def damaged_shards(folder: Path) -> list[str]:

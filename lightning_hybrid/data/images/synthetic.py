@@ -102,6 +102,10 @@ class SyntheticImageNetDataModule(ImageDataModule):
         self.num_stored_images = num_stored_images
         self.image_shape = (3, image_size, image_size)
 
+    def num_train_images_up_to(self, most: int) -> int:
+        """Count the training images, but no further than `most`."""
+        return min(most, self.num_train_images)
+
     def setup(self, stage: str) -> None:
         """Draw the noise, once, on every rank."""
         if hasattr(self, "train_rows"):

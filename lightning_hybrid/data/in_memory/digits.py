@@ -13,22 +13,29 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from sklearn.model_selection import StratifiedKFold, train_test_split
 
+from lightning_hybrid.checks import require_choice
 from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
 from lightning_hybrid.data.in_memory.loader import ImageSet
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 16
 NUM_TRAIN, NUM_VAL, NUM_TEST = 1257, 180, 360
+NUM_FOLDS = 5
 SPLIT_SEED = 0  # of the split alone: the three sets are the same in every run
 
 
-def digits_split() -> dict[str, ImageSet]:
+def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
     """Load the image sets `train`, `val` and `test`: the same ones every time.
+
+    With `fold`, from 0 to 4, the test images are the fold of this number: over all five each image is one once, and
+    there may be one more training image in place of a test image.
 
     >>> {name: len(image_set.labels) for name, image_set in digits_split().items()}
     {'train': 1257, 'val': 180, 'test': 360}
+    >>> sum(len(digits_split(fold)["test"].labels) for fold in range(NUM_FOLDS))
+    1797
     """
     digits = load_digits()
     grey = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
@@ -40,19 +47,53 @@ def digits_split() -> dict[str, ImageSet]:
             indices, test_size=num_second, stratify=digits.target[indices], random_state=SPLIT_SEED, shuffle=True
         )
 
-    rest, test = split(np.arange(len(whole.labels)), NUM_TEST)
+    indices = np.arange(len(whole.labels))
+    if fold is None:
+        rest, test = split(indices, NUM_TEST)
+    else:
+        folds = StratifiedKFold(NUM_FOLDS, shuffle=True, random_state=SPLIT_SEED)
+        rest, test = list(folds.split(indices, digits.target))[fold]
     train, val = split(rest, NUM_VAL)
     parts = {"train": train, "val": val, "test": test}
     return {name: ImageSet(whole.images[indices], whole.labels[indices]) for name, indices in parts.items()}
 
 
 class DigitsDataModule(InMemoryDataModule):
-    """A data module of handwritten digits, 16 x 16; arguments as in `InMemoryDataModule`."""
+    """A data module of handwritten digits, 16 x 16.
+
+    Args:
+        fold: Which fifth of all images is tested, 0 to 4; None: a fixed split.
+        global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
+
+    Raises:
+        ValueError: There is no such fold; or as `InMemoryDataModule`.
+    """
 
     num_train = NUM_TRAIN
     num_classes = NUM_CLASSES
     image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
 
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        shift_pixels: int = 1,
+        eval_batch_size_per_rank: int = 128,
+        fold: int | None = None,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shift_pixels=shift_pixels,
+            eval_batch_size_per_rank=eval_batch_size_per_rank,
+        )
+        if fold is not None:
+            require_choice(
+                "fold", fold, tuple(range(NUM_FOLDS)), "it is the fifth that is tested; null is a fixed split"
+            )
+        self.fold = fold
+
     def load(self) -> dict[str, ImageSet]:
         """Load the sets; see `digits_split`."""
-        return digits_split()
+        return digits_split(self.fold)

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from matplotlib.ft2font import FT2Font
 from torch import Tensor
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
 from lightning_hybrid.data.in_memory.loader import ImageSet
 
@@ -105,28 +106,53 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
 
 
 @lru_cache(maxsize=1)
-def glyphs_split() -> dict[str, ImageSet]:
+def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
     """Make the image sets `train`, `val` and `test`, once per process: about 25 MB."""
-    sizes = {"train": NUM_TRAIN, "val": NUM_VAL, "test": NUM_TEST}
+    sizes = {"train": num_train, "val": NUM_VAL, "test": NUM_TEST}
     return {name: rendered(name, num_images=num, seed=seed) for seed, (name, num) in enumerate(sizes.items())}
 
 
 class GlyphsDataModule(InMemoryDataModule):
-    """A data module of generated characters, 32 x 32; arguments as in `InMemoryDataModule`."""
+    """A data module of generated characters, 32 x 32.
 
-    num_train = NUM_TRAIN
+    Args:
+        num_train: Training images.
+        global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
+
+    Raises:
+        ValueError: As `InMemoryDataModule`, or `num_train` is below 1.
+    """
+
     num_classes = NUM_CLASSES
     image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
 
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        shift_pixels: int = 1,
+        eval_batch_size_per_rank: int = 128,
+        num_train: int = NUM_TRAIN,
+    ) -> None:
+        require_whole("num_train", num_train, f"it counts images. Set data.num_train={NUM_TRAIN}")
+        self.num_train = num_train
+        super().__init__(
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shift_pixels=shift_pixels,
+            eval_batch_size_per_rank=eval_batch_size_per_rank,
+        )
+
     def load(self) -> dict[str, ImageSet]:
         """Make the sets; see `glyphs_split`."""
-        return glyphs_split()
+        return glyphs_split(self.num_train)
 
     def setup(self, stage: str) -> None:
         """Make the images, and say that they are synthetic."""
         if not hasattr(self, "image_sets"):
             rank_zero_info(
-                f"glyphs: synthetic, {NUM_TRAIN} training images of {len(FONTS['train'])} fonts; validation and test "
-                f"on {len(FONTS['val'])} and {len(FONTS['test'])} others"
+                f"glyphs: synthetic, {self.num_train} training images of {len(FONTS['train'])} fonts; validation and "
+                f"test on {len(FONTS['val'])} and {len(FONTS['test'])} others"
             )
         super().setup(stage)

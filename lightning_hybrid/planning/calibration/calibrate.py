@@ -238,7 +238,7 @@ def _notes(found: Calibration) -> list[str]:
         notes.append(
             f"sums are predicted badly: {found.typical_error:.0%} off at the median, {worst.algorithm} of "
             f"{worst.num_bytes} bytes {worst.ratio:.2f} of the measured time. The plan is a guess: compare plans by "
-            "recipes/bench.py."
+            "`lightning-hybrid bench`."
         )
     return notes
 

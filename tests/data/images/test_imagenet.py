@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
+from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
 from lightning_hybrid.data.images.synthetic import SyntheticImageNetDataModule
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.packing import Packing
@@ -122,6 +122,17 @@ def test_packed_images_are_the_same_images(root, tmp_path):
     folder, shards = by_name(module_of(root)), by_name(module_of(tmp_path))
     assert folder == {name.split("/")[-1]: value for name, value in shards.items()}
     assert module_of(tmp_path).train_rows.source.classes == ("n01", "n02", "n03")
+
+
+def test_classes_and_images_are_counted_alike_in_folders_and_shards(root, tmp_path):
+    pack(root, tmp_path).run()
+    for place in (root, tmp_path):
+        assert count_classes(str(place)) == 3
+        module = module_of(place)
+        assert (module.num_train_images_up_to(10), module.num_train_images_up_to(100)) == (10, 26)
+    (tmp_path / "train" / "index.npz").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match=r"index of shards\) is damaged"):
+        count_classes(str(tmp_path))
 
 
 # ---- under Lightning -------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 # What each program is composed with; `TMP` stands for a folder with an image set and a run in it.
 BASES: dict[str, list[str]] = {
     "recipes.train": ["callbacks=[default,ema,time_to_accuracy,endurance]", "callbacks.time_to_accuracy.target=0.9"],
-    "recipes.train ": "data=imagenet data.root=TMP/images model=resnet50 model.num_classes=2 model.depth=18 "
+    "recipes.train ": "data=images data.root=TMP/images model=resnet50 model.depth=18 "
     "model.width=0.0625 global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
     "recipes.train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd "
     "strategy=ddp precision=32-true logger=none".split(),
@@ -163,7 +163,7 @@ def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
         except WorkStartsError:
             pass
         except SystemExit as end:
-            return "error", str(end.code)
+            return "error", str(end)
     return "built", ""
 
 

@@ -113,6 +113,14 @@ def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypat
     assert "raised while resolving" not in str(raised.value)
 
 
+def test_a_key_that_hydra_notes_on_an_error_is_named_as_one_in_its_message():
+    """Hydra 1.4 does the one, 1.3 the other."""
+    error = ValueError("`width` (=0) must be above zero.")
+    error.add_note("full_key: model")
+    in_message = ValueError("`width` (=0) must be above zero.\nfull_key: model")
+    assert launch.message_of(error) == launch.message_of(in_message) == "`width` (=0) must be above zero. [model]"
+
+
 def test_a_key_of_the_users_own_may_be_referred_to():
     cfg = configured("+mine=0.5", "optim.lr=${mine}")
     config_check.check(cfg, TRAIN_KEYS)

@@ -158,8 +158,8 @@ def test_the_program_packs_and_ends_a_mistake_with_one_message(root, tmp_path):
 
     done = run(f"out={tmp_path}/out", "short_side=32")
     assert done.returncode == 0, done.stderr
-    assert "train: 23 images in 1 shards" in done.stdout
+    assert "train: 23 images, 1 shard, " in done.stdout
     done = run()
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "`out` (=???) must have a value" in done.stderr
     assert packing.PLAN_NAME in {path.name for path in (tmp_path / "out" / "train").iterdir()}

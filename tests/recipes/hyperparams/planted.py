@@ -51,4 +51,5 @@ class PlantedStudy:
             if given["optim"] == "lars" and given["seed"] == "2":
                 return TrialOutcome(overrides=overrides, status="diverged", reason="loss is inf")
             metrics["test/acc"] = {"1": 0.9, "2": 0.8, "3": 0.7}[given["seed"]]
+            metrics["test/acc_running"] = metrics["test/acc"] - 0.1
         return TrialOutcome(overrides=overrides, status="done", value=metrics["val/loss"], metrics=metrics)

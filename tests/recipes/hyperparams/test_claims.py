@@ -1,8 +1,7 @@
-"""A study tunes every arm equally, tests on seeds that tuning has not seen, and its tables say what the trials said."""
+"""A study tunes every arm at the same points and tests on paired seeds that tuning has not seen."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,26 +11,40 @@ from omegaconf import OmegaConf
 
 from recipes.cli import launch
 from recipes.hyperparams import study_report
-from recipes.hyperparams.coarse_to_fine import axis_values_of
-from recipes.hyperparams.study import Cell, Study
-from recipes.hyperparams.study_report import Accuracy, Difference, accuracies, markdown
+from recipes.hyperparams.study import UNTESTED, Cell, Study, TunedAxis
+from recipes.hyperparams.study_report import Interval, complete, markdown, paired
 from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 from recipes.hyperparams.trial_pool import TrialPool
 from tests.recipes.hyperparams.planted import PlantedStudy
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORDS = sorted((ROOT / "recipes" / "records" / "claims").glob("*/rows.jsonl"))
-TUNING = {"objective": "val/loss", "mode": "min", "num": 5, "num_rounds": 2, "zoom": 2, "seed": 0}
-SGD = {"overrides": ["optim=sgd"], "low": 0.05, "high": 0.8}
+STUDIES = sorted(path.stem for path in (ROOT / "conf" / "study").glob("*.yaml"))
+TUNING = {"objective": "val/loss", "mode": "min", "num_points": 6, "seeds": [8, 9], "num_finalists": 2}
+SGD = {"overrides": ["optim=sgd"], "lr": [0.05, 0.8]}
 STUDY = {
     "recipe": "r",
     "title": "planted",
     "chance": 0.1,
     "num_train": 20,
-    "batch_sizes": [20, 10],
-    "precisions": {"fp32": {"overrides": ["precision=32-true"]}},
-    "arms": {"SGD, linear": {"lr_of": "SGD"}, "SGD": SGD, "LARS": SGD | {"overrides": ["optim=lars"]}},
-}
+    "batch_sizes": {"20": 5, "10": 5},
+    "num_folds": 3,
+    "margin": 0.01,
+    "reference": ["SGD", "fp32"],
+    "precisions": {"fp32": ["precision=32-true"]},
+    "axes": {
+        "lr": {"override": "optim.lr={}", "grows_with_batch": True},
+        "momentum": {"override": "optim.momentum={}", "low": 0.01, "high": 0.1, "is_one_minus": True},
+        "warmup": {
+            "override": "warmup_epochs={}", "low": 1, "high": 3, "scale": "linear", "grows_with_batch": True, "most": 4
+        },
+    },
+    "arms": {
+        "SGD, linear": {"overrides": ["optim=sgd"], "point_of": "SGD", "rule": "linear"},
+        "SGD": SGD,
+        "LARS": SGD | {"overrides": ["optim=lars"], "axes": {"momentum": None}},
+        "LARS, less": {"overrides": ["optim=lars", "x=1"], "point_of": "LARS", "like": "LARS", "batch_sizes": [20]},
+    },
+}  # fmt: skip
 
 
 def study_of(tuning=(), seeds=(1, 2, 3), **changes):
@@ -46,58 +59,129 @@ def run(study, folder, trial=None, budget_s=None):
     return log, reported, is_complete
 
 
+def cell(arm, batch_size):
+    return Cell(arm=arm, precision="fp32", batch_size=batch_size)
+
+
 def test_the_tables_say_what_the_trials_said(tmp_path):
     """Accuracies of 90, 80 and 70 %; with LARS the second run diverged and counts as 10 %."""
     study = study_of()
     log, _, is_complete = run(study, tmp_path)
     assert is_complete
     text = markdown(study, log)
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
-    assert cells[0][2:] == ["10 (50 %)", "20 (100 %)"]
-    assert cells[2:5] == [
-        ["SGD, linear", "fp32", "80.0 ± 10.0", "80.0 ± 10.0"],
-        ["SGD", "fp32", "80.0 ± 10.0", "80.0 ± 10.0"],
-        ["LARS", "fp32", "56.7 ± 41.6, 1 of 3 lost", "56.7 ± 41.6, 1 of 3 lost"],
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    assert rows[0][2:] == ["10 (50 %)", "20 (100 %)"]
+    assert rows[2:6] == [
+        ["SGD, linear", "fp32", "80.0 ± 16.9 (70.0)", "80.0 ± 16.9 (70.0)"],
+        ["SGD", "fp32", "80.0 ± 16.9 (70.0)", "80.0 ± 16.9 (70.0)"],
+        ["LARS", "fp32", "56.7 ± 70.2 (50.0), 1 of 3 lost", "56.7 ± 70.2 (50.0), 1 of 3 lost"],
+        ["LARS, less", "fp32", "", "56.7 ± 70.2 (50.0), 1 of 3 lost"],
     ]
-    assert ["LARS - SGD", "fp32", "-23.3 ± 24.7", "-23.3 ± 24.7"] in cells
-    assert cells[-3:] == [
-        ["SGD, linear", "fp32", "0.1", "0.2"],
-        ["SGD", "fp32", "0.1", "0.2"],
-        ["LARS", "fp32", "0.1", "0.2"],
-    ]
+    assert ["SGD", "fp32", "", "+0.0 ± 0.0 equal"] in rows
+    assert ["LARS", "fp32", "-23.3 ± 68.1 open", "-23.3 ± 68.1 open"] in rows
+    assert ["LARS, less", "fp32", "", "+0.0 ± 0.0 equal"] in rows
 
 
-def test_a_rate_beyond_which_none_was_tried_is_marked(tmp_path):
-    """The best rates are 0.1 and 0.2; the first grid begins at 0.2, the second looks half a step below, at 0.141."""
-    study = study_of(arms={"SGD": SGD | {"low": 0.2, "high": 3.2}})
-    log, _, _ = run(study, tmp_path)
-    assert "| 0.141 (end of what was tried) | 0.2  " in markdown(study, log)
+def test_differences_are_paired_by_seed():
+    """Accuracies scatter by 20 points and more, their differences by none."""
+    one, other = {1: 0.9, 2: 0.5, 3: 0.7}, {3: 0.69, 1: 0.89, 2: 0.49}
+    difference = paired(one, other)
+    assert difference.mean == pytest.approx(0.01)
+    assert difference.half == pytest.approx(0.0, abs=1e-12)
+    assert Interval.of(list(one.values())).half > 0.2
 
 
-def test_the_linear_rule_scales_the_tuned_rate_of_the_smallest_batch(tmp_path):
-    """The planted best rate does not grow with the batch as the rule wants: 0.1 at 10, 0.3 at 30 by rule, 0.2 tuned."""
-    study = study_of(batch_sizes=[10, 30])
-    log, _, _ = run(study, tmp_path)
-    linear, tuned = (Cell(arm=arm, precision="fp32", batch_size=30) for arm in ("SGD, linear", "SGD"))
-    assert study.lr(linear, log) == pytest.approx(0.3)
-    assert study.lr(tuned, log) == 0.2
+@pytest.mark.parametrize(
+    ("mean", "half", "verdict"),
+    [
+        (0.0, 0.004, "equal"), (0.003, 0.001, "equal"), (0.004, 0.002, "better"), (-0.02, 0.01, "worse"),
+        (0.0, 0.006, "open"), (-0.004, 0.005, "open"),
+    ],
+)  # fmt: skip
+def test_equal_means_that_the_whole_interval_is_within_the_margin(mean, half, verdict):
+    assert Interval(mean=mean, half=half, num=10).verdict(0.005) == verdict
 
 
-def test_every_arm_is_tuned_with_as_many_trials_and_no_trial_is_run_twice(tmp_path):
-    """Five and two for each arm that is tuned; where the linear rule gives the tuned rate it shares its runs."""
+def test_an_interval_is_students():
+    """t(0.95, 9) = 1.833: ten values with a deviation of 1 and a root of 10."""
+    values = [1.0, -1.0] * 5
+    assert Interval.of(values).half == pytest.approx(1.8331 * (10 / 9) ** 0.5 / 10**0.5, rel=1e-4)
+
+
+def test_every_arm_is_tuned_at_the_same_points_of_the_unit_cube(tmp_path):
+    study = study_of(arms={"SGD": SGD, "LARS": SGD | {"overrides": ["optim=lars"], "lr": [0.5, 8.0]}})
+    for index in range(6):
+        one, other = study.point(cell("SGD", 10), index), study.point(cell("LARS", 20), index)
+        assert other["lr"] == pytest.approx(10 * one["lr"], rel=1e-5)
+        assert {**one, "lr": 0} == {**other, "lr": 0}
+        assert 0.9 <= one["momentum"] <= 0.99
+        assert 1 <= one["warmup"] <= 3
+    assert len({study.point(cell("SGD", 10), index)["lr"] for index in range(6)}) == 6
+
+
+def test_tuning_takes_all_points_with_one_seed_and_the_best_with_the_others(tmp_path):
     _, reported, _ = run(study_of(), tmp_path)
-    tuning = Counter(name for name, outcome in reported if "seed=0" in outcome.overrides)
-    assert set(tuning.values()) == {7}
-    assert set(tuning) == {f"{arm}, fp32, batch {size}" for arm in ("SGD", "LARS") for size in (10, 20)}
-    assert len({outcome.key for _, outcome in reported}) == len(reported) == 4 * (7 + 3)
+    tuning = Counter(
+        (name, seed)
+        for name, one in reported
+        for seed in one.overrides
+        if UNTESTED in one.overrides and "seed=" in seed
+    )
+    tuned = [f"{arm}, fp32, batch {size}" for arm in ("SGD", "LARS") for size in (10, 20)]
+    assert tuning == {(name, f"seed={seed}"): num for name in tuned for seed, num in ((8, 6), (9, 2))}
 
 
-def test_what_tunes_is_never_tested_and_what_is_tested_never_tunes(tmp_path):
+def test_the_point_is_that_of_the_best_mean_over_the_seeds(tmp_path):
+    """The planted best rates are 0.1 and 0.2."""
+    study = study_of()
+    log, _, _ = run(study, tmp_path)
+    for batch_size, best in ((10, 0.1), (20, 0.2)):
+        rates = [study.point(cell("SGD", batch_size), index)["lr"] for index in range(6)]
+        nearest = min(rates, key=lambda rate: max(rate / best, best / rate))
+        assert study.chosen_point(cell("SGD", batch_size), log)["lr"] == nearest
+
+
+def test_a_seed_that_diverges_loses_the_point(tmp_path):
+    class DivergesOnce(PlantedStudy):
+        def __call__(self, overrides, limits):
+            outcome = super().__call__(overrides, limits)
+            if "seed=9" in overrides and f"optim.lr={nearest:.6g}" in overrides:
+                return TrialOutcome(overrides=overrides, status="diverged", reason="loss is nan")
+            return outcome
+
+    study = study_of()
+    nearest = min((study.point(cell("SGD", 10), index)["lr"] for index in range(6)), key=lambda rate: abs(rate - 0.1))
+    log, _, _ = run(study, tmp_path, DivergesOnce())
+    assert study.chosen_point(cell("SGD", 10), log)["lr"] != nearest
+
+
+def test_the_linear_rule_scales_rate_and_warm_up_of_the_smallest_batch_to_their_limit(tmp_path):
+    study = study_of(
+        batch_sizes={"10": 5, "60": 5}, arms={name: STUDY["arms"][name] for name in ("SGD, linear", "SGD")}
+    )
+    log, _, _ = run(study, tmp_path)
+    base, scaled = (study.chosen_point(cell(*of), log) for of in (("SGD", 10), ("SGD, linear", 60)))
+    assert scaled["lr"] == pytest.approx(6 * base["lr"])
+    assert scaled["warmup"] == 4
+    assert scaled["momentum"] == base["momentum"]
+
+
+def test_what_tunes_is_never_tested_and_each_seed_has_its_fold(tmp_path):
     _, reported, _ = run(study_of(), tmp_path)
+    assert len({outcome.key for _, outcome in reported}) == len(reported)
     for _, outcome in reported:
-        is_tuning = "seed=0" in outcome.overrides
-        assert is_tuning == ("trainer.limit_test_batches=0" in outcome.overrides)
-        assert ("test/acc" in outcome.metrics) <= (not is_tuning)
+        seed = next(int(one.removeprefix("seed=")) for one in outcome.overrides if one.startswith("seed="))
+        assert (seed in (8, 9)) == (UNTESTED in outcome.overrides)
+        assert UNTESTED not in outcome.overrides or "test/acc" not in outcome.metrics
+        assert f"data.fold={seed % 3}" in outcome.overrides
+
+
+def test_cells_that_decide_run_first_after_what_they_take_a_point_of():
+    study = study_of(first=[["LARS, less", "fp32", 20], ["SGD, linear", "fp32", 20]])
+    assert [str(one) for one in study.cells[:4]] == [
+        "LARS, fp32, batch 20", "LARS, less, fp32, batch 20", "SGD, fp32, batch 10", "SGD, linear, fp32, batch 20"
+    ]  # fmt: skip
+    assert len(study.cells) == len(set(study.cells)) == 7
 
 
 def test_a_study_goes_on_where_it_was(tmp_path):
@@ -115,25 +199,21 @@ def test_a_study_goes_on_where_it_was(tmp_path):
         run(study, tmp_path, RunsOut())
     log, reported, is_complete = run(study, tmp_path)
     assert is_complete
-    assert len(reported) == 40 - 17
-    whole, _, _ = run(study, tmp_path / "whole")
+    whole, everything, _ = run(study, tmp_path / "whole")
+    assert len(reported) == len(everything) - 17
     assert markdown(study, log) == markdown(study, whole)
     _, reported, is_complete = run(study, tmp_path, budget_s=0.0)
     assert is_complete
     assert reported == []
 
 
-def test_a_mean_waits_for_all_of_its_seeds(tmp_path):
+def test_a_mean_waits_for_all_of_its_seeds_and_a_study_without_time_is_not_complete(tmp_path):
     log, _, _ = run(study_of(seeds=(1, 2)), tmp_path)
-    assert len(accuracies(study_of(seeds=(1, 2)), log)) == 6
-    assert accuracies(study_of(seeds=(1, 2, 3)), log) == {}
-
-
-def test_a_study_without_time_is_not_complete(tmp_path):
-    study = study_of()
-    log, reported, is_complete = run(study, tmp_path, budget_s=0.0)
-    assert not is_complete
-    assert reported == []
+    assert len(complete(study_of(seeds=(1, 2)), log)) == 7
+    study = study_of(seeds=(1, 2, 3))
+    assert complete(study, log) == {}
+    log, reported, is_complete = run(study, tmp_path / "none", budget_s=0.0)
+    assert (is_complete, reported) == (False, [])
     study_report.write_study(tmp_path, study, log, environment={})
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
@@ -145,35 +225,28 @@ def test_an_arm_whose_tuning_failed_has_an_empty_place(tmp_path):
     study = study_of()
     log, _, is_complete = run(study, tmp_path, fails)
     assert is_complete
-    assert accuracies(study, log) == {}
+    assert complete(study, log) == {}
 
 
-def test_one_run_has_no_deviation():
-    one = Accuracy.of([TrialOutcome(overrides=(), status="done", metrics={"test/acc": 0.5})], chance=0.1)
-    assert (one.mean, one.deviation, one.num_lost) == (0.5, 0.0, 0)
-    assert Difference.of(one, one).mean == 0.0
-
-
-def test_the_picture_has_a_line_for_each_arm_and_a_panel_for_what_was_taken_out(tmp_path):
-    arms = STUDY["arms"] | {"LARS, less": SGD | {"precisions": ["fp32"], "batch_sizes": [20]}}
-    study = study_of(arms=arms)
+def test_the_picture_has_a_line_for_each_arm_against_share_and_updates(tmp_path):
+    study = study_of()
     log, _, _ = run(study, tmp_path)
     panels = study_report.picture(study, log).axes
-    assert [len(panel.containers) for panel in panels] == [3, 2]
-    drawn = panels[0].containers[2].lines[0].get_ydata()  # LARS
-    assert list(drawn) == pytest.approx([100 * 1.7 / 3] * 2)
+    assert [len(panel.containers) for panel in panels] == [3, 3]
+    drawn = panels[0].containers[2].lines[0]  # LARS
+    assert list(drawn.get_ydata()) == pytest.approx([100 * 1.7 / 3] * 2)
+    assert drawn.get_xdata()[1] == pytest.approx(100, rel=0.03)
 
 
 MISTAKES = {
-    "tuning.seed": ({"seeds": (0, 1)}, r"`tuning.seed` \(=0\) must not be among `seeds`"),
-    "lr_of": ({"arms": {"a": {"lr_of": "b"}}}, r"`study.arms.a.lr_of` \(=b\)"),
-    "precisions": ({"arms": {"a": SGD | {"precisions": ["fp8"]}}}, r"`study.arms.a.precisions` \(=fp8\)"),
-    "batch_sizes": ({"arms": {"a": SGD | {"batch_sizes": [11]}}}, r"`study.arms.a.batch_sizes` \(=11\)"),
-    "smallest": (
-        {"precisions": {"fp32": {"overrides": [], "batch_sizes": [20]}}},
-        r"`study.arms.SGD, linear.lr_of` \(=SGD\) must have a rate at the smallest batch \(=10\)",
-    ),
-}
+    "tuning.seeds": ({"seeds": (9, 1)}, r"`tuning.seeds` \(=\[8, 9\]\) must not have \[9\] of `seeds`"),
+    "point_of": ({"arms": {"a": {"point_of": "b"}}}, r"`study.reference` \(=SGD\) must be one of the study's: a"),
+    "either": ({"arms": {"SGD": SGD | {"point_of": "SGD"}}}, r"`study.arms.SGD` must have either .* or `point_of`"),
+    "precisions": ({"arms": {"SGD": SGD | {"precisions": ["fp8"]}}}, r"`study.arms.SGD.precisions` \(=fp8\)"),
+    "batch_sizes": ({"arms": {"SGD": SGD | {"batch_sizes": [11]}}}, r"`study.arms.SGD.batch_sizes` \(=11\)"),
+    "like": ({"arms": {"SGD": SGD | {"like": "b"}}}, r"`study.arms.SGD.like` \(=b\)"),
+    "first": ({"first": [["SGD", "fp32", 11]]}, r"`study.first` \(=\['SGD', 'fp32', 11\]\) must be a cell"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -191,32 +264,24 @@ def configured(*overrides):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["digits", "glyphs"])
+@pytest.mark.parametrize("name", STUDIES)
 def test_every_trial_of_a_study_can_be_configured(name):
-    """All arms and precisions, composed as a trial composes them; and their grids are as wide as each other."""
+    """All arms and precisions, composed as a trial composes them; and their ranges of rates are equally wide."""
     from recipes.hyperparams.trial import configured as trial_configured
 
     config = configured(f"study={name}")
     study = Study.from_config(config)
-    sizes = {(arm.high / arm.low) for arm in study.arms.values() if arm.lr_of is None}
-    assert sizes == {256.0}
-    for cell in {(c.arm, c.precision): c for c in study.cells()}.values():
-        cfg = trial_configured((*config["trial"], *study.overrides(cell), "optim.lr=1", "seed=1"), run_dir="/nowhere")
-        assert cfg.global_batch_size == cell.batch_size
+    assert {arm.lr[1] / arm.lr[0] for arm in study.arms.values() if arm.lr} == {128.0}
+    for one in {(c.arm, c.precision, c.batch_size): c for c in study.cells}.values():
+        point = study.point(study.source_of(one) or one, 0)
+        trial = study.tests(one, point)[0]
+        cfg = trial_configured((*config["trial"], *trial), run_dir="/nowhere")
+        assert cfg.global_batch_size == one.batch_size
         assert cfg.trainer.check_val_every_n_epoch == cfg.trainer.max_epochs
-        assert cfg.data.seed == 1
+        assert cfg.trainer.accumulate_grad_batches * cfg.batch_size_per_rank == one.batch_size
+        assert cfg.data.seed == study.seeds[0]
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
-def test_a_record_says_what_its_trials_said(path):
-    """Table, number of trials and rates of a record, made again from its own results and configuration."""
-    readme = (path.parent / "README.md").read_text().partition("## Accuracy\n\n")[2]
-    table, _, config = readme.partition("\n## Configuration\n\n```json\n")
-    study = Study.from_config(json.loads(config.partition("```")[0]))
-    log = TrialLog(path, fingerprint=None)
-    assert table == f"{study.title}\n\n{markdown(study, log)}\n"
-    for cell, accuracy in accuracies(study, log).items():
-        assert accuracy.num_runs == len(study.seeds) >= 5
-        assert study.lr(cell, log) == pytest.approx(
-            axis_values_of(study.results(cell, log)[0].overrides, ["optim.lr"])["optim.lr"], rel=1e-5
-        )
+def test_an_axis_goes_from_end_to_end():
+    axis = TunedAxis(override="x={}", low=1.0, high=100.0)
+    assert [axis.value(unit) for unit in (0.0, 0.5, 1.0)] == [1.0, 10.0, 100.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
@@ -21,7 +23,8 @@ from lightning_hybrid.models import ResNet, forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.planning.gradient_timing import time_gradients
 from recipes.planning.layers import layers_of, measured_work, work_of
-from recipes.planning.scenario import Scenario, Search, rate_of
+from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
+from recipes.planning.simulate_report import SimulationReport
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import published_rows
@@ -71,8 +74,66 @@ def test_one_command_plans_a_run(tmp_path):
     events = json.loads((tmp_path / "trace" / "rank-0.json").read_text())["traceEvents"]
     assert {"backward", "buckets"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert (tmp_path / "simulate.png").stat().st_size > 10_000
-    assert "best plan: " in done.stdout
+    assert done.stdout.startswith("16 GPUs (2 x 8), 1,024 images a step: a step takes ")
+    assert f"2 epochs of 1,281,167 images (ImageNet) take {hours * 60:.3g} min and " in done.stdout
+    assert "| step_s_quantile_0.9 |" in (tmp_path / "table.md").read_text()
     assert done.stdout.rstrip().endswith(f"written to {tmp_path}")
+
+
+def reported(monkeypatch, *overrides) -> SimulationReport:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("simulate", overrides=["run_dir=/nowhere", *overrides], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
+    return SimulationReport.of(scenario_of(cfg), cfg)
+
+
+def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
+    """Three nodes of four GPUs are in the curve, which ends at four times as many; equal quantiles are not printed."""
+    ask = ["cluster=cloud_25gbe", "num_nodes=3", "cluster.links.ranks_per_node=4", "cluster.price_per_node_hour=12"]
+    found = reported(monkeypatch, *ask)
+    answer, *tables = found.printed().split("\n\n")
+    assert answer.startswith("12 GPUs (3 x 4), 768 images a step: ")
+    assert f" and cost {found.numbers()['run_price']:.2f} at 12 per node and hour." in answer
+    assert len(answer.splitlines()) <= 6
+    assert sum(len(table.splitlines()) for table in tables) <= 25
+    shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
+    assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
+    whole = found.markdown()
+    assert "| 16384 | " in whole
+    assert "run_hours, 90 epochs | " in whole
+    assert "quantile" not in whole
+    assert "-0.0%" not in whole
+
+
+def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
+    """Each word is a key of the command line with the preset's value; what was given is not assumed."""
+    ask = ["cluster=cloud_25gbe", "num_nodes=3", "search=null", "scaling_ranks=[]"]
+    found = reported(monkeypatch, *ask)
+    assert "assumed by cluster=cloud_25gbe (8 x V100 per node, NVLink, 25 GbE, TCP), model=resnet50" in found.answer()
+    words = [f"{key}={value}" for key, value in found.preset.items()]
+    assert f"\n  {' '.join(words)}\n" in found.answer()
+    assert words[:2] == ["images_per_s=1200", "cluster.links.ranks_per_node=8"]
+    again = reported(monkeypatch, *ask, *words)
+    assert again.numbers() == found.numbers()
+    assert again.preset == {}
+    other = reported(monkeypatch, *ask, "cluster.links.across.bytes_per_s=3.125e8", "images_per_s=600")
+    assert other.outcome.efficiency < found.outcome.efficiency
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (
+            "cloud_25gbe",
+            r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.algorithm=two_level",
+        ),
+        ("cloud_100gbe", r"None of .* saves 1% over the configured one \(two_level, .* may cost as much\)\."),
+    ],
+)
+def test_the_answer_recommends_a_hierarchy_where_a_run_would_choose_one(monkeypatch, cluster, words):
+    """It has to save a twentieth over all that is flat, the configured plan too: at 100 Gbit/s it saves 3 %."""
+    ask = [f"cluster={cluster}", "num_nodes=2", "scaling_ranks=[]", "images_per_s=20000"]
+    assert re.search(words, reported(monkeypatch, *ask).answer())
 
 
 def test_a_model_of_unknown_pace_is_refused():

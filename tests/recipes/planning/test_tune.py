@@ -202,6 +202,6 @@ def test_one_rank_is_refused_with_one_message(tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "tune.py"), "world.devices=1", f"hydra.run.dir={tmp_path}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: `world.devices` (=1) must make two ranks or more" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import lightning.pytorch as pl
@@ -46,6 +47,27 @@ def fit(options=None, **settings):
     trainer = toy.trainer(callbacks=[watches], **{"precision": "16-true", "max_epochs": 2} | settings)
     trainer.fit(module, DigitsDataModule(global_batch_size=300, seed=0))
     return trainer, module, watches
+
+
+@pytest.mark.parametrize(("max_steps", "is_told"), [(3, True), (4, True), (5, False)])
+def test_a_run_that_ends_within_its_warmup_is_told_so(one_rank, max_steps, is_told):
+    (found,) = one_rank.run(warnings_of, max_steps)
+    expected = f"`warmup_steps` (=4) is 4 steps, and the run has {max_steps}: all of it is warm-up"
+    assert [expected in words for words in found] == [True] * is_told
+
+
+def warnings_of(max_steps):
+    class Keeps(logging.Handler):
+        def emit(self, record):
+            found.append(record.getMessage())
+
+    found, log = list[str](), logging.getLogger("recipes.training.classifier")
+    log.addHandler(keeps := Keeps(level=logging.WARNING))
+    try:
+        fit({"warmup_steps": 4}, max_steps=max_steps, limit_val_batches=0)
+    finally:
+        log.removeHandler(keeps)
+    return found
 
 
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):

@@ -137,14 +137,14 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert tracked.column("val/acc") == curve
     assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
     assert tracked.exit_code == 0
-    lines = [line.split()[0] for line in out.strip().splitlines()[-6:]]
-    assert lines == ["test", "throughput", "skipped", "communication", "run", "picture"]
+    lines = [line.split()[0] for line in out.strip().splitlines()[-7:]]
+    assert lines == ["test", "validation", "throughput", "skipped", "communication", "run", "picture"]
 
 
 @pytest.mark.slow
 def test_a_mistake_ends_in_one_message(tmp_path):
     done = run(*SHORT, "global_batch_size=127", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("error: `global_batch_size` (=127) must be a multiple of")

@@ -1,0 +1,216 @@
+"""BatchNorm statistics of the present weights, in place of a moving average over past ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hybrid import metrics as m
+from lightning_hybrid.checks import require_whole
+
+
+class RecalibrateBatchNorm(Callback):
+    """A callback that recomputes BatchNorm's statistics on training images, before each validation and test.
+
+    Running statistics are a moving average over batches of past weights. Where weights move fast and updates are few,
+    as with large batches, they belong to no network that ever was, and validation measures that. Here, with B batches
+    of the training loader, each normalised by itself as in training, and over all their elements x of a channel:
+
+        mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)
+
+    The statistics stay in the module, so that checkpoints saved after a validation hold those that it used. An averaged
+    model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own. Nothing else changes: training does not read
+    running statistics, the random state is restored, dropout is off.
+
+    All ranks do the same number of batches and end with the same bits. With a loader whose batches do not depend on the
+    number of ranks (those of `data/`), so do the statistics, as long as a batch of one rank has the same size: sums are
+    float64, in the order of the batches. SyncBatchNorm counts as BatchNorm of one rank's batch.
+
+    Args:
+        num_images: At most so many training images over all ranks, in whole batches, at least one a rank.
+        forward: Runs the network on a batch, as `forward(module, batch)`. None: `module(batch)`, or `module(batch[0])`
+            where a batch is a pair such as images and labels.
+
+    Raises:
+        ValueError: `num_images` is below 1.
+        RuntimeError: The trainer knows no training data: `trainer.test` without a fit or a data module.
+
+    Source: Wu & Johnson 2021 (arXiv:2105.07576), "precise BatchNorm".
+    """
+
+    def __init__(self, num_images: int = 2048, forward: Callable[[pl.LightningModule, Any], Any] | None = None) -> None:
+        require_whole("num_images", num_images, "statistics need images. Set callbacks.recalibrate_bn.num_images=2048")
+        self.num_images = num_images
+        self.forward = forward or _forward_images
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Recalibrate before the first batch: by then an average of weights has taken its place in the module."""
+        if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
+            self._recalibrate(trainer, pl_module)
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Recalibrate before the first batch."""
+        if batch_idx == dataloader_idx == 0:
+            self._recalibrate(trainer, pl_module)
+
+    @torch.no_grad()
+    def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        layers = [layer for layer in pl_module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+        if not layers:
+            rank_zero_warn("`callbacks=recalibrate_bn`: the module has no BatchNorm with running statistics.")
+            return
+        begin = time.perf_counter()
+        with isolate_rng(), _normalizing_by_batch(pl_module, layers) as statistics:
+            for batch in self._batches(trainer):
+                with trainer.precision_plugin.forward_context():
+                    self.forward(pl_module, batch)
+                statistics.end_batch()
+        statistics.write()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # During a validation the module shows the average's values: these statistics are the average's.
+            average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+            if average is not None and trainer.state.fn == "fit":
+                _copy_statistics(pl_module, average.module)
+        pl_module.log(m.RECALIBRATION_S, time.perf_counter() - begin, on_epoch=True, sync_dist=True, reduce_fx="max")
+
+    def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
+        loader: Any = trainer.strategy.process_dataloader(_new_train_loader(trainer))
+        batches = iter(loader)
+        first = next(batches)
+        num_batches = max(1, self.num_images // (extract_batch_size(first) * trainer.world_size))
+        try:
+            yield _on_device(trainer, first)
+            for batch in islice(batches, num_batches - 1):
+                yield _on_device(trainer, batch)
+        finally:
+            if hasattr(batches, "close"):
+                batches.close()
+
+
+class _Statistics:
+    """Count, mean and sum of squared deviations of the inputs of layers, `[3, channels of all layers]` for a batch."""
+
+    def __init__(self, layers: list[_BatchNorm]) -> None:
+        self.layers = layers
+        self._of_batches: list[Tensor] = []
+        self._now: dict[_BatchNorm, Tensor] = {}
+
+    def note(self, layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
+        """Take what a layer is about to normalise."""
+        x = inputs[0].detach().float()
+        variance, mean = torch.var_mean(x, dim=[dim for dim in range(x.dim()) if dim != 1], correction=0)
+        count = torch.full_like(mean, x.numel() // x.shape[1])
+        found = torch.stack([count, mean, variance * count]).double()
+        self._now[layer] = _merged(self._now[layer], found) if layer in self._now else found  # called twice: shared
+
+    def end_batch(self) -> None:
+        """Close a batch; a layer that was not called counts nothing."""
+        none = {layer: torch.zeros(3, layer.num_features, dtype=torch.float64) for layer in self.layers}
+        device = next(iter(self._now.values())).device if self._now else None
+        self._of_batches.append(torch.cat([each.to(device) for each in (none | self._now).values()], dim=1))
+        self._now = {}
+
+    def write(self) -> None:
+        """Put the statistics of all ranks' batches into the layers."""
+        of_ranks = [torch.stack(self._of_batches)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            of_ranks = [torch.empty_like(of_ranks[0]) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_ranks, torch.stack(self._of_batches))
+        # In the order of the loader's images: batch by batch, and rank by rank within, whatever the number of ranks.
+        total = torch.zeros_like(of_ranks[0][0])
+        for of_batch in torch.stack(of_ranks, dim=1).flatten(0, 1):
+            total = _merged(total, of_batch)
+        sizes = [layer.num_features for layer in self.layers]
+        for layer, (count, mean, squares) in zip(self.layers, total.split(sizes, dim=1), strict=True):
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            if bool(count[0] > 0):
+                layer.running_mean.copy_(mean)
+                layer.running_var.copy_(squares / (count - 1).clamp(min=1))
+
+
+def _merged(one: Tensor, other: Tensor) -> Tensor:
+    """Merge counts, means and sums of squared deviations of two sets (Chan et al. 1979)."""
+    count = one[0] + other[0]
+    share = other[0] / count.clamp(min=1)
+    delta = other[1] - one[1]
+    return torch.stack([count, one[1] + delta * share, one[2] + other[2] + delta.square() * one[0] * share])
+
+
+@contextmanager
+def _normalizing_by_batch(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[_Statistics]:
+    """Let the layers, and nothing else of the module, behave as in training."""
+    statistics = _Statistics(layers)
+    was_training = {each: each.training for each in module.modules()}
+    counts = [layer.num_batches_tracked.clone() for layer in layers if layer.num_batches_tracked is not None]
+    handles = [layer.register_forward_pre_hook(statistics.note) for layer in layers]
+    module.eval()
+    for layer in layers:
+        layer.train()
+    try:
+        yield statistics
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each, is_training in was_training.items():
+            each.training = is_training
+        tracked = [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+        for now, before in zip(tracked, counts, strict=True):
+            now.copy_(before)
+
+
+def _new_train_loader(trainer: pl.Trainer) -> Any:
+    """Make a training loader of its own: the one in use keeps its place."""
+    given = trainer.fit_loop._data_source
+    source = trainer.datamodule or (given.instance if given.is_defined() else None)  # type: ignore[attr-defined]
+    is_module = isinstance(source, pl.LightningModule | pl.LightningDataModule)
+    if source is None or (hasattr(source, "state_dict") and not is_module):
+        found = "none" if source is None else f"a `{type(source).__name__}`, whose place in the epoch would be lost"
+        raise RuntimeError(
+            f"`callbacks=recalibrate_bn` needs training data of which it can make a loader, and found {found}. Give "
+            "`trainer.fit` and `trainer.test` a data module."
+        )
+    loader = source.train_dataloader() if is_module else source
+    # With a DistributedSampler where Lightning would put one.
+    return trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING)
+
+
+def _on_device(trainer: pl.Trainer, batch: Any) -> Any:
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.strategy.batch_to_device(batch)
+
+
+def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
+    if type(module).forward is nn.Module.forward:
+        raise RuntimeError(
+            f"`{type(module).__name__}.forward` is not defined: `callbacks=recalibrate_bn` cannot run the "
+            "network. Define it, or give `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
+        )
+    return module(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def _copy_statistics(source: nn.Module, target: nn.Module) -> None:
+    """Copy running statistics to the layers of the same place in an average of the module."""
+    pairs = zip(source.modules(), target.modules(), strict=True)
+    for one, other in pairs:
+        if isinstance(one, _BatchNorm) and one.track_running_stats:
+            for name in ("running_mean", "running_var"):
+                getattr(other, name).copy_(getattr(one, name))

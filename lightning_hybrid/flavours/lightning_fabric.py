@@ -1,0 +1,24 @@
+"""Strategy, precision and checkpoint plugin of `lightning_fabric`."""
+
+from __future__ import annotations
+
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_fabric.plugins.precision import Precision
+from lightning_fabric.strategies import DDPStrategy
+
+from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
+from lightning_hybrid.precision.fabric_plugin import FabricMasterWeightMixin
+from lightning_hybrid.strategy.fabric import FabricHybridAllReduceMixin
+
+
+class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa: D101
+    __doc__ = DurableCheckpointIOMixin.__doc__
+
+
+class MasterWeightPrecision(FabricMasterWeightMixin, Precision):  # type: ignore[misc] # noqa: D101
+    __doc__ = FabricMasterWeightMixin.__doc__
+
+
+class HybridAllReduceStrategy(FabricHybridAllReduceMixin, DDPStrategy):  # type: ignore[misc] # noqa: D101
+    __doc__ = FabricHybridAllReduceMixin.__doc__
+    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

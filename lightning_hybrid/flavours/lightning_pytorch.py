@@ -1,0 +1,24 @@
+"""Strategy, precision and checkpoint plugin of `lightning.pytorch`, which `lightning_hybrid` exports."""
+
+from __future__ import annotations
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
+from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
+
+
+class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa: D101
+    __doc__ = DurableCheckpointIOMixin.__doc__
+
+
+class MasterWeightPrecision(MasterWeightMixin, Precision):  # noqa: D101
+    __doc__ = MasterWeightMixin.__doc__
+
+
+class HybridAllReduceStrategy(HybridAllReduceMixin, DDPStrategy):  # noqa: D101
+    __doc__ = HybridAllReduceMixin.__doc__
+    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

@@ -1,0 +1,167 @@
+"""Orthogonalisation of matrices by Newton-Schulz iterations, alone or with each rank of a group doing a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Jordan et al. 2024. A singular value in (0, 1] goes to a*s + b*s^3 + c*s^5: the largest slope at zero for which five
+# iterations end near 1, within [0.68, 1.21] from 0.01 on; the classical coefficients (1.5, -0.5) take twice as many.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+NUM_ITERATIONS = 5
+# Elements that one batch of equal shapes may have: 64 MiB of float32, and about three times that for temporaries.
+_BATCH = 1 << 24
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Return whether `tensor` has a direction other than its own: two dimensions or more, none that makes it a row.
+
+    >>> [is_matrix(torch.zeros(shape)) for shape in [(2, 3), (8, 3, 5, 5), (4,), (1, 4), (4, 1, 1, 1), (0, 3)]]
+    [True, True, False, False, False, False]
+    """
+    return tensor.dim() >= 2 and tensor.shape[0] > 1 and tensor.numel() > tensor.shape[0]
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of what `orthogonalized` gives: float16, but float64 of float64.
+
+    Its elements are at most 1.2 and its singular values within a third of 1, so the 5e-4 of float16 are not seen, and
+    ranks that share the work send half the bytes.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float16
+
+
+def num_flops(shape: Sequence[int]) -> int:
+    """Count the multiplications and additions to orthogonalise a tensor of `shape`.
+
+        rows <= columns of the matrix, or of its transpose:   5 * (4 * rows^2 * columns + 2 * rows^3)
+
+    >>> num_flops((512, 512, 3, 3)) == 5 * (4 * 512**2 * 4608 + 2 * 512**3)
+    True
+    """
+    rows, columns = sorted((shape[0], torch.Size(shape[1:]).numel()))
+    return NUM_ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
+
+
+def orthogonalized(*tensors: Tensor) -> list[Tensor]:
+    """Replace the singular values of each tensor by about 1: the nearest matrix with orthonormal rows or columns.
+
+        M = tensor as [out, in * height * width] = U S V'   ->   U S' V',   S' within [0.68, 1.21]
+
+        X <- M / |M|,   five times:   G = X X',   X <- a X + (b G + c G G) X
+
+    It does not depend on the size of M. The iteration is float32 on a CPU, bfloat16 elsewhere, float64 for float64;
+    matrices are transposed to have no more rows than columns. Singular values below 0.01 of |M| stay smaller.
+
+    Args:
+        tensors: Of one device and dtype, each a matrix (`is_matrix`), of any memory format. Several have equal shapes,
+            and are multiplied as a batch, which may change the last bits.
+
+    Returns:
+        Tensors of the same shapes, float16 (float64 of float64), contiguous.
+
+    Source: Jordan et al. 2024 (Muon); Bernstein & Newhouse 2024 (arXiv:2409.20325).
+
+    >>> matrix = torch.diag(torch.tensor([3.0, 2.0, -1.0]))
+    >>> orthogonalized(matrix)[0].diag().round()
+    tensor([ 1.,  1., -1.], dtype=torch.float16)
+    """
+    shape = tensors[0].shape
+    # `flatten` goes by the dimensions, not by memory: a channels_last kernel gives the same matrix.
+    matrices = torch.stack([tensor.flatten(1) for tensor in tensors])
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    found = _iterated(matrices.mT if is_tall else matrices)
+    found = (found.mT if is_tall else found).to(result_dtype(tensors[0].dtype))
+    return [each.reshape(shape) for each in found]
+
+
+def orthogonalized_all(
+    shapes: Sequence[torch.Size],
+    tensor_of: Callable[[int], Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    together: bool,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]:
+    """Orthogonalise many tensors; with `group`, each of its ranks does a part and sends it to the others.
+
+    Every rank of the group must call it, with the same shapes, in the same order; afterwards all ranks hold the same
+    bits, those of `orthogonalized` on the rank that did the work. Parts are about equal in `num_flops`. A rank receives
+    the bytes of the results of all others.
+
+    Args:
+        shapes: Of all tensors.
+        tensor_of: Returns one of them by its index; with `group` it is called for this rank's part only.
+        dtype: Of the tensors, float32 or float64.
+        device: Of the tensors.
+        together: Whether those of equal shapes are multiplied as a batch.
+        group: The ranks that share the work, such as those of a node.
+    """
+    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    owners = owners_by_flops(shapes, num_ranks)
+    parts = [[index for index, owner in enumerate(owners) if owner == one] for one in range(num_ranks)]
+    results: list[Tensor] = [torch.empty(0)] * len(shapes)
+    for indices in _batches(shapes, parts[rank], together=together):
+        for index, result in zip(indices, orthogonalized(*map(tensor_of, indices)), strict=True):
+            results[index] = result
+    if group is None:
+        return results
+    works = []
+    for owner, part in enumerate(parts):
+        if not part:
+            continue
+        sizes = [shapes[index].numel() for index in part]
+        if owner == rank:
+            flat = torch.cat([results[index].reshape(-1) for index in part])
+        else:
+            flat = torch.empty(sum(sizes), dtype=result_dtype(dtype), device=device)
+            for index, piece in zip(part, flat.split(sizes), strict=True):
+                results[index] = piece.view(shapes[index])
+        works.append(dist.broadcast(flat, src=dist.get_global_rank(group, owner), group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return results
+
+
+def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
+    """Choose a rank for each tensor, the costliest first to the rank with the least so far: the same on every rank.
+
+    >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
+    [1, 0, 1]
+    """
+    loads, owners = [0] * num_ranks, [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: num_flops(shapes[index]), reverse=True):
+        owners[index] = min(range(num_ranks), key=loads.__getitem__)
+        loads[owners[index]] += num_flops(shapes[index])
+    return owners
+
+
+def _batches(shapes: Sequence[torch.Size], indices: Sequence[int], *, together: bool) -> list[list[int]]:
+    if not together:
+        return [[index] for index in indices]
+    open_batches: dict[torch.Size, list[int]] = {}
+    batches: list[list[int]] = []
+    for index in indices:
+        batch = open_batches.get(shapes[index])
+        if batch is None or (len(batch) + 1) * shapes[index].numel() > _BATCH:
+            batch = open_batches[shapes[index]] = []
+            batches.append(batch)
+        batch.append(index)
+    return batches
+
+
+def _iterated(matrices: Tensor) -> Tensor:
+    """Iterate on a batch `"matrix row column"`, none with more rows than columns."""
+    # Twice: the squares of very small or large elements would leave the range of float32.
+    found = matrices / matrices.abs().amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(matrices.dtype).tiny)
+    found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=1.0)  # 0 of zeros alone
+    if found.device.type != "cpu" and found.dtype != torch.float64:
+        found = found.bfloat16()  # its range holds the small elements of large matrices, which float16's does not
+    for _ in range(NUM_ITERATIONS):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
+    return found

@@ -1,0 +1,159 @@
+"""Half-precision training with fp32 master weights in a loop of the user's own: the precision plugin for Fabric.
+
+It does what `plugin.py` does in the Trainer's manual optimization, for any number of modules and optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.optimizer_protocol import DirectSteps, check_optimizer
+from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, raise_if_stuck
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from lightning_hybrid.precision.loss_scale import LossScale
+
+# Every so many steps of an optimizer the host asks the device whether all were skipped, as the Trainer does at its
+# logged steps: 50 is its default.
+_ASK_EVERY = 50
+
+
+class FabricMasterWeightMixin(MasterWeightMixin):
+    """A Fabric plugin for fp16 (or bf16) models and gradients with fp32 masters, optimizer state and normalisation.
+
+        forward         under autocast, on the half copies of the masters; outputs come back in fp32
+        backward        of the loss times its scale; then `p.grad` is fp32 and unscaled, to be read, clipped or changed
+        optimizer.step  on the fp32 masters, or not at all where a gradient was inf or nan
+
+    Each optimizer has a loss scale of its own; a backward takes the smallest of those that it can reach. Checkpoints
+    hold the masters, the fp32 state of the optimizers and the loss scales.
+
+    Args:
+        precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
+        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
+        keep_fp32: module types that stay fp32 like the normalisation layers (their own tensors, not submodules').
+
+    Raises:
+        ValueError: unknown `precision`; a `loss_scale` that is no power of two; a `loss_scale` with bf16.
+        RuntimeError: in training, after 40 skipped steps in a row.
+
+    Source: Micikevicius et al. 2017 (arXiv:1710.03740).
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-true", "bf16-true"] = "16-true",
+        loss_scale: str | float | LossScale | None = None,
+        keep_fp32: tuple[type[nn.Module], ...] = (),
+    ) -> None:
+        super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
+        self._modules = nn.ModuleList()
+        self._averages: Callable[[Tensor], bool] = _is_averaged  # can be pickled, for `hybrid_allreduce_spawn`
+        self._num_steps = 0
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert in place; fp32 values are cloned before the cast."""
+        if self.masters is None:
+            self.masters = MasterWeights(module, self.dtype, self.keep_fp32)
+            self.masters.hooks.step_context = self.forward_context
+        else:
+            self.masters.convert(module)
+        self._modules.append(module)
+        return module
+
+    def connect_averaging(self, averages: Callable[[Tensor], bool]) -> None:
+        """Take what only a strategy knows: whether the backward in progress averages a parameter's gradient."""
+        self._averages = averages
+
+    def connect_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
+        check_optimizer(optimizer, self.precision)
+        self.optimizer_steps.of(optimizer)
+        step = partial(self._step_past_lightning, optimizer)
+        self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_running))
+        # torch casts what it loads to the dtype of the parameters.
+        optimizer.load_state_dict = partial(self._load_on_masters, optimizer)  # type: ignore[method-assign]
+        if optimizer.state:  # made by its constructor, maybe of half-precision parameters
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    def _load_on_masters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        assert self.masters is not None
+        with self.masters.swapped_in(optimizer):
+            type(optimizer).load_state_dict(optimizer, state_dict)
+
+    # ---- forward and backward --------------------------------------------------------------------------------------
+
+    def convert_output(self, data: Any) -> Any:
+        """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
+        return apply_to_collection(data, Tensor, lambda one: one.float() if one.dtype is self.dtype else one)
+
+    def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
+        """Choose the scale of this backward; gradients that stayed are made ready for more to be added."""
+        self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
+        self._unscaled.prepare_for_backward(self._scale, sums=True, averages=self._averages)
+        self._last_loss = tensor.detach()
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward of the loss times its scale, in fp32: a half-precision one would overflow."""
+        super().backward(tensor if self._scale is None else tensor.float() * self._scale, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
+        """Put fp32 gradients, unscaled, into `p.grad`."""
+        assert self.masters is not None
+        for parameters in self.optimizer_steps.parameters_by_optimizer(self._modules.parameters()):
+            self._unscaled.unscale(
+                parameters,
+                self._scale,
+                to_fp32=self.masters.gradient_fp32,
+                is_local=lambda parameter: not self._averages(parameter),
+            )
+        self._unscaled.put_back()
+
+    # ---- optimizer step --------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Run the closure, if there is one, then step on the masters or skip the step whole."""
+        closure = kwargs.pop("closure", None)
+        result = None if closure is None else closure()
+        assert self._step is not None
+        state = self.optimizer_steps.of(optimizer)
+        state.skip_flag = None
+        found_inf = self._unscale_(optimizer, state)
+        self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
+        if found_inf is not None:
+            state.count(found_inf)
+            self._stop_if_stuck(state, self._modules)
+        return result
+
+    @property
+    def _is_automatic(self) -> bool:
+        return False
+
+    def _stop_if_stuck(self, state: OptimizerStepState, model: nn.Module, *, is_end: bool = False) -> None:
+        self._num_steps += 1
+        flag = state.skip_flag
+        if self._num_steps % _ASK_EVERY == 0 or (flag is not None and flag.is_known and flag.was_skipped()):
+            raise_if_stuck(state, model, self._last_loss, step=f"optimizer step {self._num_steps} of this process")
+
+    def teardown(self) -> None:
+        """Make the modules fp32 again, with the masters' values."""
+        for state in self.optimizer_steps:
+            vars(state.optimizer or self).pop("load_state_dict", None)
+        self._modules = nn.ModuleList()
+        super().teardown()
+
+
+def _is_averaged(parameter: Tensor) -> bool:
+    return True

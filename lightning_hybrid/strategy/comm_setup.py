@@ -1,0 +1,129 @@
+"""The communication of a strategy: options, topology, plan and engine, for the Trainer's strategy and for Fabric's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
+from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
+from lightning_hybrid.strategy.arguments import (
+    Planner,
+    ask_planner,
+    dtype_from,
+    one_bucket_size,
+    plan_from,
+    refuse_unknown_options,
+)
+
+
+class CommSetupMixin:
+    """Strategy mixin: take the options of communication, and make the engine that carries them out."""
+
+    communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    _work_group: dist.ProcessGroup | None = None
+    _topology: Topology  # known when DDP is configured
+    cluster_environment: Any
+    global_rank: int
+    world_size: int
+    root_device: torch.device
+    _timeout: timedelta | None
+
+    def _take_options(
+        self,
+        ddp_kwargs: Mapping[str, Any],
+        *,
+        own: Any,
+        algorithm: Any,
+        ranks_per_node: int | None,
+        bucket_bytes: int | None,
+        plan: CommPlan | Planner | str | None,
+        comm_dtype: str | torch.dtype | None,
+        comm_dtype_across_nodes: str | torch.dtype | None,
+        loss_scale: str | float | LossScale | None,
+    ) -> dict[str, Any]:
+        # Returns the options for DDP. `own`: the strategy's, by name.
+        refuse_unknown_options(ddp_kwargs, own=own)
+        for_ddp = dict(ddp_kwargs)
+        bucket_bytes = one_bucket_size(bucket_bytes, for_ddp)
+        self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
+        self._planner = plan if isinstance(plan, Planner) else None
+        self._comm_dtype = dtype_from(comm_dtype)
+        self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
+        self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
+        if loss_scale is not None:
+            loss_scale_from(loss_scale)  # a bad value is refused here, not in training
+        for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
+        return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
+
+    def _check_ranks_per_node(self) -> None:
+        # Where ranks and world size are known first, before any process group.
+        if self._ranks_per_node is not None and self.cluster_environment is not None:
+            self._discover_topology()
+
+    def _discover_topology(self) -> Topology:
+        # Collective, unless the user said it by `ranks_per_node`.
+        if self._ranks_per_node is None:
+            return Topology.discover()
+        return Topology.from_ranks_per_node(
+            rank=self.global_rank, world_size=self.world_size, ranks_per_node=self._ranks_per_node
+        )
+
+    def _find_plan(self, module: nn.Module) -> None:
+        """Find the topology and, where a planner was given, its plan for this module. Collective."""
+        self._topology = self._discover_topology()
+        if self._planner is not None:
+            dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
+            self._plan = ask_planner(self._planner, module, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
+
+    def _new_engine(self, *, keep_events: bool = False) -> CommEngine:
+        """Make an engine for one module that DDP wraps. Collective."""
+        assert self._timeout is not None
+        engine = CommEngine(
+            topology=self._topology,
+            plan=self._plan,
+            timeout=self._timeout,
+            device=self.root_device,
+            trace=CommTrace(keep_events=keep_events),
+            dtype_across_nodes=self._dtype_across_nodes,
+        )
+        self._note_plan(self._plan)
+        rank_zero_info(self.communication_plan)
+        return engine
+
+    def _share_work(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
+        sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
+        if sharing and self.world_size > self._topology.num_nodes:
+            nodes = [list(node) for node in self._topology.nodes]
+            self._work_group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)
+            for one in sharing:
+                one.work_group = self._work_group  # type: ignore[attr-defined]
+
+    def _end_shared_work(self, optimizers: Sequence[Optimizer]) -> None:
+        group, self._work_group = self._work_group, None
+        if group is not None:
+            for one in optimizers:
+                one.__dict__.pop("work_group", None)
+            dist.destroy_process_group(group)
+
+    def _note_plan(self, plan: CommPlan) -> None:
+        self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+
+
+def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
+    """Return the parameters that DDP averages or is to ignore, by `id`, and the names of the ignored."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    averaged = {
+        id(parameter)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or name in ignored
+    }
+    return averaged, ignored

@@ -1,0 +1,111 @@
+"""The names that Trainer and Fabric know, in the registry of each Lightning: at once, or when it is imported."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+STRATEGY_NAME = "hybrid_allreduce"
+
+MISSPELT = (
+    "hybrid",
+    "hybrid_all_reduce",
+    "hybrid-all-reduce",
+    "hybrid-allreduce",
+    "hybridallreduce",
+    "hybrid_alreduce",
+)
+
+# The module that has the registry, its name there, and where our class is.
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_hybrid.flavours.lightning_pytorch"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_hybrid.flavours.pytorch_lightning"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_hybrid.flavours.fabric"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_hybrid.flavours.lightning_fabric"),
+}
+
+
+def register_everywhere() -> None:
+    """Register the strategy's names with every Lightning: those imported now, and the others when they are."""
+    for name in _REGISTRIES:
+        if name in sys.modules:
+            _register(sys.modules[name])
+    sys.meta_path.insert(0, _RegisterWhenImported())
+
+
+def register_names(registry: Any, strategy: Any) -> None:
+    """Register `hybrid_allreduce` and the variants that `ddp` has; `strategy`: the class, or what makes one."""
+    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+        name = f"{STRATEGY_NAME}{suffix}"
+        if name in registry:
+            continue
+        description = f"Hybrid all-reduce data parallel, start_method={start_method}"
+        registry.register(name, strategy, description=description, start_method=start_method)
+        for unused in (False, True):
+            registry.register(
+                f"{name}_find_unused_parameters_{str(unused).lower()}",
+                strategy,
+                description=f"{description}, find_unused_parameters={unused}",
+                find_unused_parameters=unused,
+                start_method=start_method,
+            )
+
+
+def _register(module: ModuleType) -> None:
+    attribute, flavour = _REGISTRIES[module.__name__]
+    try:
+        registry = getattr(module, attribute)
+        # Not the class itself: Lightning is being imported, and our class needs more of it.
+        register_names(registry, partial(_strategy_of, flavour))
+        for name in MISSPELT:
+            if name not in registry:
+                registry.register(name, partial(_refuse, name), description=f"not a strategy: {STRATEGY_NAME} is")
+    except Exception as error:  # of a version that we do not know: its import must not fail because of us
+        warnings.warn(f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}", stacklevel=2)
+
+
+def _strategy_of(flavour: str, **options: Any) -> Any:
+    return import_module(flavour).HybridAllReduceStrategy(**options)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"`strategy` (={name!r}) is no strategy's name. Did you mean {STRATEGY_NAME!r}?")
+
+
+class _RegisterWhenImported(MetaPathFinder):
+    # The other finders find the module; its loader registers our names once it has run the module.
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _REGISTRIES:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _RegisteringLoader(spec.loader)
+                return spec
+        return None
+
+
+class _RegisteringLoader:
+    # All but `exec_module` is the loader's own.
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _register(module)

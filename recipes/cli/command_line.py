@@ -1,0 +1,202 @@
+"""The command line of a program, read before torch is imported: help, completion, refusal of keys that are not there.
+
+Hydra itself answers and composes, for a program that does nothing. Its words for a misspelt key name neither the key
+that was meant nor, under torchrun, once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from recipes.cli.usage import UsageError, command
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+OPTIONS = ("config_path", "config_name", "config_dir")
+"""Options of Hydra's that change what is composed."""
+
+SYNONYMS = {
+    **dict.fromkeys(["learning_rate", "base_lr", "max_lr"], "lr"),
+    **dict.fromkeys(["batch_size", "batchsize", "bs", "batch"], "global_batch_size"),
+    **dict.fromkeys(["epochs", "num_epochs", "n_epochs"], "max_epochs"),
+    **dict.fromkeys(["steps", "num_steps", "iterations"], "max_steps"),
+    **dict.fromkeys(["gpus", "num_gpus", "ngpus", "num_devices", "nproc", "num_processes", "ranks"], "devices"),
+    **dict.fromkeys(["nodes", "nnodes", "hosts"], "num_nodes"),
+    **dict.fromkeys(["wd", "decay", "l2"], "weight_decay"),
+    **dict.fromkeys(["amp", "fp16", "half", "dtype"], "precision"),
+    **dict.fromkeys(["checkpoint", "ckpt", "ckpt_path", "resume_from_checkpoint"], "resume"),
+    **dict.fromkeys(["workers", "num_workers", "n_workers"], "num_threads"),
+    **dict.fromkeys(["warmup", "warm_up", "warmup_length"], "warmup_epochs"),
+    **dict.fromkeys(["eta", "trust_coef"], "trust_coefficient"),
+    **dict.fromkeys(["path", "dir", "folder", "data_dir", "dataset_path", "data_path"], "root"),
+    **dict.fromkeys(["arch", "network", "backbone"], "model"),
+    **dict.fromkeys(["optimizer", "optimiser", "opt"], "optim"),
+    **dict.fromkeys(["scheduler", "lr_scheduler"], "schedule"),
+    "dataset": "data",
+    "clip": "gradient_clip_val",
+    "grad_clip": "gradient_clip_val",
+    "compression": "comm_dtype",
+}
+"""Last words of keys, as the field and other trainers have them, and the words here."""
+
+
+def read(name: str) -> None:
+    """Answer a command line that asks for words alone, and refuse one that Hydra cannot compose: both end the program.
+
+    Raises:
+        SystemExit: It was answered.
+        UsageError: It was refused.
+    """
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return  # who asks for tracebacks gets Hydra's
+    OmegaConf.register_new_resolver("log_handlers", lambda: ["console"], replace=True)
+    OmegaConf.register_new_resolver("command", command, replace=True)
+    given = get_args_parser().parse_args()
+    if given.experimental_rerun is not None:
+        return
+    options = [f"--{key.replace('_', '-')}={value}" for key in OPTIONS if (value := getattr(given, key)) is not None]
+    is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
+    # Words that are completed are a question.
+    if not given.shell_completion and (lines := refusals(name, options, given.overrides, is_sweep=is_sweep)):
+        # Every rank reads the same words: one prints, the others leave it time. Launchers end all at the first end.
+        if is_first_rank():
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        else:
+            time.sleep(5)
+        raise UsageError("\n".join(lines))
+    if (given.help or given.hydra_help or given.shell_completion or given.cfg) and not given.resolve:
+        program(name)()
+        raise SystemExit(0)
+
+
+def is_first_rank() -> bool:
+    """Return whether no launcher calls this process another rank than zero."""
+    return all(os.environ.get(variable, "0") == "0" for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def program(name: str) -> Any:
+    """Return a Hydra program with the configuration of a command; it does nothing."""
+    return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(lambda cfg: None)
+
+
+@contextmanager
+def arguments(words: Sequence[str]) -> Iterator[None]:
+    """Let other words stand on the command line."""
+    before, sys.argv = sys.argv, [sys.argv[0], *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
+    """Return the configuration as YAML, or else what Hydra finds wrong with the words."""
+    printed, wrong = io.StringIO(), io.StringIO()
+    with arguments([*words, "--cfg=job"]), redirect_stdout(printed), redirect_stderr(wrong):
+        try:
+            program(name)()
+        except SystemExit as end:
+            if end.code:
+                return "", wrong.getvalue().partition("\nSet the environment variable HYDRA_FULL_ERROR")[0].strip()
+    return printed.getvalue(), ""
+
+
+def first_of_sweep(override: str) -> str:
+    """Return an override of the first job of a sweep.
+
+    >>> first_of_sweep("optim.lr=5,10"), first_of_sweep("a=[1,2]"), first_of_sweep("a=range(2,4)"), first_of_sweep("=")
+    ('optim.lr=5', 'a=[1,2]', 'a=2', '=')
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override  # refused where it is composed
+    if not parsed.is_sweep_override():
+        return override
+    return f"{override.partition('=')[0]}={next(parsed.sweep_string_iterator())}"
+
+
+def refusals(name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> list[str]:
+    """Return what is wrong with a command line: a line for each override that cannot be composed."""
+    one_job = {each: first_of_sweep(each) if is_sweep else each for each in overrides}
+    text = composed(name, [*options, *one_job.values()])[1]
+    if not text or text.startswith("Traceback"):  # of the machine, such as a directory that is gone
+        return []
+    # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
+    good, found = list(options), list[str]()
+    for override in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
+        if wrong := composed(name, [*good, one_job[override]])[1]:
+            found.append(refusal(name, override, wrong, keys_of(composed(name, good)[0])))
+        else:
+            good.append(one_job[override])
+    return found or [f"error: {text}"]
+
+
+def keys_of(text: str) -> list[str]:
+    """Return every dotted key of a configuration in YAML, those of parts included.
+
+    >>> keys_of("{a: {b: 1}, c: [{d: 2}]}")
+    ['a', 'a.b', 'c']
+    """
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        for key, value in node.items():
+            yield f"{prefix}{key}"
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+
+    return list(walk(OmegaConf.to_container(OmegaConf.create(text)), ""))
+
+
+def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
+    """Return what is wrong with one override, and what to write, from Hydra's words for it."""
+    mark, key, equals, value = re.fullmatch(r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL).groups("")  # type: ignore[union-attr]
+    if options := re.search(r"Available options in '.*':\n((?:\t.*\n?)+)", text):
+        choices = options[1].split()
+        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+        hint = f"Did you mean {mark}{key}={near[0]}?" if near else f"Set {mark}{key}=<one of them>."
+        return f"error: `{key}` (={value}) must be one of {', '.join(choices)}. {hint}"
+    if "override_grammar" in text:
+        quoted = f"'{mark}{key}=\"{value}\"'"
+        return f"error: `{override}` must be in Hydra's grammar. A value with signs needs quotes of its own: {quoted}."
+    if f"use +{key}" not in text and "does not exist" not in text:
+        return f"error: {text}"
+    rule = f"error: `{key}`{f' (={value})' if equals else ''} must be a key of the configuration, and is none."
+    near_key = nearest(key, keys)
+    hint = f" Did you mean {mark}{near_key}{equals}{value}?" if near_key is not None else ""
+    rest = "" if hint or mark else f" An argument that conf leaves out is added by a plus: +{key}={value}."
+    return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
+
+
+def nearest(key: str, keys: Sequence[str]) -> str | None:
+    """Return the key that was probably meant: by its last word, a synonym of it, or its spelling; None if none is near.
+
+    >>> keys = ["global_batch_size", "optim", "optim.lr", "data.global_batch_size", "trainer.max_epochs"]
+    >>> [nearest(key, keys) for key in ("lr", "optm.lr", "optim.learning_rate", "epochs", "batch_size", "opitm.x")]
+    ['optim.lr', 'optim.lr', 'optim.lr', 'trainer.max_epochs', 'global_batch_size', None]
+    """
+    word = key.rpartition(".")[2]
+    for meant in (word, SYNONYMS.get(word)):
+        same = [each for each in keys if each.rpartition(".")[2] == meant]
+        if same:  # of several the outermost: inner ones mostly refer to it
+            return min(same, key=lambda each: (each.count("."), -difflib.SequenceMatcher(None, key, each).ratio()))
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    words = {each.rpartition(".")[2]: each for each in reversed(keys)}
+    return next((words[each] for each in difflib.get_close_matches(word, words, n=1, cutoff=0.75)), None)

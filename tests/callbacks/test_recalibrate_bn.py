@@ -1,0 +1,208 @@
+"""BatchNorm's statistics of the present weights: against one pass over all images, on any number of ranks."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNorm
+from lightning_hybrid.data.in_memory.digits import DigitsDataModule
+from tests import toy
+
+
+class Digits(pl.LightningModule):
+    def __init__(self, dropout=0.5):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(dropout), nn.Conv2d(4, 8, 3)]
+            self.net = nn.Sequential(*layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+            self.net(torch.zeros(2, 1, 16, 16))
+            self.net[1].reset_running_stats(), self.net[5].reset_running_stats()
+        self.seen = []
+
+    def forward(self, images):
+        return self.net(images)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]).float(), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.seen.append({name: value.clone() for name, value in self.net.state_dict().items()})
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def run(callbacks, precision="32-true", accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
+    module = Digits(dropout)
+    torch.manual_seed(1)
+    data = DigitsDataModule(global_batch_size=64, seed=3)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=dist.get_world_size(), strategy="hybrid_allreduce", precision=precision,
+        max_epochs=epochs, accumulate_grad_batches=accumulate, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=1, limit_train_batches=4,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return trainer, module, data
+
+
+def seen_by_validation(accumulate, num_images=512, precision="32-true"):
+    trainer, module, _ = run([RecalibrateBatchNorm(num_images)], accumulate=accumulate, precision=precision)
+    weights = {name: value for name, value in module.net.state_dict().items() if "running" not in name}
+    return module.seen, weights, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def ghost_batches(seen, ghost, num_images):
+    """Mean and variance of both layers, over ghost batches taken one by one, float64."""
+    data = DigitsDataModule(global_batch_size=64, seed=3)
+    data.setup("fit")
+    data.trainer = type("T", (), {"world_size": 1, "global_rank": 0, "accumulate_grad_batches": 64 // ghost})()
+    net = Digits(dropout=0.0).net
+    net.load_state_dict(seen)
+    net.double()
+    inputs = {1: [], 5: []}
+    for index in inputs:
+        net[index].train()
+        net[index].register_forward_pre_hook(lambda _, args, index=index: inputs[index].append(args[0]))
+    from lightning_hybrid.data.prefetch import prefetch
+
+    loader = iter(prefetch(data.train_dataloader(), torch.device("cpu"), None))
+    with torch.no_grad():
+        for _ in range(num_images // ghost):
+            images = next(loader)[0]
+            assert len(images) == ghost
+            net(images.double())
+    return {
+        f"{index}.running_{name}": value
+        for index, own in inputs.items()
+        for name, value in zip(("var", "mean"), torch.var_mean(torch.cat(own), dim=(0, 2, 3)), strict=True)
+    }
+
+
+@pytest.mark.parametrize(("accumulate", "ghost"), [(1, 64), (4, 16)])
+def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_batches(one_rank, accumulate, ghost):
+    ((seen, _, measured),) = one_rank.run(seen_by_validation, accumulate)
+    assert len(seen) == 3
+    for one in seen[1:]:  # the first is Lightning's look before training, which costs no pass
+        for name, value in ghost_batches(one, ghost, 512).items():
+            torch.testing.assert_close(one[name].double(), value, rtol=1e-4, atol=1e-5)
+    assert measured["time/recalibration_s"] > 0
+
+
+def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks, four_ranks):
+    """Ghost batches of 16 images each. Weights differ by the order of the ranks' sums, so before the first step."""
+    ends = [
+        ranks.run(untrained, 4 // num_ranks) for ranks, num_ranks in ((one_rank, 1), (two_ranks, 2), (four_ranks, 4))
+    ]
+    for of_ranks in ends:
+        for state in of_ranks:
+            for name, value in state.items():
+                assert torch.equal(value, ends[0][0][name]), name
+
+
+def untrained(accumulate):
+    callback = RecalibrateBatchNorm(256)
+    module = Digits()
+    data = DigitsDataModule(global_batch_size=64, seed=3)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=dist.get_world_size(), strategy="hybrid_allreduce", logger=False, callbacks=callback,
+        accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.test(module, data, verbose=False)
+    return module.seen[0]
+
+
+def trained(with_callback, precision):
+    callbacks = [RecalibrateBatchNorm(128)] if with_callback else []
+    _, module, _ = run(callbacks, precision=precision)
+    return {name: value for name, value in module.net.state_dict().items() if "running" not in name}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_training_has_the_same_bits_with_and_without(two_ranks, precision):
+    """Dropout and the order of images draw random numbers."""
+    (with_it, _), (without, _) = two_ranks.run(trained, True, precision), two_ranks.run(trained, False, precision)
+    assert all(torch.equal(with_it[name], without[name]) for name in with_it)
+
+
+def averaged():
+    trainer, module, _ = run([MasterWeightAveraging(decay=0.5), RecalibrateBatchNorm(128)])
+    average = trainer.callbacks[0]
+    end = {name: value.clone() for name, value in module.net.state_dict().items()}
+    assert average is not None
+    return module.seen[-1], end
+
+
+def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
+    ((seen, end),) = one_rank.run(averaged)
+    for name, value in ghost_batches(seen, 64, 128).items():
+        torch.testing.assert_close(seen[name].double(), value, rtol=1e-4, atol=1e-5)
+        assert torch.equal(end[name], seen[name])  # the module holds the average in the end, with them
+
+
+def resumed(folder):
+    # Without dropout: Lightning restores no random state.
+    _, whole, _ = run([RecalibrateBatchNorm(128)], epochs=3, dropout=0.0)
+    trainer, _, _ = run([RecalibrateBatchNorm(128)], epochs=2, dropout=0.0)
+    trainer.save_checkpoint(path := f"{folder}/some.ckpt")
+    _, again, _ = run([RecalibrateBatchNorm(128)], epochs=3, dropout=0.0, ckpt_path=path)
+    return whole.net.state_dict(), again.net.state_dict()
+
+
+def test_a_resumed_run_goes_on_to_the_bit(one_rank, tmp_path):
+    ((whole, again),) = one_rank.run(resumed, str(tmp_path))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+class WithoutForward(Digits):
+    forward = nn.Module.forward
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+
+def without_forward(callback):
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy="hybrid_allreduce", logger=False, callbacks=callback,
+        max_epochs=1, limit_train_batches=1, enable_checkpointing=False, enable_progress_bar=False,
+        use_distributed_sampler=False, num_sanity_val_steps=0, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(WithoutForward(), DigitsDataModule(global_batch_size=64, seed=3))
+
+
+def test_a_module_without_forward_is_told_what_to_give(one_rank):
+    with pytest.raises(
+        Exception, match=r"`WithoutForward.forward` is not defined: .*RecalibrateBatchNorm.forward=lambda module"
+    ):
+        one_rank.run(without_forward, RecalibrateBatchNorm(64))
+    one_rank.run(without_forward, RecalibrateBatchNorm(64, forward=run_net))
+
+
+def run_net(module, batch):
+    return module.net(batch[0])
+
+
+def without_data():
+    module = Digits()
+    module.test_dataloader = lambda: DataLoader(toy.Blobs(8))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy="hybrid_allreduce", logger=False, callbacks=RecalibrateBatchNorm(),
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.test(module, DataLoader(toy.Blobs(8)), verbose=False)
+
+
+def test_without_training_data_it_says_so(one_rank):
+    with pytest.raises(Exception, match=r"`callbacks=recalibrate_bn` needs training data .* found none"):
+        one_rank.run(without_data)

@@ -1,0 +1,323 @@
+"""Steps along the orthogonalised momentum: against the singular value decomposition, torch's Muon and a plain loop."""
+
+import copy
+import io
+import itertools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.optim import LARS, param_groups
+from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
+from tests import toy
+from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
+
+SHAPES = [(6, 5), (8, 3, 3, 3), (4, 40), (7,), (), (1, 9), (0, 3)]
+PATHS = {"loop": {"foreach": False}, "lists": {"foreach": True}, "default": {}}
+every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+
+
+def iterate(matrix):
+    """Jordan's five iterations on one matrix, by their definition."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix) / matrix.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x.T if tall else x
+
+
+def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coefficient):
+    """The weights of one layer after the steps, one tensor in float64; `coefficient` None: Muon's size."""
+    w, v = start.clone(), torch.zeros_like(start)
+    for g, lr in zip(gradients, lrs, strict=True):
+        d = g + weight_decay * w
+        v = momentum * v + d
+        u = momentum * v + d if nesterov else v
+        is_matrix = w.dim() > 1 and w.shape[0] > 1 and w[0].numel() > 1
+        o = iterate(u.flatten(1)).reshape(u.shape) if is_matrix else u
+        if coefficient is None:
+            w = w - lr * (max(1, w.shape[0] / w[0].numel()) ** 0.5 if is_matrix else 1) * o
+        elif w.norm() == 0 or u.norm() == 0:
+            w = w - lr * u
+        else:
+            w = w - lr * coefficient * w.norm() * o / o.norm()
+    return w
+
+
+def distance(layers, ends):
+    return max(
+        ((one.detach().double() - end).norm() / end.norm().clamp(min=1e-300)).item()
+        for one, end in zip(layers, ends, strict=True)
+    )
+
+
+@every_path
+@pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
+@pytest.mark.parametrize("excluded", [False, True], ids="muon_size={}".format)
+def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
+    """All arithmetic is float64; five iterations multiply a rounding by up to 3.4 each, over 20 steps."""
+    layers = parameters(*SHAPES[:6], dtype=torch.float64)
+    with torch.no_grad():
+        layers[2].zero_()  # its first step is that of momentum
+    starts = [layer.detach().clone() for layer in layers]
+    rule = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    group = {"params": layers, **({"trust_ratio": False, "direction": "orthogonal"} if excluded else {})}
+    optimizer = LARS([group], lr=1.0, trust_coefficient=0.05, direction="orthogonal", **rule, **path)
+    history, lrs = [[] for _ in layers], [0.2 * step for step in range(20)]
+    for step, lr in enumerate(lrs):
+        optimizer.param_groups[0]["lr"] = lr
+        set_grads(layers, step)
+        for own, layer in zip(history, layers, strict=True):
+            own.append(layer.grad.clone())
+        optimizer.step()
+    size = None if excluded else 0.05
+    ends = [reference(start, own, lrs, coefficient=size, **rule) for start, own in zip(starts, history, strict=True)]
+    assert distance(layers, ends) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (16, 4, 3, 3), (48, 7), (5, 200)], ids=str)
+def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape):
+    matrix = normals(*shape, dtype=torch.float32)
+    (found,) = orthogonalized(matrix)
+    assert found.dtype == torch.float16
+    assert found.shape == matrix.shape
+    left, _, right = torch.linalg.svd(matrix.flatten(1).double(), full_matrices=False)
+    inner = left.T @ found.flatten(1).double() @ right.T
+    values = inner.diag()
+    assert values.min() > 0.6
+    assert values.max() < 1.25
+    assert (inner - values.diag()).abs().max() < 0.01  # float16 has eleven bits
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e4, 1e18])
+def test_the_size_of_the_momentum_does_not_matter(scale):
+    matrix = normals(16, 30, dtype=torch.float32)
+    one, other = orthogonalized(matrix)[0], orthogonalized(matrix * scale)[0]
+    assert (one - other).abs().max() < 2e-3
+
+
+def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
+    kernels = [normals(8, 4, 3, 3, seed=seed, dtype=torch.float32) for seed in range(3)]
+    plain = [orthogonalized(kernel)[0] for kernel in kernels]
+    last = [orthogonalized(kernel.to(memory_format=torch.channels_last))[0] for kernel in kernels]
+    assert_same_bits(plain, last)
+    for one, other in zip(plain, orthogonalized(*kernels), strict=True):
+        assert (one - other).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_enough_for_the_iteration(dtype):
+    """What runs on a GPU is bfloat16: 11 % away in norm at most, where the iteration itself is 15 % from the SVD's."""
+    matrix = normals(64, 147, dtype=torch.float32)
+    exact = iterate(matrix)
+    rough = iterate((matrix / matrix.norm()).to(dtype)).float()
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    of_iteration = (exact - left @ right).norm() / (left @ right).norm()
+    assert (rough - exact).norm() / exact.norm() < 0.15
+    assert of_iteration > 0.05
+    assert torch.cosine_similarity(rough.flatten(), exact.flatten(), dim=0) > 0.99
+
+
+@every_path
+def test_with_muons_size_it_is_torchs_muon(path):
+    """torch iterates in bfloat16 and averages the momentum, which changes no direction: 1e-2 of the way per element."""
+    ours = parameters((20, 33), (40, 12))
+    theirs, start = copies_of(ours), copies_of(ours)
+    group = {"params": ours, "trust_ratio": False, "direction": "orthogonal"}
+    run(LARS([group], lr=0.02, momentum=0.9, **path), ours, 5)
+    run(torch.optim.Muon(theirs, lr=0.02, momentum=0.9, nesterov=False, weight_decay=0.0), theirs, 5)
+    for one, other, first in zip(ours, theirs, start, strict=True):
+        assert (one - other).norm() < 0.1 * (other - first).norm()
+    plain = copies_of(start)
+    run(torch.optim.SGD(plain, lr=0.02, momentum=0.9), plain, 5)
+    for one, other, first in zip(plain, theirs, start, strict=True):
+        assert (one - other).norm() > 0.3 * (other - first).norm()
+
+
+@every_path
+def test_excluded_groups_stay_momentum_sgd_to_the_bit(path):
+    ours = parameters((6, 5), (7,))
+    theirs = copies_of(ours)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
+    group = {"params": ours, "trust_ratio": False}
+    run(LARS([group], direction="orthogonal", momentum_form="lr_outside", **options, **path), ours, 10)
+    run(torch.optim.SGD(theirs, **options), theirs, 10)
+    assert_same_bits(ours, theirs)
+
+
+@every_path
+@pytest.mark.parametrize("step_size", [0.5, 4.0])
+def test_the_step_has_the_size_of_lars(path, step_size):
+    layers = parameters(*SHAPES[:4])
+    before = copies_of(layers)
+    optimizer = LARS(layers, lr=step_size, trust_coefficient=0.01, direction="orthogonal", **path)
+    run(optimizer, layers, 1)
+    for one, start in zip(layers, before, strict=True):
+        torch.testing.assert_close((one - start).norm(), step_size * 0.01 * start.norm(), rtol=1e-3, atol=0)
+
+
+@every_path
+@pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
+def test_what_was_saved_goes_on_bit_for_bit(path, nesterov):
+    def make(params):
+        return LARS(params, lr=2.0, direction="orthogonal", nesterov=nesterov, weight_decay=0.01, **path)
+
+    params = parameters(*SHAPES)
+    optimizer = make(params)
+    run(optimizer, params, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    own = copies_of(params)
+    resumed = make(own)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    copied = copy.deepcopy(optimizer)
+    run(optimizer, params, 3, first=3)
+    run(resumed, own, 3, first=3)
+    assert_same_bits(own, params)
+    theirs = [param for group in copied.param_groups for param in group["params"]]
+    run(copied, theirs, 3, first=3)
+    assert_same_bits(theirs, params)
+
+
+@every_path
+def test_scaled_half_gradients_and_copies_are_the_step_of_unscaled_ones_and_overflow_writes_nothing(path):
+    ours, theirs = parameters((6, 5), (8, 3, 3, 3), (7,)), parameters((6, 5), (8, 3, 3, 3), (7,))
+    halves = {param: param.detach().half() for param in ours}
+    for param in ours:
+        param.grad_dtype = None  # any
+    one, other = (LARS(own, lr=2.0, weight_decay=0.01, direction="orthogonal", **path) for own in (ours, theirs))
+    one.copies = halves
+    for step in range(3):
+        set_grads(theirs, step)
+        for scaled, plain in zip(ours, theirs, strict=True):
+            plain.grad = plain.grad.half().float()
+            scaled.grad = plain.grad.half() * 64
+        one.grad_scale = torch.tensor(64.0)
+        before, state = copies_of(ours), copy.deepcopy(one.state_dict()["state"])
+        if step == 1:
+            ours[1].grad[0, 0, 0, 0] = torch.inf
+        one.step()
+        assert one.last_found_inf.item() == (step == 1)
+        if step == 1:
+            assert_same_bits(ours, before)
+            after = one.state_dict()["state"]
+            assert all(torch.equal(after[index][key], state[index][key]) for index in state for key in state[index])
+        else:
+            other.step()
+        for param in ours:
+            assert torch.equal(halves[param], param.detach().half())
+    assert_same_bits(ours, theirs)
+
+
+def test_lists_and_loop_differ_by_rounding_only():
+    ends = []
+    for path in PATHS.values():
+        params = parameters((6, 5), (6, 5), (6, 5), (8, 3, 3, 3), (7,))
+        run(LARS(params, lr=2.0, direction="orthogonal", **path), params, 5)
+        ends.append(params)
+    for one, other in itertools.combinations(ends, 2):
+        for first, second in zip(one, other, strict=True):
+            assert (first - second).norm() <= 5 * 2e-3 * 0.002 * first.norm() * 5
+
+
+@pytest.mark.parametrize("option", [{"fused": True}, {"trust_clip": 1.0}], ids=str)
+def test_what_has_no_meaning_is_refused_by_name(option):
+    name = next(iter(option))
+    with pytest.raises(ValueError, match=rf'`{name}` .* and `direction` \(="orthogonal"\) exclude each other'):
+        LARS(parameters((2, 3)), lr=1.0, direction="orthogonal", **option)
+
+
+def test_an_unknown_direction_is_refused():
+    with pytest.raises(ValueError, match=r"`direction` \(='muon'\) must be one of 'momentum', 'orthogonal'"):
+        LARS(parameters((2, 3)), lr=1.0, direction="muon")
+
+
+def test_every_tensor_has_an_owner_and_work_is_even():
+    shapes = [torch.Size(shape) for shape in [(64, 64)] * 9 + [(128, 128)] * 2]
+    owners = owners_by_flops(shapes, 3)
+    assert set(owners) == {0, 1, 2}
+    assert owners == owners_by_flops(list(shapes), 3)
+    assert owners[9] != owners[10]
+
+
+def _share():
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ends = []
+    for work_group in (None, torch.distributed.group.WORLD):
+        params = parameters((6, 5), (6, 5), (8, 3, 3, 3), (40, 12), (7,), (33, 20))
+        optimizer = LARS(params, lr=2.0, weight_decay=0.01, nesterov=True, direction="orthogonal")
+        optimizer.work_group = work_group
+        run(optimizer, params, 3)
+        ends.append(params)
+    assert_same_bits(*ends)
+    shapes = [param.shape for param in ends[0]][:4]
+    asked = []
+
+    def tensor_of(index):
+        asked.append(index)
+        return ends[0][index].detach()
+
+    results = orthogonalized_all(
+        shapes,
+        tensor_of,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        together=False,
+        group=torch.distributed.group.WORLD,
+    )
+    assert len(asked) < len(shapes)
+    assert asked == [index for index, owner in enumerate(owners_by_flops(shapes, world_size)) if owner == rank]
+    assert_same_bits(results, [orthogonalized(ends[0][index].detach())[0] for index in range(len(shapes))])
+    return [param.detach().clone() for param in ends[1]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_the_work_have_the_bits_of_those_that_do_not(rank_pool, num_ranks):
+    ends = rank_pool.ranks(num_ranks).run(_share)
+    for end in ends[1:]:
+        assert_same_bits(ends[0], end)
+
+
+def test_a_group_that_is_set_is_in_no_pickle():
+    (param,) = parameters((2, 3))
+    optimizer = LARS([nn.Parameter(param.detach())], lr=1.0, direction="orthogonal")
+    optimizer.work_group = object()
+    assert copy.deepcopy(optimizer).work_group is None
+
+
+def _fit(shares, precision):
+    module = toy.Toy()
+    module.configure_optimizers = lambda: LARS(
+        param_groups(module, weight_decay=1e-3), lr=2.0, direction="orthogonal", excluded_lr_mult=0.01
+    )
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if not shares:
+                trainer.optimizers[0].work_group = None
+            seen.append(trainer.optimizers[0].work_group)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="hybrid_allreduce", precision=precision, max_steps=5, logger=False,
+        callbacks=Looks(), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(toy.Blobs(), batch_size=8))
+    assert trainer.optimizers == [] or trainer.optimizers[0].work_group is None
+    return [param.detach() for param in module.parameters()], [group is not None for group in seen]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_in_a_fit_the_ranks_of_a_node_share_the_work(two_ranks, precision):
+    """The first step of the second fit is shared, too: all bits are the same either way."""
+    (shared, did), (other, _) = two_ranks.run(_fit, True, precision)
+    (alone, did_not), _ = two_ranks.run(_fit, False, precision)
+    assert did == [True] * 5
+    assert did_not == [False] * 5
+    assert_same_bits(shared, other)
+    assert_same_bits(shared, alone)

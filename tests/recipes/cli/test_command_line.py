@@ -1,0 +1,169 @@
+"""Command lines before torch is imported: help of a screen, misspelt keys with a cure, names of commands."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+
+from recipes.cli import command_line, usage
+
+ROOT = Path(__file__).resolve().parents[3]
+HYDRA_PROGRAMS = sorted(
+    path.stem for path in (ROOT / "recipes").glob("[!_]*.py") if (ROOT / "conf" / f"{path.stem}.yaml").exists()
+)
+
+
+def ran(*words):
+    """A process of its own, which says at its end whether torch was imported."""
+    say = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); sys.argv = sys.argv[1:]"
+    run = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", f"{say}; {run}", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def read(monkeypatch, capsys):
+    """Reads a command line in this process; returns exit code, standard output and error. No Hydra is left behind."""
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    before = HydraConfig.instance().cfg
+
+    def read_words(name, *words):
+        monkeypatch.setattr(sys, "argv", [f"recipes/{name}.py", *words])
+        code = 0
+        try:
+            command_line.read(name)
+            code = None
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    yield read_words
+    HydraConfig.instance().cfg = before
+
+
+# ---- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HYDRA_PROGRAMS)
+def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, text, _ = read(name, "--help")
+    lines = text.splitlines()
+    assert code == 0
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    assert lines[0].endswith(".")
+    examples = [shlex.split(line) for line in lines if re.match(r"  (python|torchrun)", line)]
+    assert len(examples) >= 2
+    assert f"python recipes/{name}.py --cfg job" in text
+    for words in examples:
+        given = [word for word in words if "=" in word and not word.startswith("--") and word != "cluster=ours"]
+        assert command_line.refusals(name, [], given, is_sweep="--multirun" in words) == []
+    rows = [line[2:].partition("  ")[0] for line in lines[2:] if re.match(r"  [a-z_.]+=", line)]
+    keys = {key for row in rows for key in re.findall(r"(?:^| )([a-z_.]+)=", row)}
+    assert 3 <= len(rows) <= 11
+    more = ["data=images"] if name == "train" else []
+    there = {*command_line.keys_of(command_line.composed(name, more)[0]), "hydra.run.dir", "recipe"}
+    assert keys <= there
+
+
+def test_help_and_refusals_import_no_torch():
+    helped = ran("recipes/train.py", "--help")
+    assert (helped.returncode, helped.stdout.splitlines()[-1], helped.stderr) == (0, "False", "")
+    refused = ran("recipes/train.py", "optm.lr=3")
+    assert (refused.returncode, refused.stdout) == (2, "False\n")
+    assert refused.stderr == (
+        "error: `optm.lr` (=3) must be a key of the configuration, and is none. Did you mean optim.lr=3? `python "
+        "recipes/train.py --cfg job` prints every key.\n"
+    )
+
+
+# ---- what cannot be composed -----------------------------------------------------------------------------------------
+
+MISSPELT = {
+    "optim.learning_rate=3": "Did you mean optim.lr=3?",
+    "optm.lr=3": "Did you mean optim.lr=3?",
+    "lr=3": "Did you mean optim.lr=3?",
+    "batch_size=64": "Did you mean global_batch_size=64?",
+    "epochs=3": "Did you mean trainer.max_epochs=3?",
+    "gpus=4": "Did you mean trainer.devices=4?",
+    "trainer.devces=2": "Did you mean trainer.devices=2?",
+    "~optim.lrr": "Did you mean ~optim.lr?",
+    "modle=resnet50": "Did you mean model=resnet50?",
+    "strategy=hybrid_alreduce": "(=hybrid_alreduce) must be one of ddp, hybrid. Did you mean strategy=hybrid?",
+    "model=resnt50": "Did you mean model=resnet50?",
+    "optim=?": "`optim` (=?) must be one of lamb, lars, muon, sgd. Set optim=<one of them>.",
+    "trainer.detect_anomaly=true": "An argument that conf leaves out is added by a plus: +trainer.detect_anomaly=true.",
+    "cluster=netlab": "added by a plus: +cluster=netlab.",
+    "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
+    "optim.lr=1,2": "add --multirun to your command line",
+    "--multirun optim.learning_rate=1,2": "`optim.learning_rate` (=1,2) must be a key",
+    "--config-dir=/nowhere": "'/nowhere' not found",
+}
+
+
+@pytest.mark.parametrize("words", MISSPELT)
+def test_what_is_misspelt_is_refused_with_a_cure(words, read):
+    code, out, err = read("train", *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("error: ") == 1
+    assert MISSPELT[words] in err
+
+
+def test_every_wrong_word_has_a_line(read):
+    code, _, err = read("train", "data.rot=/x", "optim=adamw", "trainer.max_epochs=2", "data=imagenet", "optm.lr=2")
+    assert code == 2
+    assert [line.partition(" (=")[0] for line in err.splitlines()] == [
+        "error: `optim`",
+        "error: `data.rot`",
+        "error: `optm.lr`",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "optim.lr=1",
+        "--multirun optim.lr=5,10,20 seed=1,2",
+        "+mine=0.5 optim.lr=${mine}",
+        "logger=csv",
+    ],
+)
+def test_what_hydra_composes_goes_on(words, read):
+    assert read("train", *words.split()) == (None, "", "")
+
+
+def test_of_several_ranks_the_first_speaks(read, monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setenv("RANK", "1")
+    assert read("train", "optm.lr=3") == (2, "", "")
+    assert waits == [5]  # the launcher ends all ranks when one has ended
+
+
+def test_with_full_errors_hydra_speaks(read, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert read("train", "optm.lr=3") == (None, "", "")
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_is_named_as_this_one_was_started(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text("from recipes.cli.usage import command\nname = command('gpu_check')\n")
+    started_as = {"STARTED_AS": "lightning-hybrid"}
+    assert runpy.run_path(str(program), started_as, run_name="__main__")["name"] == "lightning-hybrid gpu-check"
+    monkeypatch.chdir(ROOT)
+    assert usage.command("gpu_check") == "python recipes/gpu_check.py"
+    monkeypatch.chdir(tmp_path)
+    assert usage.command("gpu_check") == f"python {ROOT}/recipes/gpu_check.py"

@@ -1,0 +1,431 @@
+"""`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, held against the Trainer's manual optimization."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import wraps
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from tests import toy
+from tests.test_readme import python_blocks
+
+PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "LARS": lambda parameters: LARS(parameters, lr=1.0, momentum=0.9),
+    "LAMB": lambda parameters: LAMB(parameters, lr=1e-2),
+}
+
+
+MADE: list[Fabric] = []
+
+
+class Net(nn.Sequential):
+    """Normalisation and matrix products, whose bits do not depend on where tensors lie in memory."""
+
+    def __init__(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=world_size)
+    fabric.launch()
+    MADE.append(fabric)
+    return fabric
+
+
+def ends_what_it_makes(run):
+    """Where the process lives on, as in the pool of ranks, engines and masters have to end with the test."""
+
+    @wraps(run)
+    def wrapped(*args):
+        try:
+            return run(*args)
+        finally:
+            while MADE:
+                MADE.pop().strategy.teardown()
+
+    return wrapped
+
+
+def loss_of(net, batch):
+    images, targets = batch
+    return F.cross_entropy(net(images).float(), targets)
+
+
+def loader():
+    """Every rank's own samples, in order."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return DataLoader(Subset(toy.Blobs(64), range(rank, 64, world_size)), batch_size=8)
+
+
+def is_last_of(step, accumulate):
+    return (step + 1) % accumulate == 0
+
+
+class ByHand(toy.Toy):
+    """The loop of `fabric_loop` in manual optimization."""
+
+    def __init__(self, optimizer, accumulate, max_norm):
+        super().__init__()
+        self.net = Net()
+        self.automatic_optimization = False
+        self.make, self.accumulate, self.max_norm = OPTIMIZERS[optimizer], accumulate, max_norm
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        is_last = is_last_of(batch_idx, self.accumulate)
+        with self.trainer.strategy.model.no_sync() if not is_last else torch.enable_grad():
+            loss = self.loss(batch)
+        self.trainer.strategy.model.require_backward_grad_sync = is_last
+        self.manual_backward(loss / self.accumulate)
+        if is_last:
+            if self.max_norm:
+                self.clip_gradients(optimizer, gradient_clip_val=self.max_norm, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+@ends_what_it_makes
+def fabric_loop(precision, optimizer, accumulate, max_norm, num_epochs=1):
+    fabric = fabric_of(precision)
+    net = Net()
+    model, stepper = fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
+    batches = fabric.setup_dataloaders(loader(), use_distributed_sampler=False)
+    losses = []
+    for _ in range(num_epochs):
+        for i, batch in enumerate(batches):
+            with fabric.no_backward_sync(model, enabled=not is_last_of(i, accumulate)):
+                loss = loss_of(model, batch)
+                fabric.backward(loss / accumulate)
+            if is_last_of(i, accumulate):
+                if max_norm:
+                    fabric.clip_gradients(model, stepper, max_norm=max_norm)
+                stepper.step()
+                stepper.zero_grad()
+            losses.append(loss.item())
+    return losses, toy.weights(net), {value.dtype for value in net.state_dict().values()}
+
+
+def trainer_loop(precision, optimizer, accumulate, max_norm):
+    module = ByHand(optimizer, accumulate, max_norm)
+    trainer = toy.trainer(precision=precision, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, loader())
+    return module.losses, toy.weights(module.net)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "accumulate", "max_norm"),
+    [
+        ("16-true", "SGD", 1, None),
+        ("16-true", "LARS", 2, None),
+        ("16-true", "AdamW", 1, 0.1),
+        ("bf16-true", "LAMB", 1, None),
+        ("32-true", "SGD", 2, 0.1),
+    ],
+)
+def test_a_loop_of_fabric_has_the_bits_of_manual_optimization_in_the_trainer(
+    two_ranks, precision, optimizer, accumulate, max_norm
+):
+    arguments = (precision, optimizer, accumulate, max_norm)
+    ours, manual = two_ranks.run(fabric_loop, *arguments), two_ranks.run(trainer_loop, *arguments)
+    for (losses, weights, dtypes), (other_losses, other_weights) in zip(ours, manual, strict=True):
+        assert losses == other_losses
+        assert toy.same_bits(weights, other_weights)
+        assert dtypes == {torch.float32}
+    assert ours[0][0] != ours[1][0], "ranks must see different data"
+    assert toy.same_bits(ours[0][1], ours[1][1])
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def steps_of(fabric, net, optimizer, num_steps, first=0):
+    """Steps on batches that depend on rank and number only."""
+    for number in range(first, first + num_steps):
+        generator = torch.Generator().manual_seed(100 * number + fabric.global_rank)
+        loss = net(torch.randn(8, 12, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+
+
+def set_up(optimizer, precision="16-true"):
+    scale = DynamicLossScale(init_scale=2.0**10, growth_interval=2) if precision == "16-true" else None
+    fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=scale))
+    net = Net()
+    return fabric, *fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
+
+
+@ends_what_it_makes
+def resumed(folder, optimizer, precision):
+    fabric, net, stepper = set_up(optimizer, precision)
+    steps_of(fabric, net, stepper, 3)
+    fabric.save(f"{folder}/three.ckpt", {"net": net, "optimizer": stepper, "step": 3})
+    file = torch.load(f"{folder}/three.ckpt", weights_only=True)
+    steps_of(fabric, net, stepper, 3, first=3)
+
+    fabric_2, net_2, stepper_2 = set_up(optimizer, precision)
+    state = {"net": net_2, "optimizer": stepper_2, "step": 0}
+    remainder = fabric_2.load(f"{folder}/three.ckpt", state)
+    steps_of(fabric_2, net_2, stepper_2, 3, first=state["step"])
+    scales = [getattr(one.strategy.precision.loss_scale, "value", None) for one in (fabric, fabric_2)]
+    return toy.weights(net), toy.weights(net_2), scales, remainder, file
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), [("AdamW", "16-true"), ("LARS", "bf16-true")])
+def test_a_resumed_loop_has_the_bits_of_one_that_was_never_stopped(two_ranks, tmp_path, optimizer, precision):
+    for never, again, scales, remainder, file in two_ranks.run(resumed, str(tmp_path), optimizer, precision):
+        assert toy.same_bits(never, again)
+        assert remainder == {}
+        assert scales == ([2.0**13] * 2 if precision == "16-true" else [None] * 2)  # doubled after steps 2, 4 and 6
+        assert {value.dtype for value in file["net"].values()} == {torch.float32}
+        state = [value for each in file["optimizer"]["state"].values() for value in each.values()]
+        assert {value.dtype for value in state if isinstance(value, torch.Tensor)} == {torch.float32}
+
+
+@ends_what_it_makes
+def saved_here_and_loaded_by_ddp(folder):
+    fabric, net, stepper = set_up("AdamW")
+    steps_of(fabric, net, stepper, 1)
+    fabric.save(f"{folder}/one.ckpt", {"net": net, "optimizer": stepper})
+    plain = Net()
+    stock = fabric_of("32-true", "ddp")
+    model, optimizer = stock.setup(plain, OPTIMIZERS["AdamW"](plain.parameters()))
+    remainder = stock.load(f"{folder}/one.ckpt", {"net": model, "optimizer": optimizer})
+    return toy.weights(net), toy.weights(plain), list(remainder)
+
+
+def test_a_checkpoint_of_fabric_loads_into_plain_ddp(one_rank, tmp_path):
+    [(ours, stock, remainder)] = one_rank.run(saved_here_and_loaded_by_ddp, str(tmp_path))
+    assert toy.same_bits(ours, stock)
+    assert remainder == ["MasterWeightPrecision"]
+
+
+@ends_what_it_makes
+def masters_of_ranks_that_begin_apart():
+    fabric = fabric_of()
+    net = nn.Linear(12, 3)
+    torch.nn.init.constant_(net.weight, 1 / (3 + fabric.global_rank))
+    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return toy.weights(net)
+
+
+def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
+    one, other = two_ranks.run(masters_of_ranks_that_begin_apart)
+    assert toy.same_bits(one, other)
+    assert torch.equal(one["weight"], torch.full((3, 12), 1 / 3))
+
+
+# ---- several modules, accumulation, overflow -----------------------------------------------------------------------
+
+
+@ends_what_it_makes
+def two_players(precision):
+    """A generator and a discriminator; one accumulates over two batches, in which the other steps twice."""
+    fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
+    one, other = Net(), nn.Linear(3, 1)
+    with torch.no_grad():
+        other.weight.copy_(torch.tensor([[0.5, -0.25, 1.0]]))
+        other.bias.zero_()
+    generator, optimizer_g = fabric.setup(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    discriminator, optimizer_d = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+    seed = torch.Generator().manual_seed(fabric.global_rank)
+    for number in range(8):
+        batch = torch.randn(8, 12, generator=seed)
+        made = generator(batch)
+        fabric.backward(discriminator(made.detach()).square().mean())
+        optimizer_d.step()
+        optimizer_d.zero_grad()
+        with fabric.no_backward_sync(generator, enabled=number % 2 == 0):
+            fabric.backward((discriminator(generator(batch)) - 1).square().mean() / 2)
+        optimizer_d.zero_grad()
+        if number % 2:
+            optimizer_g.step()
+            optimizer_g.zero_grad()
+    return toy.weights(one) | {f"d.{name}": value for name, value in toy.weights(other).items()}
+
+
+def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
+    half, full = two_ranks.run(two_players, "16-true"), two_ranks.run(two_players, "32-true")
+    assert toy.same_bits(half[0], half[1])
+    for name, exact in full[0].items():
+        # Eight steps; a half-precision gradient is off by some units of 2**-11 of the largest element.
+        assert torch.allclose(half[0][name], exact, atol=0.02 * float(exact.abs().max()) + 2e-3), name
+
+
+@ends_what_it_makes
+def overflow_on_one_rank(max_norm):
+    fabric = fabric_of("16-true", HybridAllReduceStrategy(loss_scale="dynamic"))
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    before, history = toy.weights(net), []
+    for number in range(2):
+        factor = float("inf") if number == 0 and fabric.global_rank == 1 else 1.0
+        fabric.backward(model(torch.ones(2, 12)).square().mean() * factor)
+        if max_norm:
+            fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        plugin = fabric.strategy.precision
+        history.append((toy.same_bits(before, toy.weights(net)), plugin.loss_scale.value, plugin.num_skipped_steps))
+    return history
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_overflow_on_one_rank_is_a_step_that_all_ranks_skip(two_ranks, max_norm):
+    for history in two_ranks.run(overflow_on_one_rank, max_norm):
+        assert history == [(True, 2.0**15, 1), (False, 2.0**15, 1)]
+
+
+@ends_what_it_makes
+def overflow_forever():
+    fabric, net, optimizer = set_up("SGD")
+    for _ in range(41):
+        optimizer.zero_grad()
+        fabric.backward(net(torch.ones(2, 12)).mean() * float("nan"))
+        optimizer.step()
+
+
+def test_overflow_in_every_step_is_an_error_that_names_the_loss(one_rank):
+    [error] = one_rank.run(toy.error_of, overflow_forever)
+    assert "inf or nan for 40 steps in a row, up to optimizer step 40" in error
+    assert "Last loss: nan" in error
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+
+@ends_what_it_makes
+def the_loop_of_the_page(folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        torch.manual_seed(0)
+        exec(compile(python_blocks(PAGE)[0], str(PAGE), "exec"), names := {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    MADE.append(names["fabric"])
+    parameters = [(one.dtype, one.detach().float()) for one in names["net"].parameters()]
+    return parameters, names["net"].state_dict(), names["fabric"].world_size
+
+
+def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_ranks, tmp_path):
+    one, other = two_ranks.run(the_loop_of_the_page, str(tmp_path))
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert one[2] == 2
+    assert toy.same_bits(one[1], other[1])
+    assert toy.same_bits(one[1], saved["model"])
+    for (dtype, half), master in zip(one[0], saved["model"].values(), strict=True):
+        assert dtype is torch.float16
+        assert torch.equal(half, master.half().float())
+    assert set(saved) == {"model", "optimizer", "MasterWeightPrecision"}
+
+
+# ---- what cannot work ----------------------------------------------------------------------------------------------
+
+
+@ends_what_it_makes
+def errors():
+    fabric = fabric_of()
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1))
+    fabric.backward(model(torch.ones(2, 12)).mean())
+    return (
+        toy.error_of(optimizer.step),
+        toy.error_of(fabric.setup_optimizers, torch.optim.LBFGS(net.parameters())),
+    )
+
+
+def test_what_cannot_work_is_refused_by_name(two_ranks):
+    for foreign, owns_closure in two_ranks.run(errors):
+        assert "(shape (2,)) is trained but not averaged" in foreign
+        assert owns_closure.startswith("MisconfigurationException: `optimizer` (=LBFGS) must not run the closure")
+    for option in ("tune", "trace_dir"):
+        with pytest.raises(ValueError, match=rf"`{option}` \(=.*is not an option"):
+            HybridAllReduceStrategy(**{option: "on"})
+
+
+def test_an_object_with_a_precision_plugin_is_taken():
+    plugin = MasterWeightPrecision("16-true", loss_scale=8.0)
+    fabric = Fabric(strategy=HybridAllReduceStrategy(precision=plugin), accelerator="cpu", devices=1)
+    assert fabric.strategy.precision is plugin
+
+
+# ---- real processes ------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import lightning as L
+import torch
+import lightning_hybrid
+
+
+def main(fabric):
+    net = torch.nn.Linear(12, 3)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    for step in range(4):
+        if step == 2 and fabric.global_rank == 1 and "fail" in sys.argv:
+            raise ValueError("a bad sample")
+        loss = model(torch.full((4, 12), 1.0 + fabric.global_rank)).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    fabric.save("end.ckpt", {"model": model})
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    fabric = L.Fabric(strategy=sys.argv[1], precision="16-true", accelerator="cpu", devices=2)
+    fabric.launch(main)
+"""
+
+
+def run_script(folder, *arguments):
+    (folder / "train.py").write_text(SCRIPT)
+    where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
+    return subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "hybrid_allreduce")
+
+
+@pytest.mark.long
+def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
+    weights = []
+    for arguments in (("train.py", "hybrid_allreduce"), ("train.py", "hybrid_allreduce_spawn"), TORCHRUN):
+        done = run_script(tmp_path, *arguments)
+        assert done.returncode == 0, done.stderr[-4000:]
+        weights.append(torch.load(tmp_path / "end.ckpt", weights_only=True)["model"])
+        (tmp_path / "end.ckpt").unlink()
+    assert toy.same_bits(weights[0], weights[1])
+    assert toy.same_bits(weights[0], weights[2])
+
+
+@pytest.mark.long
+def test_an_error_in_the_loop_of_one_rank_is_named_by_the_other(tmp_path):
+    done = run_script(tmp_path, "train.py", "hybrid_allreduce", "fail")
+    assert done.returncode != 0
+    assert "comm: rank 1 gave up: ValueError: a bad sample" in done.stderr

@@ -1,0 +1,149 @@
+"""The names in the registries of all four Lightning packages, and two ranks of `pytorch_lightning`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+
+import lightning_hybrid
+from lightning_hybrid.lightning_names import lightning_error, lightning_types
+from lightning_hybrid.strategy import registration
+from tests import toy
+from tests.programs import run_program
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+# A user's script, `python train.py STRATEGY`. The seed is rank 0's and rank 1's alike.
+SCRIPT = """
+import sys
+import pytorch_lightning as pl
+import torch
+import lightning_hybrid
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.net(batch).square().mean())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_train_end(self):
+        self.trainer.save_checkpoint("end.ckpt")
+
+
+if __name__ == "__main__":
+    pl.seed_everything(1)
+    trainer = pl.Trainer(
+        strategy=sys.argv[1], precision="16-true", accelerator="cpu", devices=2, max_steps=4, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[CALLBACKS],
+    )
+    model = Model()
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4))
+    if trainer.is_global_zero:
+        print(type(trainer.strategy).__module__, type(trainer.precision_plugin).__module__)
+"""
+
+
+def train(folder: Path, *arguments: str, callbacks: str = "", is_fresh: bool = False) -> dict:
+    """The checkpoint after the script; `is_fresh`: by an interpreter that has imported nothing."""
+    (folder / "train.py").write_text(SCRIPT.replace("CALLBACKS", callbacks))
+    where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
+    if is_fresh:
+        done = subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
+    else:
+        done = run_program(*arguments, **where)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "lightning_hybrid.flavours.pytorch_lightning lightning_hybrid.flavours.pytorch_lightning" in done.stdout
+    return torch.load(folder / "end.ckpt", weights_only=True)
+
+
+def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path):
+    """Here our package is imported first, by the process that is forked: the names come with the import."""
+    # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
+    ours = ("KeepEpochMetrics()", "NumericsMonitor()", "ReplicaCheck(2)", "SeedEachStep(1)", "TrainingMetrics()")
+    calls = [*(f"lightning_hybrid.callbacks.{one}" for one in ours), "pl.callbacks.EMAWeightAveraging()"]
+    checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls))
+    assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
+    assert not torch.equal(checkpoint["state_dict"]["net.weight"], checkpoint["state_dict"]["net.weight"].half())
+    precision = checkpoint["MasterWeightPrecision"]
+    assert precision["loss_scale"]["scale"] == 2.0 ** (16 - precision["num_skipped_steps"])
+    assert checkpoint["global_step"] == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["popen", "spawn", "torchrun"])
+def test_every_launcher_of_pytorch_lightning_trains_the_same_model(name, tmp_path):
+    (tmp_path / "fork").mkdir()
+    expected = train(tmp_path / "fork", "train.py", "hybrid_allreduce_fork")["state_dict"]
+    command = TORCHRUN if name == "torchrun" else []
+    strategy = "hybrid_allreduce_spawn" if name == "spawn" else "hybrid_allreduce"
+    found = train(tmp_path, *command, "train.py", strategy, is_fresh=True)["state_dict"]
+    assert toy.same_bits(expected, found)
+
+
+IMPORTS = """
+import sys
+{first}
+{second}
+from lightning_fabric import Fabric
+from pytorch_lightning import Trainer
+one = dict(strategy="hybrid_allreduce", precision="bf16-true", accelerator="cpu", devices=1)
+trainer, fabric = Trainer(**one, logger=False), Fabric(**one)
+for each in (trainer.strategy, trainer.precision_plugin, fabric.strategy, fabric.strategy.precision):
+    print(type(each).__module__.removeprefix("lightning_hybrid.flavours."))
+print("lightning" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("first", ["pytorch_lightning", pytest.param("lightning_hybrid", marks=pytest.mark.long)])
+def test_either_import_may_come_first_and_the_other_lightning_is_not_imported(first, tmp_path):
+    second = "lightning_hybrid" if first == "pytorch_lightning" else "pytorch_lightning"
+    script = IMPORTS.format(first=f"import {first}", second=f"import {second}")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=180)
+    ours = ["pytorch_lightning"] * 2 + ["lightning_fabric"] * 2
+    assert done.stdout.split() == [*ours, "False"], done.stderr[-2000:]
+
+
+def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "strange_lightning.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registration._REGISTRIES, "strange_lightning", ("StrategyRegistry", "nowhere"))
+    with pytest.warns(UserWarning, match="strange_lightning: strategy='hybrid_allreduce' could not be registered"):
+        import strange_lightning
+    assert strange_lightning.value == 3
+    assert type(strange_lightning.__spec__.loader).__name__ == "SourceFileLoader"
+
+
+@pytest.mark.parametrize("of", [Trainer, Fabric])
+@pytest.mark.parametrize("name", ["hybrid_all_reduce", "hybrid-allreduce", "HybridAllReduce", "hybrid"])
+def test_a_likely_misspelling_is_answered_with_the_name(of, name):
+    with pytest.raises(ValueError, match=r"Did you mean 'hybrid_allreduce'\?"):
+        of(strategy=name, accelerator="cpu", devices=1)
+
+
+def test_errors_are_those_of_the_lightning_that_is_imported():
+    name = "fabric.utilities.exceptions.MisconfigurationException"
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    assert MisconfigurationException in lightning_types(name)
+    assert isinstance(lightning_error(name, "why"), MisconfigurationException)
+    assert str(lightning_error(name, "why")) == "why"
+
+
+def test_the_package_shows_what_it_exports():
+    assert all(getattr(lightning_hybrid, name).__name__ == name for name in lightning_hybrid.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'HybridAllreduce'"):
+        lightning_hybrid.HybridAllreduce  # noqa: B018

@@ -1,0 +1,97 @@
+"""The console command: quick answers, the command that a word names, completion in bash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hybrid import __version__
+from tests.programs import run_program
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = sorted(path.stem.replace("_", "-") for path in (ROOT / "recipes").glob("[!_]*.py"))
+SCRIPT = """
+import sys
+sys.modules["torch"] = None
+from console_script import run
+run()
+"""
+
+
+def console(*words):
+    """`lightning-hybrid *words`, where torch cannot be imported."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'lightning_hybrid'}", "HYDRA_FULL_ERROR": "0"}
+    command = [sys.executable, "-c", SCRIPT, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_help_names_every_command_in_a_line_each():
+    for words in ([], ["--help"]):
+        done = console(*words)
+        lines = done.stdout.splitlines()
+        assert (done.returncode, done.stderr) == (0, "")
+        named = [line.split(maxsplit=1) for line in lines if line.startswith("  ") and line.split()[0] in COMMANDS]
+        assert {"train", "gpu-check"} < {name for name, _ in named} == set(COMMANDS)
+        assert all(len(about) > 10 for _, about in named)
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 100
+
+
+def test_the_version_is_the_packages():
+    assert console("--version").stdout == f"lightning-hybrid {__version__}\n"
+
+
+@pytest.mark.parametrize(("word", "hint"), [("trian", "Did you mean train? "), ("zzz", ""), ("--shell-completion", "")])
+def test_an_unknown_command_is_one_message_and_exit_code_2(word, hint):
+    done = console(word)
+    assert (done.returncode, done.stdout) == (2, "")
+    rule = f"error: `COMMAND` (={word}) must be one of {', '.join(COMMANDS)}. "
+    assert done.stderr == f"{rule}{hint}`lightning-hybrid --help` says what each does.\n"
+
+
+@pytest.mark.parametrize("name", ["gpu-check", "gpu_check", "quickstart", "simulate"])
+def test_a_command_is_the_program_of_its_name(name):
+    done = console(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"lightning-hybrid {name}" in done.stdout.replace("gpu-check", name)
+    assert f"{name.replace('-', '_')}.py" not in done.stdout
+    assert len(done.stdout.splitlines()) <= 24
+
+
+def test_as_a_module_it_runs_the_same_program(tmp_path):
+    done = run_program("-m", "lightning_hybrid", "report", "runs=[nowhere]", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        f"error: `runs` (={tmp_path}/nowhere) must name directories that a finished run wrote"
+    )
+    assert done.stderr.endswith("`python -m lightning_hybrid train` prints the directory.\n")
+
+
+COMPLETED = {
+    "lightning-hybrid t": "train tune",
+    "lightning-hybrid si": "simulate ",
+    "lightning-hybrid train optim.l": "optim.lr=",
+    "lightning-hybrid train logger=csv optim=l": "optim=lamb optim=lars",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_and_then_keys_and_choices():
+    """The function is called as bash calls it at a Tab."""
+    lines = [f'lightning-hybrid() {{ "{sys.executable}" "{ROOT}/lightning_hybrid/__main__.py" "$@"; }}']
+    lines.append('eval "$(lightning-hybrid --shell-completion bash)"')
+    for line in COMPLETED:
+        words = " ".join(f"'{word}'" for word in line.split(" "))
+        lines.append(f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({words})")
+        lines.append('_lightning_hybrid; IFS=" "; echo "${COMPREPLY[*]}"; unset IFS')
+    lines.append("complete -p lightning-hybrid | grep -o 'F .*'")
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        *COMPLETED.values(),
+        "F _lightning_hybrid lightning-hybrid",
+    ], done.stderr

@@ -1,0 +1,137 @@
+"""The wheel: what is in it, and its commands in an empty folder, installed where no checkout is.
+
+What it depends on comes from this environment, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.data.images.pictures import write_root
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = ["trainer.max_steps=2", "trainer.enable_progress_bar=false", "callbacks=none", "trainer.limit_test_batches=1"]
+PROCESSES = ["world.devices=2", "world.accelerator=cpu"]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel, and a folder that was empty."""
+
+    wheel: Path
+    programs: Path
+    folder: Path
+
+    def run(self, *words, code=0):
+        """What a shell there would run: standard output, and standard error where the end is an error."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"PATH": f"{self.programs}:{environment['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
+        command = [str(self.programs / words[0]), *words[1:]]
+        done = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stderr if code else done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    pytest.importorskip("hatchling")
+    base = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(base)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    [wheel] = base.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(base / "env")], check=True)
+    [packages] = (base / "env").glob("lib/python*/site-packages")
+    # A folder that a .pth file names is searched, but its own .pth files, an editable checkout's, are not read.
+    here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "others.pth").write_text("\n".join(here))
+    install = ["--python", str(base / "env" / "bin" / "python"), "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, capture_output=True)
+    folder = base / "empty"
+    folder.mkdir()
+    return Installed(wheel, base / "env" / "bin", folder)
+
+
+def test_the_wheel_holds_what_runs_and_neither_records_nor_tests(installed):
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
+        "lightning_hybrid",
+        "lightning_hybrid_console.py",
+    }
+    assert {"lightning_hybrid/_app/conf/train.yaml", "lightning_hybrid/_app/recipes/train.py"} <= set(names)
+    assert not [name for name in names if "record" in name or "evidence" in name or "/tests/" in name]
+    assert installed.wheel.stat().st_size < 1_000_000
+    for name in names:
+        if "/_app/" in name:
+            assert not re.search(
+                rb"^\s*(from|import|_target_:) tests\b", zipfile.ZipFile(installed.wheel).read(name), re.M
+            )
+
+
+def test_nothing_of_the_checkout_is_imported(installed):
+    said = installed.run("python", "-c", "import lightning_hybrid, sys; print(lightning_hybrid.__file__, *sys.path)")
+    file, *path = said.split()
+    assert str(ROOT) not in path
+    assert file.startswith(str(installed.programs.parent))
+    assert Path(file).with_name("py.typed").exists()
+
+
+def test_train_and_report(installed):
+    installed.run("lightning-hybrid", "train", *SHORT, "logger=csv", "callbacks=default", "hydra.run.dir=run")
+    summary = json.loads((installed.folder / "run" / "summary.json").read_text())
+    assert summary["environment"]["commit"] is None
+    assert "run" in installed.run("lightning-hybrid", "report", "runs=[run]", "hydra.run.dir=report")
+    assert (installed.folder / "report" / "report.html").exists()
+
+
+def test_train_as_a_module_under_torchrun(installed):
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_hybrid"]
+    installed.run(*torchrun, "train", *SHORT, "logger=csv", "hydra.run.dir=module")
+    assert (installed.folder / "module" / "csv" / "metrics.csv").exists()
+    wrong = installed.run(*torchrun, "train", "optm.lr=3", code=1)  # torchrun's own code
+    assert wrong.count("Did you mean optim.lr=3?") == 1
+
+
+def test_simulate_and_pack(installed):
+    installed.run("lightning-hybrid", "simulate", "num_steps=2", "scaling_ranks=[8]", "hydra.run.dir=simulated")
+    assert (installed.folder / "simulated" / "simulate.json").exists()
+    write_root(installed.folder / "pictures")
+    installed.run("lightning-hybrid", "pack", "root=pictures", "out=packed")
+    assert (installed.folder / "packed" / "train").is_dir()
+    wrong = installed.run("lightning-hybrid", "pack", "root=nowhere", "out=nothing", code=2)
+    assert wrong.startswith("error: `root` (=nowhere) must be a folder")
+    assert wrong.endswith("Set root=...\n")
+
+
+def test_bench_and_tune_on_two_ranks(installed):
+    small = ["steps=null", "allreduce.max_bytes=4096", "allreduce.num_rounds=1", "allreduce.min_sample_s=0.01"]
+    assert "2 ranks = 1 node x 2" in installed.run("lightning-hybrid", "bench", *PROCESSES, *small)
+    network = ["model=alexnet_bn", "image_shape=[1,16,16]", "measure.max_bytes=65536", "measure.num_rounds=3"]
+    said = installed.run("lightning-hybrid", "tune", *PROCESSES, *network, "measure.limit_s=30", "hydra.run.dir=tuned")
+    assert f"  lightning-hybrid train strategy.plan={installed.folder}/tuned/plan.json" in said.splitlines()
+
+
+def test_search_and_claims(installed):
+    trial = "trial=['trainer.max_epochs=1','trainer.limit_train_batches=2']"
+    few = ["axes.optim.lr.num=2", "backend.num_rounds=1", "hydra.run.dir=searched"]
+    assert "best: optim.lr=" in installed.run("lightning-hybrid", "search", trial, *few)
+    assert "not complete" in installed.run("lightning-hybrid", "claims", "budget_s=0", "hydra.run.dir=claimed")
+
+
+def test_gpu_check_on_a_cpu(installed):
+    only = "only=fits_32-true_lars,gpu_tests"
+    said = installed.run("lightning-hybrid", "gpu-check", "--device", "cpu", only, "out=checked")
+    assert "1 passed, 0 failed, 1 skipped." in said
