@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -167,7 +167,7 @@ class StopOnSignal(Callback):
     def _on_signal(self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None) -> None:
         # This runs in the middle of anything: no collective, no file, no lock.
         if number == signal.SIGINT:
-            now_s = time.monotonic()
+            now_s = monotonic()
             if self._interrupted_s is not None and now_s - self._interrupted_s > AT_ONCE_AFTER_S:
                 raise KeyboardInterrupt
             if self._interrupted_s is None and trainer.is_global_zero:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -58,11 +58,11 @@ class TimeToAccuracy(Callback):
     @property
     def elapsed_s(self) -> float:
         """Seconds since training began, validation included."""
-        return self._before_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
+        return self._before_s + (0.0 if self._began_s is None else perf_counter() - self._began_s)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._began_s = time.perf_counter()
+        self._began_s = perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
@@ -70,14 +70,14 @@ class TimeToAccuracy(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note when validation began."""
-        self._validation_began_s = time.perf_counter()
+        self._validation_began_s = perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the metric. Collective."""
         if self._began_s is None or trainer.sanity_checking:  # `trainer.validate` trains nothing
             return
         # Before the check: the clock of training must not count the validation that saw the target.
-        self._validation_s += time.perf_counter() - self._validation_began_s
+        self._validation_s += perf_counter() - self._validation_began_s
         if self.reached is None and self._is_reached(trainer):
             self.reached = {
                 m.TIME_TO_ACCURACY_TRAIN_S: self.elapsed_s - self._validation_s,

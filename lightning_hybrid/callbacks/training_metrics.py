@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,12 +72,12 @@ class TrainingMetrics(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
-        self._pause_began_s = time.perf_counter()
+        self._pause_began_s = perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock again."""
         if not trainer.sanity_checking:
-            self._paused_s += time.perf_counter() - self._pause_began_s
+            self._paused_s += perf_counter() - self._pause_began_s
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -114,7 +114,7 @@ class TrainingMetrics(Callback):
         self._paused_s = 0.0
         for take_wait_s in _waits(trainer):
             take_wait_s()  # what was waited until now belongs to no window
-        self._window_began_s = time.perf_counter()
+        self._window_began_s = perf_counter()
         self._window_is_warm = self._num_steps >= self.skip_steps
 
     def _train_metrics(self, trainer: pl.Trainer, outputs: Any, status: RunStatus) -> dict[str, float]:
@@ -134,7 +134,7 @@ class TrainingMetrics(Callback):
     def _clock_metrics(
         self, trainer: pl.Trainer, comm: CommSummary, link_bytes_per_s: float | None
     ) -> dict[str, float]:
-        elapsed_s = time.perf_counter() - self._window_began_s - self._paused_s
+        elapsed_s = perf_counter() - self._window_began_s - self._paused_s
         if not self._window_is_warm:
             return {}
         images_per_s = self._window_images / elapsed_s

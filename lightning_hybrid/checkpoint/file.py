@@ -39,8 +39,8 @@ class DamagedCheckpointError(ValueError):
     """A checkpoint file that differs from what was written."""
 
 
-class RefusedCheckpointError(ValueError):
-    """A checkpoint that holds more than tensors and plain data."""
+class RefusedCheckpointError(UnpicklingError, ValueError):
+    """A checkpoint that holds more than tensors and plain data; an `UnpicklingError`, as torch raises."""
 
 
 class CheckpointWriteError(OSError):
@@ -195,13 +195,16 @@ def read_checkpoint(path: Path) -> Any:
     return load_unchecked(path)
 
 
-def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool = True, mmap: bool = False) -> Any:
+def load_unchecked(
+    path: Path, *, map_location: Any = None, weights_only: bool | None = True, mmap: bool = False
+) -> Any:
     """Load a checkpoint without comparing its checksum.
 
     Args:
         path: The file.
         map_location: As in `torch.load`.
         weights_only: False also builds objects that the file describes, which can run any code: for your own files.
+            None: torch's default, which is True unless the environment says otherwise.
         mmap: As in `torch.load`; for reading a part of the file.
 
     Raises:
@@ -213,14 +216,13 @@ def load_unchecked(path: Path, *, map_location: Any = None, weights_only: bool =
         raise
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
         # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells.
-        found = _objects_in(path) if weights_only and isinstance(error, UnpicklingError) else []
+        found = _objects_in(path) if isinstance(error, UnpicklingError) and weights_only is not False else []
         if not found:
             raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
         raise RefusedCheckpointError(
             f"`{path}` holds objects (={', '.join(found)}) next to tensors and plain data: to build them is to run "
-            "code that the file names, so it was not loaded, and nothing of it was run. Take another file; if you "
-            "wrote this one yourself, keep such objects out of `state_dict` and hyper-parameters, or give "
-            "weights_only=False."
+            "code that the file names, so it was not loaded, and nothing of it was run. If you wrote the file "
+            "yourself, give weights_only=False, or call torch.serialization.add_safe_globals with these classes before."
         ) from None
 
 

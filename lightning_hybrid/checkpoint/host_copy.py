@@ -1,84 +1,44 @@
-"""Copies of checkpoints, as plain data and tensors that later steps do not change."""
+"""Copies of checkpoints, which later steps do not change."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
-from enum import Enum
-from functools import partial
-from pathlib import PurePath
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]  # of tensors that are one
 
 _ALIGNED_BYTES = 64  # where torch's own allocations begin
-_SCALARS = (bool, int, float, complex, str, bytes)
-_CLASSES_OF_HPARAMS = ("hparams_type", "datamodule_hparams_type")  # `CHECKPOINT_HYPER_PARAMS_TYPE`, of both
 
 
-def as_plain(
-    value: Any,
-    *,
-    of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    of_other: Callable[[Any], Any] = lambda other: other,
-) -> Any:
-    """Copy `value` into new containers of types that torch loads with `weights_only=True`.
+def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """Copy `value` as `copy.deepcopy`, with `of_tensor(tensor)` for every tensor, wherever in an object it is found.
 
-        mappings (OmegaConf's, Lightning's, ...)    -> dict        paths -> str     numbers of numpy -> of Python
-        sequences                                   -> list        members of an enumeration -> their value
+    Parameters are copied by their own method, which cannot be replaced.
 
-    OrderedDicts, defaultdicts, Counters and tuples stay what they are. Tensors become `of_tensor(tensor)`, all other
-    values `of_other(value)`.
-
-    >>> import pathlib
-    >>> as_plain({"folder": pathlib.PurePosixPath("a/b"), "rate": np.float32(0.5), "sizes": (1, range(2))})
-    {'folder': 'a/b', 'rate': 0.5, 'sizes': (1, [0, 1])}
+    >>> class Record:
+    ...     weight = None
+    >>> record = Record()
+    >>> record.weight = torch.ones(2)
+    >>> deep_copied({"a": record}, of_tensor=torch.zeros_like)["a"].weight
+    tensor([0., 0.])
     """
-    again = partial(as_plain, of_tensor=of_tensor, of_other=of_other)
-    if isinstance(value, Tensor):
-        return of_tensor(value)
-    if value is None or type(value) in (*_SCALARS, torch.Size):
-        return value
-    # These two before the scalars: a member of IntEnum is an int, a float64 of numpy is a float.
-    if isinstance(value, Enum):
-        return again(value.value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, _SCALARS):  # a subclass, as of str
-        return next(kind(value) for kind in _SCALARS if isinstance(value, kind))  # type: ignore[arg-type]
-    if isinstance(value, Mapping):
-        items = {again(key): again(each) for key, each in value.items() if not _is_a_class(key, each)}
-        return _like(value, items)
-    if isinstance(value, tuple):
-        return tuple(map(again, value))
-    if isinstance(value, Set):
-        return set(map(again, value))
-    if isinstance(value, Sequence) and not isinstance(value, bytearray | memoryview):
-        return list(map(again, value))
-    return of_other(value)
+    with _CopiesOfTensors(of_tensor):
+        return copy.deepcopy(value)
 
 
-def _is_a_class(key: Any, value: Any) -> bool:
-    """Whether this is Lightning's note of the class of hyper-parameters; without it they are a dict."""
-    return key in _CLASSES_OF_HPARAMS and isinstance(value, type)
+class _CopiesOfTensors(TorchFunctionMode):
+    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.of_tensor = of_tensor
 
-
-def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    if type(mapping) is OrderedDict:
-        ordered = OrderedDict(items)
-        ordered.__dict__.update(mapping.__dict__)  # a state_dict's versions of its modules
-        return ordered
-    if type(mapping) is defaultdict:
-        return defaultdict(mapping.default_factory, items)
-    return Counter(items) if type(mapping) is Counter else items
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.of_tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 class HostCopies:
@@ -107,7 +67,10 @@ class HostCopies:
         return sum(block.numel() for block in self._blocks.values())
 
     def take(self, checkpoint: Any) -> Any:
-        """Copy `checkpoint`; later steps do not change the copy, which is valid until the next call."""
+        """Copy `checkpoint`; later steps do not change the copy, which is valid until the next call.
+
+        All keeps its type. Tensors are on the CPU then, but for parameters, sparse and quantized ones.
+        """
         # Two passes: the first finds the tensors, so that the size of a block is known before it is filled; the second
         # puts the copies where the tensors were.
         found: dict[_Key, Tensor] = {}
@@ -117,15 +80,19 @@ class HostCopies:
                 found.setdefault(_key_of(tensor), tensor)  # tied weights stay one tensor
             return tensor
 
-        plain = as_plain(checkpoint, of_tensor=noted, of_other=copy.deepcopy)
+        frame = deep_copied(checkpoint, of_tensor=noted)
         copies: dict[_Key, Tensor] = {}
         for is_locked in (False, True):
             copies |= self._copied({key: tensor for key, tensor in found.items() if tensor.is_cuda is is_locked})
         self._events = [_event_on(device) for device in {each.device for each in found.values() if each.is_cuda}]
-        return as_plain(
-            plain,
-            of_tensor=lambda tensor: copies[_key_of(tensor)] if _has_place(tensor) else tensor.detach().clone(),
-        )
+
+        def copied(tensor: Tensor) -> Tensor:
+            value = copies.get(_key_of(tensor)) if _has_place(tensor) else None
+            if value is None:  # also what an object makes only while it is copied
+                value = tensor.detach().clone()
+            return value.detach().requires_grad_() if tensor.requires_grad else value  # a file holds that too
+
+        return deep_copied(frame, of_tensor=copied)
 
     def wait(self) -> None:
         """Wait until the enqueued copies are there."""
@@ -156,8 +123,9 @@ class HostCopies:
 
 
 def _has_place(tensor: Tensor) -> bool:
-    """Whether a tensor is bytes in memory; sparse and quantized tensors are more, those of no elements less."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
+    """Whether a tensor is bytes in memory; sparse, quantized ones and subclasses are more, empty ones less."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_plain and not tensor.is_quantized and tensor.numel() > 0
 
 
 def _key_of(tensor: Tensor) -> _Key:

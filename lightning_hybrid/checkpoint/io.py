@@ -18,7 +18,7 @@ from lightning_hybrid.checkpoint.file import (
     remove_checkpoint,
     write_checkpoint,
 )
-from lightning_hybrid.checkpoint.host_copy import HostCopies, as_plain
+from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.checkpoint.writer_thread import WriterThread
 from lightning_hybrid.checks import require_choice, require_positive, require_whole
 from lightning_hybrid.lightning_names import lightning_function
@@ -32,14 +32,14 @@ else:
 class DurableCheckpointIOMixin(_Base):
     """A checkpoint plugin that writes files whole or not at all, with a checksum, and loads only whole files.
 
-        save      plain data and tensors -> temporary file, checksum, fsync -> atomic rename
-        load      compare the checksum, then `torch.load(weights_only=True)`: nothing that a file names is run
+        save      temporary file by `torch.save`, checksum, fsync -> atomic rename
+        load      compare the checksum, then `torch.load`, which by default runs nothing that a file names
         remove    after all that was saved before it is on the disk, and not if that failed
 
     Any other reader of Lightning checkpoints reads these; checkpoints of others load here, without a comparison. Where
-    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread. Mappings in
-    hyper-parameters, such as OmegaConf's, are saved as dicts; other objects as they are, with a warning that they will
-    not load.
+    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread. What is saved is what is
+    loaded, types included; of objects that torch loads with `weights_only=False` only, such as OmegaConf's in
+    hyper-parameters, the first save warns.
 
     Args:
         in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
@@ -89,10 +89,10 @@ class DurableCheckpointIOMixin(_Base):
             CheckpointWriteError: This one, or with `in_background` an earlier one, was not written.
         """
         if storage_options is not None or not _is_local(path):
-            super().save_checkpoint(as_plain(checkpoint), path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if not self.in_background:
-            self._try(partial(self._write, as_plain(checkpoint), Path(path)))
+            self._try(partial(self._write, checkpoint, Path(path)))
             return
         self._raise_earlier_error()  # a thread cannot raise into training: the next call does it
         copies = self._free_copies()
@@ -105,15 +105,15 @@ class DurableCheckpointIOMixin(_Base):
         Raises:
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
         """
-        only = weights_only is None or weights_only
         if not _is_local(path):
+            only = weights_only is None or weights_only  # Lightning builds all objects of a file behind http(s)
             return super().load_checkpoint(path, map_location, only)
         self._wait()
         if not Path(path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if not check_whole(Path(path)):
             rank_zero_info(f"{path} has no checksum: whether it is whole is not known beyond that it loads.")
-        checkpoint: dict[str, Any] = load_unchecked(Path(path), map_location=map_location, weights_only=only)
+        checkpoint: dict[str, Any] = load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -210,7 +210,8 @@ def _warn_of_objects(path: Path) -> None:
     # At the first write, and not only when the checkpoint is needed and refuses to load.
     if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))):
         rank_zero_warn(
-            f"The checkpoint `{path}` holds objects (={', '.join(found)}) next to tensors and plain data: it will load "
-            "with fit(..., weights_only=False) only. Keep them out of hyper-parameters (`save_hyperparameters(ignore="
-            "...)`) and of `state_dict` of callbacks."
+            f"The checkpoint `{path}` holds objects (={', '.join(found)}) next to tensors and plain data: as with any "
+            "strategy, fit(ckpt_path=...) and load_from_checkpoint will take it with weights_only=False only, or after "
+            "torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
+            "(`save_hyperparameters(ignore=...)`) and of `state_dict` of callbacks."
         )

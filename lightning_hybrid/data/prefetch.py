@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -55,21 +55,7 @@ class DevicePrefetcher:
         return wait_s
 
     def __iter__(self) -> Iterator[Any]:
-        self._state = None
-        batches = iter(self._loader)
-        upcoming = None
-        while True:
-            fetched = self._fetch(batches) if upcoming is None else upcoming
-            if isinstance(fetched, StopIteration):
-                return
-            if isinstance(fetched, Exception):
-                raise fetched
-            current, state = fetched
-            self._wait(current)
-            # Fetched before the consumer gets the current batch: its step hides the copy.
-            upcoming = self._fetch(batches) if self._looks_ahead else None
-            self._state = state
-            yield current
+        return _Batches(self)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -80,11 +66,11 @@ class DevicePrefetcher:
             if self._copied is not None and not self._looks_ahead:
                 # Waits for the last copy alone, which was a step ago: the loader may fill that memory again.
                 self._copied.synchronize()
-            start_s = time.perf_counter()
+            start_s = perf_counter()
             try:
                 batch = next(batches)
             finally:
-                self._wait_s += time.perf_counter() - start_s
+                self._wait_s += perf_counter() - start_s
             # Now: the loader may be one batch further by the time the consumer gets this one.
             state = self._snapshot()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -127,6 +113,38 @@ class DevicePrefetcher:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
+
+
+class _Batches(Iterator[Any]):
+    # A class and no generator: what users copy within a fit, such as the trainer, holds it. A copy begins at the first
+    # batch, as Lightning leaves iterators of torch's out of its own copies.
+
+    def __init__(self, prefetcher: DevicePrefetcher) -> None:
+        self._prefetcher = prefetcher
+        self._batches: Iterator[Any] | None = None
+        self._upcoming: tuple[Any, dict[str, Any] | None] | Exception | None = None
+        self._is_over = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_batches": None, "_upcoming": None}
+
+    def __next__(self) -> Any:
+        ahead = self._prefetcher
+        if self._is_over:
+            raise StopIteration
+        if self._batches is None:
+            ahead._state = None
+            self._batches = iter(ahead._loader)
+        fetched = ahead._fetch(self._batches) if self._upcoming is None else self._upcoming
+        if isinstance(fetched, Exception):  # StopIteration is one
+            self._is_over, self._batches, self._upcoming = True, None, None
+            raise fetched
+        current, state = fetched
+        ahead._wait(current)
+        # Fetched before the consumer gets the current batch: its step hides the copy.
+        self._upcoming = ahead._fetch(self._batches) if ahead._looks_ahead else None
+        ahead._state = state
+        return current
 
 
 def _reads_ahead(loader: object) -> bool:

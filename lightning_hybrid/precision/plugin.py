@@ -376,4 +376,4 @@ class MasterWeightMixin(_Base):
         self._unscaled.clear()
         self.optimizer_steps.release()
         self._last_loss = self._scale = None
-        self._has_strategy = False
+        self._has_strategy, self._is_last_backward = False, partial(bool, True)

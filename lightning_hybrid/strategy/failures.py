@@ -65,6 +65,9 @@ class SetupWatchdog:
         )
         self._watchdog.start()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SetupWatchdog:
+        return self  # its thread is there once, also where user code copies the trainer
+
     def status(self) -> RankStatus:
         """Return where this rank stands, for the diagnosis of a failure."""
         is_inside = self._num_inside > 0

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     Raises:
         RendezvousError: some did not come in time, two processes have the same rank, or the port is taken.
     """
-    end_s = time.monotonic() + timeout.total_seconds()
+    end_s = monotonic() + timeout.total_seconds()
     where = f"{address}:{port}"
     try:
         store = _serve(address, port, world_size, timeout) if rank == 0 else _join(address, port, world_size, timeout)
@@ -122,14 +123,14 @@ def _collect(calls: dist.Store, world_size: int, end_s: float) -> str:
     missing = list(range(world_size))
     while True:
         missing = [rank for rank in missing if not calls.check([f"rank {rank}"])]
-        if not missing or time.monotonic() >= end_s:
+        if not missing or monotonic() >= end_s:
             break
         time.sleep(0.01)
     result = _named(missing)
     calls.set("result", result or "all came")
     if result:  # the store ends with this process: the others have to read first
-        last_s = time.monotonic() + GRACE_S
-        while calls.add("read", 0) < world_size - 1 - len(missing) and time.monotonic() < last_s:
+        last_s = monotonic() + GRACE_S
+        while calls.add("read", 0) < world_size - 1 - len(missing) and monotonic() < last_s:
             time.sleep(0.01)
     return result
 
@@ -154,7 +155,7 @@ def _join(address: str, port: int, world_size: int, timeout: timedelta) -> dist.
 
 
 def _await_result(calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta) -> str:
-    left_s = max(0.0, end_s - time.monotonic()) + GRACE_S
+    left_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
         calls.wait(["result"], timedelta(seconds=left_s))
         result = calls.get("result").decode()

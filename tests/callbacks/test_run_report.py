@@ -17,7 +17,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks.run_report.curve import Curve
-from lightning_hybrid.checkpoint.host_copy import as_plain
+from lightning_hybrid.checkpoint.host_copy import deep_copied
 from tests import toy
 from tests.callbacks.support import WINDOWS, counting, fit
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
         report, again = RunReport(), RunReport()
         report.curves = {m.TRAIN_LOSS: Curve((step, step / 3) for step in range(num_points))}
         state = report.state_dict()
-        num_bytes.add(len(pickle.dumps(as_plain(state, of_tensor=lambda tensor: None))))
+        num_bytes.add(len(pickle.dumps(deep_copied(state, of_tensor=lambda tensor: None))))
         again.load_state_dict(state)
         assert again.curves == report.curves
     assert len(num_bytes) == 1

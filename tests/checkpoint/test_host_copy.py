@@ -45,8 +45,9 @@ def test_a_copy_is_equal_and_takes_no_more_room_in_a_file_than_its_elements(devi
         if name != "one value many times":
             (tensor._values() if tensor.is_sparse else tensor.detach()).zero_()
         found = copies[name]
-        assert found.device.type == ("cpu" if name != "sparse" else device)
-        assert not found.requires_grad
+        assert found.device.type == (device if name in ("sparse", "a parameter") else "cpu")
+        assert type(found) is type(tensor)
+        assert found.requires_grad == tensor.requires_grad
         assert torch.equal(dense(found).cpu(), before[name]), name
         if not found.is_sparse:
             assert found.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, name

@@ -6,10 +6,19 @@ import errno
 import os
 import pickle
 import threading
+import warnings
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
@@ -34,6 +43,121 @@ def test_a_run_may_go_on_when_a_checkpoint_is_not_written(tmp_path, monkeypatch)
 def test_settings_that_cannot_work_are_refused(given):
     with pytest.raises(ValueError, match=rf"`{next(iter(given))}` \(="):
         DurableCheckpointIO(**given)
+
+
+# ---- what is saved is what is loaded ---------------------------------------------------------------------------------
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Text(str):
+    pass
+
+
+Pair = namedtuple("Pair", "one other")
+
+
+@dataclass
+class Sizes:
+    widths: list
+
+
+def hyper_parameters():
+    """One of each type that Lightning's own saving keeps."""
+    values = {
+        "Namespace": Namespace(lr=0.1, inner=Namespace(a=1)),
+        "AttributeDict": AttributeDict(a=AttributeDict(b=1)),
+        "Path": Path("a/b"),
+        "PurePosixPath": PurePosixPath("a/b"),
+        "Enum": Colour.RED,
+        "IntEnum": Level.HIGH,
+        "Text": Text("a"),
+        "float32 of numpy": np.float32(0.5),
+        "float64 of numpy": np.float64(0.5),
+        "dataclass": Sizes([1, 2]),
+        "class": Sizes,
+        "function": hyper_parameters,
+        "namedtuple": Pair(1, 2),
+        "range": range(3),
+        "frozenset": frozenset({1}),
+        "set": {1, 2},
+        "bytearray": bytearray(b"a"),
+        "OrderedDict": OrderedDict(b=1, a=2),
+        "Counter": Counter("aab"),
+        "defaultdict": defaultdict(list, {1: [2]}),
+        "int as key": {1: {2.5: True, None: (1, [2])}},
+        "slice": slice(1, 2),
+        "dtype": torch.float16,
+        "device": torch.device("cpu"),
+        "Size": torch.Size([1, 2]),
+    }
+    try:
+        from omegaconf import OmegaConf
+    except ImportError:
+        return values
+    values["DictConfig"] = OmegaConf.create({"a": {"b": 1}, "twice": "${a.b}", "path": None, "widths": [1, "${a.b}"]})
+    values["ListConfig"] = OmegaConf.create([1, {"b": "${0}"}])
+    values["structured"] = OmegaConf.structured(Sizes([1]))
+    return values
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
+@pytest.mark.filterwarnings("ignore:The checkpoint .* holds objects")
+def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_background, weights_only):
+    """In type as in value, or it is refused as it is there."""
+    durable, lightnings = DurableCheckpointIO(in_background=in_background), TorchCheckpointIO()
+    num_refused = 0
+    for name, value in hyper_parameters().items():
+        expected, found = [
+            _type_and_value(io, value, tmp_path / "a.ckpt", weights_only) for io in (lightnings, durable)
+        ]
+        assert found == expected, name
+        num_refused += expected == "UnpicklingError"
+    durable.teardown()
+    assert (num_refused == 0) == (weights_only is False)
+
+
+def _save_and_wait(io, checkpoint, path):
+    io.save_checkpoint(checkpoint, path)
+    io.teardown()
+
+
+def _type_and_value(io, value, path, weights_only):
+    io.save_checkpoint({"hyper_parameters": {"value": value, "again": value}, "epoch": 1}, path)
+    try:
+        found = io.load_checkpoint(path, weights_only=weights_only)["hyper_parameters"]
+    except pickle.UnpicklingError:
+        return "UnpicklingError"
+    assert found["again"] is found["value"]
+    found = found["value"]
+    return type(found), found, repr(found), getattr(found, "__dict__", None) and sorted(vars(found))
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
+def test_a_configuration_keeps_its_interpolations_where_its_classes_are_declared_safe(tmp_path, in_background):
+    omegaconf = pytest.importorskip("omegaconf")
+    io, config = DurableCheckpointIO(in_background=in_background), omegaconf.OmegaConf.create({"a": 1, "b": "${a}"})
+    node, base = omegaconf.nodes.AnyNode, omegaconf.base
+    classes = [omegaconf.DictConfig, node, base.ContainerMetadata, base.Metadata, Any, int, dict, defaultdict]
+    with pytest.warns(UserWarning, match=r"holds objects \(=.*DictConfig.*weights_only=False only, or after torch"):
+        _save_and_wait(io, {"hyper_parameters": {"cfg": config}}, tmp_path / "a.ckpt")
+    with torch.serialization.safe_globals(classes):
+        found = io.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["cfg"]
+    found.a = 2
+    assert (type(found), found.b) == (omegaconf.DictConfig, 2)
+
+
+def test_a_file_of_an_earlier_version_with_plain_hyper_parameters_loads(tmp_path):
+    old = {"hyper_parameters": {"cfg": {"a": 1, "b": 1}, "folder": "a/b"}, "hparams_name": "kwargs", "epoch": 1}
+    cf.write_checkpoint(old, tmp_path / "a.ckpt")
+    assert DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt") == old
 
 
 # ---- during training -------------------------------------------------------------------------------------------------
@@ -187,7 +311,9 @@ def fitted(folder, in_background, resume=None):
         callbacks=[ModelCheckpoint(folder, "{step}", monitor="loss", save_top_k=2, save_last="link")],
         enable_checkpointing=True,
     )
-    trainer.fit(module, toy.loader(), ckpt_path=resume)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The checkpoint .* holds objects")
+        trainer.fit(module, toy.loader(), ckpt_path=resume, weights_only=False)
     return toy.weights(module), sorted(os.listdir(folder))
 
 
@@ -201,9 +327,9 @@ def test_lightnings_callback_keeps_what_it_always_kept(two_ranks, tmp_path, in_b
     assert files == ["last.ckpt", "step=16.ckpt", "step=4.ckpt"]
     for name in files:
         assert cf.check_whole(first / name)
-        found = torch.load(first / name, weights_only=True)
-        assert found["hyper_parameters"] == {"cfg": {"widths": [1, 2], "twice": [1, 2]}}
-    assert Configured.load_from_checkpoint(first / "step=4.ckpt").hparams.cfg["widths"] == [1, 2]
+    config = Configured.load_from_checkpoint(first / "step=4.ckpt", weights_only=False).hparams.cfg
+    config.widths[0] = 7
+    assert config.twice == [7, 2], "an interpolation"
     again = two_ranks.run(fitted, str(other), in_background, str(first / "step=4.ckpt"))
     for (weights, _), (resumed, _) in zip(results, again, strict=True):
         assert toy.same_bits(weights, resumed)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_hybrid.callbacks import StopOnSignal
+from lightning_hybrid.callbacks import StopOnSignal, stop_on_signal
 from tests import toy
 
 
@@ -102,7 +102,7 @@ def test_with_the_callback_a_checkpoint_of_that_step_is_named(two_ranks, tmp_pat
 
 def test_a_second_ctrl_c_ends_at_once_unless_it_is_torchruns_copy_of_the_first(monkeypatch):
     stop, now_s = StopOnSignal(), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(stop_on_signal, "monotonic", lambda: now_s[0])
     trainer = toy.trainer(callbacks=[stop])
     for now_s[0] in (0.0, 0.5):
         stop._on_signal(trainer, 0, signal.SIGINT, None)

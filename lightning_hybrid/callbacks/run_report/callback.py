@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,11 +90,11 @@ class RunReport(Callback):
     @property
     def elapsed_s(self) -> float:
         """Seconds since training began, validation included."""
-        return self._before_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
+        return self._before_s + (0.0 if self._began_s is None else perf_counter() - self._began_s)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, and take the counters of this fit."""
-        self._began_s = time.perf_counter()
+        self._began_s = perf_counter()
         self._last_step = trainer.global_step
         self._communication_before = self.communication()  # of a fit that was interrupted
         self._trace = run_status(trainer).comm_trace

@@ -14,11 +14,11 @@ one rank fails on all (health/watchdog.py). On CUDA the stages are put on side s
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +110,10 @@ class CommEngine:
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
+        # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.
+        return self
 
     def _new_carrier(self) -> StageThreads | CudaStreams:
         shared: Any = {"groups": self._groups, "trace": self.trace, "latch": self._latch, "watchdog": self._watchdog}
@@ -260,13 +264,13 @@ class CommEngine:
             if self._is_closed:
                 return
             self._is_closed = True
-        healthy_until_s = time.monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
+        healthy_until_s = monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
         # A failure may come while closing waits: from then on the short limit counts, whatever is left of the long one.
         def limit_s() -> float:
             if self._latch.error and self._close_limit_s is None:
-                self._close_limit_s = time.monotonic() + FAILED_CLOSE_LIMIT_S
-            return (healthy_until_s if self._close_limit_s is None else self._close_limit_s) - time.monotonic()
+                self._close_limit_s = monotonic() + FAILED_CLOSE_LIMIT_S
+            return (healthy_until_s if self._close_limit_s is None else self._close_limit_s) - monotonic()
 
         stuck = self._carrier.end(limit_s=limit_s)  # before leaving: until then others can ask for our status
         self._watchdog.leave()

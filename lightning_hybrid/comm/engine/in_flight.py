@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class InFlightBucket:
     error: str | None = None
     cause: BaseException | None = None
     chunks: list[Chunk] = field(default_factory=list)
-    submitted_s: float = field(default_factory=time.monotonic)
+    submitted_s: float = field(default_factory=monotonic)
     traced_s: float = 0.0
     _num_open: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -261,7 +261,7 @@ class FailureLatch:
         self.look()
         with self.lock:
             oldest = next(iter(self.in_flight), None)
-            return 0.0 if oldest is None else time.monotonic() - oldest.submitted_s
+            return 0.0 if oldest is None else monotonic() - oldest.submitted_s
 
 
 def _nothing(*_: object) -> None:

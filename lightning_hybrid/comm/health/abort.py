@@ -8,9 +8,9 @@ any group, DistributedDataParallel's own too, all groups are aborted. A process 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from contextlib import suppress
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
         thread = threading.Thread(target=_abort, args=(group,), name=f"comm-abort-{name}", daemon=True)
         thread.start()
         threads.append((name, thread))
-    end_s = time.monotonic() + limit_s
+    end_s = monotonic() + limit_s
     for _, thread in threads:
-        thread.join(max(0.0, end_s - time.monotonic()))
+        thread.join(max(0.0, end_s - monotonic()))
     return [name for name, thread in threads if thread.is_alive()]
 
 

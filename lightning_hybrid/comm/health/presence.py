@@ -7,9 +7,9 @@ every watchdog answers it, also that of a slow rank. Without an answer for `PATI
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -46,8 +46,8 @@ def collect(
         there = [next((key for key in of_rank if store.check([key])), None) for of_rank in keys]
         return [None if key is None else RankStatus.from_json(store.get(key).decode()) for key in there]
 
-    missing, end_s = list(range(len(keys))), time.monotonic() + limit_s
-    while missing and time.monotonic() < end_s:
+    missing, end_s = list(range(len(keys))), monotonic() + limit_s
+    while missing and monotonic() < end_s:
         meanwhile()
         missing = ask(partial(without_status, missing))
         if missing and (ask(lambda: store.check(["error"])) or wait(0.1)):

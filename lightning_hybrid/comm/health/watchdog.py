@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -149,8 +150,8 @@ class Watchdog:
             return
 
     def _let_others_read(self) -> None:
-        began_s = time.monotonic()
-        while (waited_s := time.monotonic() - began_s) < STORE_LIMIT_S:
+        began_s = monotonic()
+        while (waited_s := monotonic() - began_s) < STORE_LIMIT_S:
             others = list(range(1, self._world_size))
             if waited_s > 2 * self._idle_poll_s:  # by then every living watchdog has looked
                 others = [rank for rank in others if self._store.check([f"status/{rank}"])]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from lightning_hybrid.comm.plan import BucketPlan
@@ -57,7 +57,7 @@ class CommTrace:
     (2, 12, 6.0, 4.0)
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, keep_events: bool = False) -> None:
+    def __init__(self, *, clock: Callable[[], float] = perf_counter, keep_events: bool = False) -> None:
         self._clock = clock
         self.keep_events = keep_events
         self._events: list[dict[str, Any]] = []
@@ -71,6 +71,9 @@ class CommTrace:
         self._exposed_since_s: float | None = None
         self._drained = CommSummary()
         self._reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommTrace:
+        return self  # as the engine that counts in it: a copy of a callback or of the trainer shares both
 
     def _reset(self) -> None:
         self._num_steps = self._num_buckets = self._num_bytes = 0

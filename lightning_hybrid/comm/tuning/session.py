@@ -15,11 +15,11 @@ changes between two steps, on every rank after the same one; all that changes is
 from __future__ import annotations
 
 import hashlib
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class TuningSession:
         most_steps: int = MOST_STEPS,
         report: Callable[[str], None] = print,
         on_plan: Callable[[CommPlan], None] = lambda plan: None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._engine = engine
         self._folder = cache_folder

@@ -220,7 +220,7 @@ def test_waiting_for_data_is_counted_and_taken(root):
     waited_s = ahead.take_wait_s()
     assert 0 < waited_s < 30
     assert ahead.take_wait_s() == 0.0
-    iterator.close()
+    del iterator  # ends the loader's threads
 
 
 class TakesWaits(pl.Callback):
