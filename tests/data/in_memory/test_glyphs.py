@@ -76,12 +76,11 @@ def test_labels_name_the_characters():
 
 
 def test_the_module_serves_three_sets_made_once(monkeypatch):
-    monkeypatch.setattr(glyphs, "NUM_TRAIN", 320)
     monkeypatch.setattr(glyphs, "NUM_VAL", 64)
     monkeypatch.setattr(glyphs, "NUM_TEST", 32)
     glyphs.glyphs_split.cache_clear()
     try:
-        data, again = (GlyphsDataModule(global_batch_size=64, seed=1) for _ in range(2))
+        data, again = (GlyphsDataModule(global_batch_size=64, seed=1, num_train=320) for _ in range(2))
         for module in (data, again):
             module.setup("fit")
         assert data.image_sets["train"].images.data_ptr() == again.image_sets["train"].images.data_ptr()

@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[3]
 SMALL = (
     "recipe=claim_digits",
     "global_batch_size=600",  # two steps an epoch
+    "batch_size_per_rank=null",
+    "label_smoothing=0.0",
+    "warmup_epochs=0.5",
     "trainer.max_epochs=2",
     "trainer.log_every_n_steps=1",
     "precision=32-true",
@@ -36,6 +39,8 @@ def trial(*overrides, limits=(), objective="val/loss", **changes):
 
 
 def test_a_trial_is_repeatable_and_tested_unless_testing_is_off():
+    import sklearn.datasets  # noqa: F401  sets variables of OpenMP when it is first imported
+
     before = dict(os.environ)
     tested, untested = trial("optim.lr=4"), trial("optim.lr=4", "trainer.limit_test_batches=0")
     assert dict(os.environ) == before  # its seed and its launcher's variables are no other program's
@@ -46,6 +51,15 @@ def test_a_trial_is_repeatable_and_tested_unless_testing_is_off():
     assert tested.curve == untested.curve
     assert [fraction for fraction, _ in tested.curve] == [0.5, 1.0]
     assert tested.metrics["num_steps"] == 4
+
+
+def test_where_statistics_are_recalculated_a_trial_is_tested_with_running_ones_too():
+    once = "trainer.check_val_every_n_epoch=2"  # as in a study: else the averages would go on from recalculated values
+    plain, both = (trial("optim.lr=4", once, f"callbacks={name}") for name in ("none", "recalibrate_bn"))
+    assert both.metrics["test/acc_running"] == plain.metrics["test/acc"]  # to train needs no running statistics
+    assert both.metrics["test/acc"] != plain.metrics["test/acc"]
+    assert both.metrics["val/loss"] != plain.metrics["val/loss"]
+    assert "test/acc_running" not in plain.metrics
 
 
 @pytest.mark.long
@@ -127,7 +141,8 @@ def search(folder, *overrides):
 @pytest.mark.long
 def test_one_command_searches_and_a_second_one_runs_nothing_again(tmp_path):
     """Four rates in one worker, of which the lowest is best; then once more, in the command's own process."""
-    settings = "recipe=claim_digits global_batch_size=600 trainer.max_epochs=2 optim=sgd precision=32-true".split()
+    settings = "recipe=claim_digits global_batch_size=600 batch_size_per_rank=null callbacks=none trainer.max_epochs=2"
+    settings = f"{settings} optim=sgd precision=32-true".split()
     small = [f"trial={settings}"]
     small += ["axes.optim.lr.low=1e-2", "axes.optim.lr.high=1e37", "axes.optim.lr.num=4", "backend.num_rounds=1"]
     first = search(tmp_path, *small)
