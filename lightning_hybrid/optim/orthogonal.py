@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,7 @@ def orthogonalized_all(
             results[index] = result
     if group is None:
         return results
-    works = []
+    works: list[Any] = []  # none is None: this rank is in the group
     for owner, part in enumerate(parts):
         if not part:
             continue

@@ -103,7 +103,8 @@ class CommSetupMixin:
         sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
         if sharing and self.world_size > self._topology.num_nodes:
             nodes = [list(node) for node in self._topology.nodes]
-            self._work_group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)
+            group: Any = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)[0]
+            self._work_group = group
             for one in sharing:
                 one.work_group = self._work_group  # type: ignore[attr-defined]
 
