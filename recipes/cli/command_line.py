@@ -6,12 +6,14 @@ that was meant nor, under torchrun, once.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import io
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -55,6 +57,24 @@ SYNONYMS = {
 """Last words of keys, as the field and other trainers have them, and the words here."""
 
 
+def bridge_hydra_versions() -> None:
+    """Let Hydra 1.3 start on Python 3.14, and ignore what 1.4 says about 1.5, which our bounds leave out."""
+    for message in (
+        r"\s*The version_base parameter is deprecated",  # without it Hydra 1.3 warns
+        r"\s*register_new_resolver\(\) is deprecated",  # the new name means another function in OmegaConf 2.3
+        r"(?s)\s*hydra\.utils\.instantiate\(\) resolved .* with no",  # 1.3 would hand a whitelist to the target
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    check = getattr(argparse.ArgumentParser, "_check_help", None)
+    if check is not None and check.__module__ == "argparse":
+        # Python 3.14 looks into each help text when it is given; one of Hydra 1.3's is written only when it is shown.
+        def check_text(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
+            if action.help is None or isinstance(action.help, str):
+                check(parser, action)
+
+        argparse.ArgumentParser._check_help = check_text  # type: ignore[attr-defined]
+
+
 def read(name: str) -> None:
     """Answer a command line that asks for words alone, and refuse one that Hydra cannot compose: both end the program.
 
@@ -64,6 +84,7 @@ def read(name: str) -> None:
     """
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         return  # who asks for tracebacks gets Hydra's
+    bridge_hydra_versions()
     OmegaConf.register_new_resolver("log_handlers", lambda: ["console"], replace=True)
     OmegaConf.register_new_resolver("command", command, replace=True)
     given = get_args_parser().parse_args()

@@ -13,7 +13,6 @@ started from outside carries the launcher's own id.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -35,6 +34,7 @@ from torch.distributed import DistError
 
 from lightning_hybrid.checkpoint.file import CheckpointWriteError
 from lightning_hybrid.strategy.rendezvous import RendezvousError
+from recipes.cli.command_line import bridge_hydra_versions
 from recipes.cli.preflight import LAUNCH_VARIABLES
 from recipes.cli.usage import UsageError, command
 from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
@@ -75,7 +75,7 @@ def count_classes(root: str) -> int:
 
 def register_resolvers() -> None:
     """Register the functions that `conf` uses; before Hydra composes, and before a command is declared."""
-    _bridge_hydra_versions()
+    bridge_hydra_versions()
     resolvers: dict[str, Callable[..., Any]] = {
         "launch_id": launch_id,
         "world_from_launcher": world_from_launcher,
@@ -90,24 +90,6 @@ def register_resolvers() -> None:
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
-
-
-def _bridge_hydra_versions() -> None:
-    """Let Hydra 1.3 start on Python 3.14, and ignore what 1.4 says about 1.5, which our bounds leave out."""
-    for message in (
-        r"\s*The version_base parameter is deprecated",  # without it Hydra 1.3 warns
-        r"\s*register_new_resolver\(\) is deprecated",  # the new name means another function in OmegaConf 2.3
-        r"(?s)\s*hydra\.utils\.instantiate\(\) resolved .* with no",  # 1.3 would hand a whitelist to the target
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    check = getattr(argparse.ArgumentParser, "_check_help", None)
-    if check is not None and check.__module__ == "argparse":
-        # Python 3.14 looks into each help text when it is given; one of Hydra 1.3's is written only when it is shown.
-        def check_text(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
-            if action.help is None or isinstance(action.help, str):
-                check(parser, action)
-
-        argparse.ArgumentParser._check_help = check_text  # type: ignore[attr-defined]
 
 
 def is_rank_zero() -> bool:

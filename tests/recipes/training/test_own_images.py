@@ -24,7 +24,7 @@ def root(tmp_path):
 
 def words_of(refusal):
     """What the message says to set."""
-    return re.findall(r"Set ([^,]*?)(?: or less)?\.$", str(refusal.value))[0].split()
+    return re.findall(r"Set ([^,]*?)(?: or less)?\.$", str(refusal.value), re.MULTILINE)[0].split()
 
 
 def trained(root):
@@ -58,7 +58,9 @@ def test_a_batch_larger_than_the_set_is_refused_before_ranks_start(root):
 
 
 def test_a_set_of_ones_own_is_told_from_an_incomplete_imagenet(root):
-    with pytest.raises(InstantiationException, match=r"`num_classes` \(=1000\).*there are 2\. .*data=images"):
+    with pytest.raises(
+        (InstantiationException, ValueError), match=r"`num_classes` \(=1000\).*there are 2\. .*data=images"
+    ):
         build(configured("data=imagenet", f"data.root={root}", "model=resnet50"))
 
 
