@@ -32,16 +32,16 @@ def main(cfg: DictConfig) -> None:
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         device = launch.device_of(cfg.device)
-        updates, training = instantiate(cfg.updates), instantiate(cfg.training)
+        update_bench, training_bench = instantiate(cfg.updates), instantiate(cfg.training)
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    rows = [] if updates is None else list(updates.run(device))
-    tables = [] if updates is None else [updates.markdown(rows)]
+    rows = [] if update_bench is None else list(update_bench.run(device))
+    tables = [] if update_bench is None else [updates.markdown(rows)]
     if rows:
         rate = updates.copy_rate(device)
         tables.append(updates.floor_markdown(rows, rate))
         print("\n\n".join(tables), flush=True)
-    steps = [] if training is None else list(training.run(device))
+    steps = [] if training_bench is None else list(training_bench.run(device))
     tables += [bench_training.markdown(steps)] if steps else []
     config, folder = config_and_folder(cfg)
     content = {
