@@ -111,14 +111,14 @@ def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_enough_for_the_iteration(dtype):
-    """What runs on a GPU is bfloat16: 11 % away in norm at most, where the iteration itself is 15 % from the SVD's."""
+    """What runs on a GPU is bfloat16: 3.4 % away in norm here, where the iteration itself is 20 % from the SVD's."""
     matrix = normals(64, 147, dtype=torch.float32)
     exact = iterate(matrix)
     rough = iterate((matrix / matrix.norm()).to(dtype)).float()
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     of_iteration = (exact - left @ right).norm() / (left @ right).norm()
-    assert (rough - exact).norm() / exact.norm() < 0.15
-    assert of_iteration > 0.05
+    assert (rough - exact).norm() / exact.norm() < 0.07
+    assert of_iteration > 0.1
     assert torch.cosine_similarity(rough.flatten(), exact.flatten(), dim=0) > 0.99
 
 
