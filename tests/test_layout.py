@@ -21,7 +21,7 @@ ARROWS = {
     "flavours": {"strategy", "precision", "checkpoint"},
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
     "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
-    "planning": {"comm.stats", "comm.engine"} | OF_COMM,
+    "planning": {"comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
     "comm": set(),
     "comm.tuning": {"comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.health", "comm.stats"} | OF_COMM,
