@@ -1,0 +1,214 @@
+"""Time and memory of a pipeline's step: which micro-batch is in which stage when, under each schedule.
+
+    blocks -> cuts -> stages        pipeline/cuts.py
+    schedule                        what each rank does, in which order: `order_of`
+    timeline                        when: a forward waits for the stage before, a backward for the stage after
+
+With S ranks, v stages on each, M micro-batches of f + b seconds on a rank, even stages and free messages:
+
+    step     (M + (S - 1) / v) (f + b)
+    bubble   (S - 1) / (v M + S - 1)
+    alive    M micro-batches (gpipe), min(M, S - j) in stage j (1f1b)
+
+Sources: GPipe, Huang et al. 2018, arXiv:1811.06965; 1F1B, Narayanan et al. 2019 (PipeDream), here with a flush at the
+end of each step; interleaved, Narayanan et al. 2021, arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+from lightning_hybrid.checks import require_choice, require_whole
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+def bubble_share(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1) -> float:
+    """Compute the share of a step in which a rank waits, with even stages and messages that take no time.
+
+        (S - 1) / (v M + S - 1)
+
+    >>> [round(bubble_share(4, num_microbatches), 3) for num_microbatches in (4, 16, 64)]
+    [0.429, 0.158, 0.045]
+    """
+    return (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What one micro-batch costs in a stage.
+
+    Args:
+        forward_s: Forward; re-materialisation adds a second one to `backward_s`.
+        backward_s: Backward.
+        send_s: Until the output has reached the next stage; its gradient takes as long back.
+        kept_bytes: What forward keeps for backward.
+        gradient_s: The all-reduce of the stage's gradients over the ranks that have this stage, once per step.
+    """
+
+    forward_s: float
+    backward_s: float
+    send_s: float = 0.0
+    kept_bytes: float = 0.0
+    gradient_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTask:
+    """Forward or backward of one micro-batch in one stage; times are 0 before it is simulated."""
+
+    stage: int
+    microbatch: int
+    is_forward: bool
+    begin_s: float = 0.0
+    end_s: float = 0.0
+
+
+def order_of(
+    schedule: str, num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1
+) -> list[list[PipelineTask]]:
+    """Return what each rank does, in order. Rank r has the stages r, r + S, r + 2 S, ...
+
+    Raises:
+        ValueError: The schedule is unknown, or cannot run with these numbers.
+
+    >>> [f"{'F' if task.is_forward else 'B'}{task.microbatch}" for task in order_of("1f1b", 2, 3)[0]]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
+    require_choice("schedule", schedule, SCHEDULES, "torch's other schedules are not planned here")
+    require_whole("num_ranks", num_ranks, "ranks of a pipeline are counted")
+    require_whole("num_microbatches", num_microbatches, "micro-batches are counted")
+    require_whole("stages_per_rank", stages_per_rank, "stages of a rank are counted")
+    if schedule == "interleaved" and num_microbatches % num_ranks:
+        fitting = num_ranks * (num_microbatches // num_ranks + 1)
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) must be a multiple of a pipeline's ranks ({num_ranks}): the "
+            f"interleaved schedule goes round by so many. Set strategy.num_microbatches={fitting}."
+        )
+    if schedule != "interleaved" and stages_per_rank > 1:
+        raise ValueError(
+            f"`stages_per_rank` (={stages_per_rank}) must be 1 with schedule={schedule!r}: several stages on a rank "
+            "take turns only in the interleaved schedule. Set strategy.schedule=interleaved."
+        )
+    return [_order_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank) for rank in range(num_ranks)]
+
+
+def _order_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per_rank: int) -> list[PipelineTask]:
+    total = num_micro * per_rank
+    counts: Counter[tuple[int, bool]] = Counter()
+
+    def task(step: int, is_forward: bool) -> PipelineTask:
+        # S micro-batches go through a stage before the next stage of the rank has its turn; backward from the last.
+        turn = step // num_ranks % per_rank
+        stage = rank + num_ranks * (turn if is_forward else per_rank - 1 - turn)
+        counts[stage, is_forward] += 1
+        return PipelineTask(stage=stage, microbatch=counts[stage, is_forward] - 1, is_forward=is_forward)
+
+    behind = num_ranks - 1 - rank
+    if schedule == "gpipe":
+        ahead = total
+    elif schedule == "1f1b":
+        ahead = min(total, behind + 1)
+    else:
+        ahead = min(total, (per_rank - 1) * num_ranks + 2 * behind + 1)
+    forwards = [task(step, True) for step in range(total)]
+    backwards = [task(step, False) for step in range(total)]
+    # Some forwards ahead, then one backward, one forward, until no forward is left.
+    found = forwards[:ahead]
+    for backward, forward in zip(backwards, forwards[ahead:], strict=False):
+        found += [backward, forward]
+    return found + backwards[total - ahead :]
+
+
+def simulate_pipeline(order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> list[list[PipelineTask]]:
+    """Simulate a step; return each rank's tasks with their times.
+
+    A rank does its tasks in order, each as soon as what it needs has arrived. Messages take their time and disturb
+    nothing: sends are asynchronous.
+    """
+    ends: dict[tuple[int, int, bool], float] = {}
+    free_s, done = [0.0] * len(order), [0] * len(order)
+    found: list[list[PipelineTask]] = [[] for _ in order]
+    left = sum(map(len, order))
+    while left:
+        before = left
+        for rank, tasks in enumerate(order):
+            while done[rank] < len(tasks):
+                task = tasks[done[rank]]
+                ready_s = _arrival_s(task, loads, ends)
+                if ready_s is None:
+                    break
+                load = loads[task.stage]
+                begin_s = max(free_s[rank], ready_s)
+                end_s = begin_s + (load.forward_s if task.is_forward else load.backward_s)
+                free_s[rank] = ends[task.stage, task.microbatch, task.is_forward] = end_s
+                found[rank].append(
+                    PipelineTask(
+                        stage=task.stage,
+                        microbatch=task.microbatch,
+                        is_forward=task.is_forward,
+                        begin_s=begin_s,
+                        end_s=end_s,
+                    )
+                )
+                done[rank] += 1
+                left -= 1
+        if left == before:
+            raise ValueError("`order` must let some rank go on: all wait for one another. Take it from `order_of`.")
+    return found
+
+
+def _arrival_s(
+    task: PipelineTask, loads: Sequence[StageLoad], ends: dict[tuple[int, int, bool], float]
+) -> float | None:
+    # When what the task needs is there; None: not yet known.
+    stage, micro, last = task.stage, task.microbatch, len(loads) - 1
+    if task.is_forward:
+        if stage == 0:
+            return 0.0
+        end_s = ends.get((stage - 1, micro, True))
+        return None if end_s is None else end_s + loads[stage - 1].send_s
+    end_s = ends.get((stage, micro, True) if stage == last else (stage + 1, micro, False))
+    return None if end_s is None else end_s + (0.0 if stage == last else loads[stage].send_s)
+
+
+def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> float:
+    """Compute the time of a step, from its simulated tasks: until the last gradient of the last rank is averaged.
+
+    The gradients of a stage travel from the begin of its last backward on, one stage of a rank after another: hidden by
+    that backward, and by those of the stages before.
+    """
+    step_s = 0.0
+    for of_rank in tasks:
+        begins = {task.stage: task.begin_s for task in of_rank if not task.is_forward}  # the last of each stage
+        done_s = max(task.end_s for task in of_rank)
+        travelled_s = 0.0
+        for stage, begin_s in sorted(begins.items(), key=lambda item: item[1]):
+            travelled_s = max(travelled_s, begin_s) + loads[stage].gradient_s
+        step_s = max(step_s, done_s, travelled_s)
+    return step_s
+
+
+def waiting_share(tasks: Sequence[Sequence[PipelineTask]]) -> float:
+    """Compute the share of the time until the last task's end in which ranks do nothing, on average: the bubble."""
+    end_s = max(task.end_s for of_rank in tasks for task in of_rank)
+    busy_s = sum(task.end_s - task.begin_s for of_rank in tasks for task in of_rank)
+    return 1 - busy_s / (len(tasks) * end_s)
+
+
+def most_kept_bytes(tasks: Sequence[PipelineTask], loads: Sequence[StageLoad]) -> float:
+    """Compute the most activations that a rank keeps at once, from its tasks in order.
+
+    >>> load = StageLoad(forward_s=1, backward_s=2, kept_bytes=10)
+    >>> [most_kept_bytes(tasks, [load] * 4) for tasks in order_of("1f1b", 4, 8)]
+    [40.0, 30.0, 20.0, 10.0]
+    """
+    kept = most = 0.0
+    for task in tasks:
+        kept += loads[task.stage].kept_bytes * (1 if task.is_forward else -1)
+        most = max(most, kept)
+    return most
