@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lightning_hybrid.checks import require_choice, require_whole
 
-Precision = Literal["16-true", "bf16-true", "32-true"]
-
+HALF_PRECISIONS = ("16-true", "bf16-true")
 STATE_BYTES = {"sgd": 4, "lars": 4, "adamw": 8, "lamb": 8}
 """Optimizer state per parameter: fp32 momentum, or two fp32 moments. SGD and LARS with momentum."""
 
@@ -53,7 +51,7 @@ class StateBytes:
     rest: float = REST_BYTES
 
     @classmethod
-    def of(cls, *, precision: Precision, optimizer: str, copies_gradients: bool) -> StateBytes:
+    def of(cls, *, precision: str, optimizer: str, copies_gradients: bool) -> StateBytes:
         """Return what `HybridAllReduceStrategy` holds.
 
         Args:
@@ -69,7 +67,7 @@ class StateBytes:
         >>> round(fused.per_parameter(), 1), round(fused.per_parameter(state_share=1 / 2), 1)
         (12.1, 8.1)
         """
-        require_choice("precision", precision, ("16-true", "bf16-true", "32-true"), "of others nothing was measured")
+        require_choice("precision", precision, (*HALF_PRECISIONS, "32-true"), "of others nothing was measured")
         require_choice("optimizer", optimizer, tuple(STATE_BYTES), "the state of others is not known here")
         state = STATE_BYTES[optimizer]
         if precision == "32-true":

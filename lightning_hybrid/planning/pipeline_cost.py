@@ -1,7 +1,7 @@
 """Time and memory of a pipeline's step: which micro-batch is in which stage when, under each schedule.
 
     blocks -> cuts -> stages        pipeline/cuts.py
-    schedule                        what each rank does, in which order: `order_of`
+    schedule                        what each rank does, in which order: `schedule_tasks`
     timeline                        when: a forward waits for the stage before, a backward for the stage after
 
 With S ranks, v stages on each, M micro-batches of f + b seconds on a rank, even stages and free messages:
@@ -20,9 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 from lightning_hybrid.checks import require_choice, require_whole
-
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
@@ -68,7 +66,7 @@ class PipelineTask:
     end_s: float = 0.0
 
 
-def order_of(
+def schedule_tasks(
     schedule: str, num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1
 ) -> list[list[PipelineTask]]:
     """Return what each rank does, in order. Rank r has the stages r, r + S, r + 2 S, ...
@@ -76,7 +74,7 @@ def order_of(
     Raises:
         ValueError: The schedule is unknown, or cannot run with these numbers.
 
-    >>> [f"{'F' if task.is_forward else 'B'}{task.microbatch}" for task in order_of("1f1b", 2, 3)[0]]
+    >>> [f"{'F' if task.is_forward else 'B'}{task.microbatch}" for task in schedule_tasks("1f1b", 2, 3)[0]]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
     require_choice("schedule", schedule, SCHEDULES, "torch's other schedules are not planned here")
@@ -94,10 +92,10 @@ def order_of(
             f"`stages_per_rank` (={stages_per_rank}) must be 1 with schedule={schedule!r}: several stages on a rank "
             "take turns only in the interleaved schedule. Set strategy.schedule=interleaved."
         )
-    return [_order_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank) for rank in range(num_ranks)]
+    return [_tasks_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank) for rank in range(num_ranks)]
 
 
-def _order_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per_rank: int) -> list[PipelineTask]:
+def _tasks_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per_rank: int) -> list[PipelineTask]:
     total = num_micro * per_rank
     counts: Counter[tuple[int, bool]] = Counter()
 
@@ -158,7 +156,9 @@ def simulate_pipeline(order: Sequence[Sequence[PipelineTask]], loads: Sequence[S
                 done[rank] += 1
                 left -= 1
         if left == before:
-            raise ValueError("`order` must let some rank go on: all wait for one another. Take it from `order_of`.")
+            raise ValueError(
+                "`order` must let some rank go on: all wait for one another. Take it from `schedule_tasks`."
+            )
     return found
 
 
@@ -204,7 +204,7 @@ def most_kept_bytes(tasks: Sequence[PipelineTask], loads: Sequence[StageLoad]) -
     """Compute the most activations that a rank keeps at once, from its tasks in order.
 
     >>> load = StageLoad(forward_s=1, backward_s=2, kept_bytes=10)
-    >>> [most_kept_bytes(tasks, [load] * 4) for tasks in order_of("1f1b", 4, 8)]
+    >>> [most_kept_bytes(tasks, [load] * 4) for tasks in schedule_tasks("1f1b", 4, 8)]
     [40.0, 30.0, 20.0, 10.0]
     """
     kept = most = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -20,6 +20,8 @@ SIMULATE_KEYS: dict[str, Any] = {
     "profile": str | None,
     "update_s": NotNegative,
     "itemsize": Count,
+    "precision": Literal["16-true", "bf16-true", "32-true"],
+    "optimizer": Literal["sgd", "lars", "adamw", "lamb"],
     "plan": CommPlan,
     "algorithm": str | None,
     "cuts": list[int] | None,
@@ -37,6 +39,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "cluster.on_cuda": bool,
     "cluster.images_per_s": dict[str, Positive],
     "cluster.input_images_per_s": Positive | None,
+    "cluster.gpu_memory_bytes": Positive | None,
     "cluster.watts_per_node": Positive | None,
     "cluster.price_per_node_hour": Positive | None,
 }

@@ -17,6 +17,8 @@ from lightning_hybrid.planning.run_price import run_totals
 from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
 from recipes.cli.results import environment, write_json
 from recipes.planning.layers import flops_per_image
+from recipes.planning.memory_report import MemoryReport
+from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
 from recipes.planning.scenario import Scenario
 
@@ -38,6 +40,8 @@ class SimulationReport:
     curve: tuple[ScalingPoint, ...]
     candidates: tuple[Candidate, ...]
     num_shown: int
+    memory: MemoryReport
+    pipelines: tuple[PipelineChoice, ...]
     preset: Mapping[str, str]
     about: str
     is_own_curve: bool
@@ -54,6 +58,7 @@ class SimulationReport:
         ranks = cfg.scaling_ranks
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
+        memory = MemoryReport.of(scenario, cfg)
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(
             scenario=scenario,
@@ -61,6 +66,8 @@ class SimulationReport:
             curve=tuple(points.values()),
             candidates=() if search is None else tuple(search.run(scenario)),
             num_shown=0 if search is None else search.num_shown,
+            memory=memory,
+            pipelines=tuple(_pipelines(scenario, memory)),
             preset=preset_of(scenario, cfg, HydraConfig.get().overrides.task),
             about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
             is_own_curve=cfg.scaling_ranks is not None,
@@ -114,6 +121,9 @@ class SimulationReport:
         ]
         if self.candidates:
             lines.append(self._best_plan())
+        lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
+        if self.pipelines and self.memory.is_data_parallel_possible:
+            lines.append(what_pays(self.pipelines, outcome.step_s))
         if self.preset:
             words = " ".join(f"{key}={value}" for key, value in self.preset.items())
             lines.append(f"Not measured, but assumed by {self.about}; give yours where it differs:\n  {words}")
@@ -178,6 +188,9 @@ class SimulationReport:
             lines.append(
                 f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |"
             )
+        lines += ["", self.memory.table()]
+        if self.pipelines:
+            lines += ["", pipeline_table(self.pipelines)]
         if self.curve:
             lines += ["", curve_table(self.curve)]
         if self.candidates:
@@ -194,11 +207,19 @@ class SimulationReport:
             "steps_s": [float(step_s) for step_s in self.outcome.steps_s],
             "scaling": [asdict(point) for point in self.curve],
             "plans": [asdict(candidate) for candidate in self.candidates],
+            "memory": self.memory.numbers(),
+            "pipelines": [
+                {name: value for name, value in vars(choice).items() if name != "tasks"} for choice in self.pipelines
+            ],
         }
         write_json(folder / "simulate.json", content)
         (folder / "table.md").write_text(self.markdown() + "\n")
         to_trace(self.outcome).write(folder / "trace" / "rank-0.json", rank=0)
         self.picture().savefig(folder / "simulate.png", dpi=90)
+        if self.pipelines:
+            figure = Figure(figsize=(13, 1 + 0.4 * self.pipelines[0].num_ranks), layout="constrained")
+            draw_schedule(figure.subplots(), self.pipelines[0])
+            figure.savefig(folder / "pipeline.png", dpi=90)
 
     def picture(self) -> Figure:
         """Draw the timeline of one step, and efficiency over ranks."""
@@ -232,6 +253,13 @@ class SimulationReport:
             scaling.grid(alpha=0.3)
         scaling.set_title(self.about, fontsize=9)
         return figure
+
+
+def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]:
+    # Where nothing fits by other means, also those that compute blocks twice.
+    blocks, state, room = memory.blocks, memory.state, memory.usable_bytes
+    found = pipeline_choices(scenario, blocks, state, usable_bytes=room)
+    return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
 
 
 def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:

@@ -199,7 +199,8 @@ class TuneReport:
             f"on_cuda: {str(self.world.on_cuda).lower()}",
             "images_per_s: {} # of one rank alone, by model: yours",
         ]
-        lines += [f"{name}: null" for name in ("input_images_per_s", "watts_per_node", "price_per_node_hour")]
+        unknown = ("input_images_per_s", "gpu_memory_bytes", "watts_per_node", "price_per_node_hour")
+        lines += [f"{name}: null" for name in unknown]
         return "\n".join(lines) + "\n"
 
     def picture(self) -> Figure:

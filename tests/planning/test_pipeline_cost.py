@@ -13,8 +13,8 @@ from lightning_hybrid.planning.pipeline_cost import (
     StageLoad,
     bubble_share,
     most_kept_bytes,
-    order_of,
     pipeline_step_s,
+    schedule_tasks,
     simulate_pipeline,
     waiting_share,
 )
@@ -33,7 +33,7 @@ def even(num_stages, **more):
 def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, rounds):
     per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
     loads = even(num_ranks * per_rank)
-    tasks = simulate_pipeline(order_of(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
+    tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
     expected_s = 3 * (num_micro * per_rank + num_ranks - 1)
     assert pipeline_step_s(tasks, loads) == pytest.approx(expected_s)
     assert waiting_share(tasks) == pytest.approx(bubble_share(num_ranks, num_micro, stages_per_rank=per_rank))
@@ -50,7 +50,7 @@ def test_every_stage_does_every_micro_batch_once_after_what_it_needs(schedule, d
         StageLoad(forward_s=data.draw(times), backward_s=data.draw(times), send_s=data.draw(st.floats(0, 1)))
         for _ in range(num_ranks * per_rank)
     ]
-    tasks = simulate_pipeline(order_of(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
+    tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
     spans = {(task.stage, task.microbatch, task.is_forward): task for of_rank in tasks for task in of_rank}
     assert len(spans) == 2 * num_micro * len(loads) == sum(map(len, tasks))
     for of_rank in tasks:
@@ -73,22 +73,22 @@ def test_micro_batches_alive_are_those_that_torch_keeps():
         ("interleaved", 8, [11, 9, 7, 5]),
     ):
         per_rank = PER_RANK[schedule]
-        order = order_of(schedule, 4, num_micro, stages_per_rank=per_rank)
+        order = schedule_tasks(schedule, 4, num_micro, stages_per_rank=per_rank)
         assert [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order] == alive, (schedule, num_micro)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_pipeline_runs_at_the_pace_of_its_slowest_stage(schedule):
-    """30 micro-batches of 6 s, and at most one through the two other stages: at the begin, in the middle, at the end."""
+    """30 micro-batches of 6 s, and at most one through the two other stages."""
     loads = even(3)
     loads[1] = StageLoad(forward_s=2.0, backward_s=4.0)
-    tasks = simulate_pipeline(order_of(schedule, 3, 30), loads)
+    tasks = simulate_pipeline(schedule_tasks(schedule, 3, 30), loads)
     assert 30 * 6 + 3 <= pipeline_step_s(tasks, loads) <= 30 * 6 + 6
 
 
 def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():
     """The last stage is done first: its gradients travel while the others still work."""
-    tasks = simulate_pipeline(order_of("1f1b", 2, 4), even(2))
+    tasks = simulate_pipeline(schedule_tasks("1f1b", 2, 4), even(2))
     plain_s = pipeline_step_s(tasks, even(2))
     in_front = [even(1, gradient_s=2.5)[0], even(1)[0]]
     behind = [even(1)[0], even(1, gradient_s=2.5)[0]]
@@ -97,7 +97,7 @@ def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():
 
 
 def test_an_order_that_cannot_go_on_is_refused():
-    backward_first = [list(reversed(tasks)) for tasks in order_of("gpipe", 2, 1)]
+    backward_first = [list(reversed(tasks)) for tasks in schedule_tasks("gpipe", 2, 1)]
     with pytest.raises(ValueError, match="`order` must let some rank go on"):
         simulate_pipeline(backward_first, even(2))
 
@@ -114,4 +114,4 @@ def test_an_order_that_cannot_go_on_is_refused():
 def test_a_schedule_that_cannot_run_is_refused(call, words):
     *numbers, per_rank = call
     with pytest.raises(ValueError, match=words):
-        order_of(*numbers, stages_per_rank=per_rank)
+        schedule_tasks(*numbers, stages_per_rank=per_rank)

@@ -1,0 +1,261 @@
+"""What the planner says of memory and of pipelines, on networks whose numbers are known by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.models import AlexNetBN, ResNet, forward_flops_per_image
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.memory import MemoryNeed, StateBytes
+from recipes.planning.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
+from recipes.planning.blocks import blocks_of
+from recipes.planning.layers import layers_of, vgg16
+from recipes.planning.memory_report import MemoryReport
+from recipes.planning.parallelism import pipeline_choices, what_pays
+from recipes.planning.scenario import Scenario
+from tests.evidence.planner.known_clusters import cluster_of
+from tests.recipes.planning.test_simulate import reported, scenario
+
+STATE = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
+IMAGE = (3, 224, 224)
+
+
+def on_meta(make, **arguments):
+    with torch.device("meta"):
+        return make(**arguments)
+
+
+NETWORKS = {"resnet50": partial(on_meta, ResNet), "vgg16": partial(on_meta, vgg16)}
+
+
+@cache
+def blocks_of_known(name):
+    return tuple(blocks_of(NETWORKS[name](), IMAGE))
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
+    """The same network, forward and backward: the same bytes at the peak."""
+    small = {"depth": 18, "width": 0.125, "num_classes": 10}
+
+    def peak(network, images):
+        with LiveBytes([*network.parameters(), *network.buffers(), images]) as live:
+            network(images).sum().backward()
+        return live.peak
+
+    shape = (2, 3, 32, 32)
+    on_cpu = peak(ResNet(**small), torch.zeros(shape))
+    assert on_cpu == peak(on_meta(ResNet, **small), torch.empty(shape, device="meta"))
+    assert on_cpu > 2 * 3 * 32 * 32 * 4
+
+
+def test_a_view_is_not_counted_and_what_was_freed_no_longer():
+    with LiveBytes() as live:
+        one = torch.empty(100, device="meta")
+        view = one[:50].view(5, 10)
+        assert live.now == 400
+        del one
+        assert live.now == 400
+        del view
+        assert live.now == 0
+        torch.empty(50, device="meta")
+    assert live.peak == 400
+
+
+def test_activations_of_resnet_50_are_those_that_its_docstring_says():
+    """82 MiB per image in fp32, 30 with re-materialisation; half of it in half precision."""
+    network = on_meta(ResNet)
+    plain = step_bytes(network, IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
+    again = step_bytes(with_checkpointing(network, is_on=True), IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
+    half = step_bytes(network, IMAGE, batch_size=8, precision="16-true") / 8 / 2**20
+    assert 82 <= plain <= 1.06 * 82
+    assert 30 <= again <= 1.25 * 30  # and one block at a time, which is computed again
+    assert half == pytest.approx(plain / 2, rel=0.03)  # its normalisation keeps fp32 statistics
+    assert network.checkpoint_activations is False
+    assert has_checkpointing(network)
+    assert not has_checkpointing(nn.Linear(1, 1))
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vgg16"])
+def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
+    network, blocks = NETWORKS[name](), blocks_of_known(name)
+    numels = [parameter.numel() for parameter in network.parameters()]
+    assert sorted(numel for block in blocks for numel in block.numels) == sorted(numels)
+    assert sum(block.forward_flops for block in blocks) == forward_flops_per_image(network, IMAGE)
+    # The peak of a step has the largest gradient of a parameter too, before it is in its bucket.
+    kept = 8 * sum(block.kept_bytes for block in blocks)
+    assert kept < step_bytes(network, IMAGE, batch_size=8, precision="16-true") < 1.05 * kept + 2 * max(numels)
+
+
+def test_a_residual_block_is_whole_and_sends_one_tensor():
+    blocks = {block.name: block for block in blocks_of_known("resnet50")}
+    assert [name for name in blocks if name.startswith("layer4")] == ["layer4.0", "layer4.1", "layer4.2"]
+    assert blocks["layer4.0"].input_bytes == 1024 * 14 * 14 * 2
+    alexnet = on_meta(AlexNetBN, num_classes=1000, in_channels=3, image_size=224, stem_kernel=11, stem_stride=4)
+    fc6 = next(block for block in blocks_of(alexnet, IMAGE) if block.name == "fc6")
+    assert fc6.input_bytes == 2 * alexnet.fc6.in_features
+
+
+class Shortcut(nn.Module):
+    """A network with a connection round two of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.d(self.c(self.b(x)) + x)
+
+
+def test_no_cut_goes_through_a_shortcut():
+    """Before c both b's output and the shortcut would have to be sent; before b and before d there is one tensor."""
+    assert [block.name for block in blocks_of(on_meta(Shortcut), (6,))] == ["a", "b", "d"]
+
+
+def test_no_cut_separates_two_uses_of_a_parameter_which_is_counted_once():
+    network = on_meta(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU()))
+    assert [block.numels for block in blocks_of(network, (4, 1, 1))] == [(16, 4), (), (16, 4), ()]
+    network[2].weight = network[0].weight
+    assert [block.numels for block in blocks_of(network, (4, 1, 1))] == [(16, 4, 4), ()]
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+def report(memory_bytes, *needs, batch_size=10):
+    needs = [MemoryNeed(settings=tuple(words), state_bytes=s, activation_bytes=a, cost="c") for words, s, a in needs]
+    return MemoryReport(
+        state=STATE,
+        blocks=tuple(blocks_of(nn.Linear(4, 4), (4,))),
+        needs=tuple(needs),
+        memory_bytes=memory_bytes,
+        batch_size_per_rank=batch_size,
+    )
+
+
+ASKED, SHARED, AGAIN = ([], 60e9, 40e9), (["x=node"], 50e9, 40e9), (["y=true"], 60e9, 10e9)
+
+
+def test_what_fits_is_said_with_the_largest_batch_that_does():
+    found = report(120e9, ASKED, SHARED)
+    assert found.largest_batch == 12
+    said = found.sentence((), "GPU")
+    assert said.startswith("A GPU needs 100 GB: 60 for ")
+    assert said.endswith(
+        "40 for activations. That fits into 120 GB, of which a tenth stays free; batch_size_per_rank up to 12 does."
+    )
+
+
+def test_what_to_try_ends_with_the_first_that_fits():
+    said = report(90e9, ASKED, SHARED, AGAIN, (["z=never"], 1.0, 1.0)).sentence((), "GPU")
+    assert "That does not fit into 90 GB" in said
+    assert "Try, in this order: x=node (90 GB), y=true (70 GB, fits: c)." in said
+    assert said.endswith("Or batch_size_per_rank=5, and accumulate the rest of the global batch.")
+
+
+def test_where_nothing_fits_it_is_said():
+    found = report(10e9, ASKED, SHARED)
+    assert found.largest_batch == 0
+    assert not found.is_data_parallel_possible
+    assert found.sentence((), "rank").endswith(
+        "a smaller network or larger GPUs, as no pipeline in a node fits either."
+    )
+
+
+def test_an_unknown_device_is_asked_for():
+    assert report(None, ASKED).sentence((), "rank").endswith("give cluster.gpu_memory_bytes=<bytes>.")
+
+
+# ---- which parallelism pays ------------------------------------------------------------------------------------------
+
+
+def choices_of(found: Scenario, usable_bytes=None, **more):
+    return pipeline_choices(found, blocks_of_known("resnet50"), STATE, usable_bytes=usable_bytes, **more)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_nodes"), [("p40_roce", 1), ("p40_roce", 16), ("cloud_25gbe", 4), ("dgx_h100", 16)]
+)
+def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster, num_nodes):
+    found = scenario(cluster=cluster_of(cluster, num_nodes))
+    choices = choices_of(found)
+    assert len(choices) > 4
+    assert [choice.step_s for choice in choices] == sorted(choice.step_s for choice in choices)
+    assert what_pays(choices, found.run().step_s).startswith("Data parallelism pays: the best pipeline, of 2 ranks in")
+
+
+def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
+    """Eight layers of 4096 x 4096 on one node at 1 GB/s: 268 MB of gradients, 16 kB an image between layers."""
+    network = on_meta(lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)]))
+    slow = replace(cluster_of("p40_roce", 1), inside=Link(latency_s=0.0, bytes_per_s=1e9))
+    found = scenario(cluster=slow, layers=tuple(layers_of(network, (1, 64, 64))), images_per_s=2000.0)
+    choices = pipeline_choices(found, blocks_of(network, (1, 64, 64)), STATE, usable_bytes=None)
+    said = what_pays(choices, found.run().step_s)
+    assert said.startswith("A pipeline pays: of 8 ranks in a node (")
+    best = choices[0]
+    assert said.endswith(f"To train with it: strategy=pipeline strategy.num_stages=8 {' '.join(best.settings[2:])}.")
+    assert best.step_s >= max(64 * 8 / 2000 / 8, 0)  # no faster than its arithmetic
+    images = 8 * 64
+    assert best.sent_bytes == (4096 * 2 * images,) * 7
+
+
+def test_a_pipeline_that_needs_more_memory_than_there_is_is_left_out():
+    found = scenario(cluster=cluster_of("p40_roce", 1))
+    free = choices_of(found)
+    room = 0.5 * max(choice.most_bytes for choice in free)
+    fitting = choices_of(found, usable_bytes=room)
+    assert 0 < len(fitting) < len(free)
+    assert all(choice.most_bytes <= room for choice in fitting)
+    assert choices_of(found, usable_bytes=1e6) == []
+
+
+def test_recomputing_blocks_needs_less_memory_and_a_third_more_time():
+    found = scenario(cluster=cluster_of("p40_roce", 1))
+
+    def best(**more):
+        choices = choices_of(found, **more)
+        return next(
+            each for each in choices if (each.schedule, each.num_ranks, each.num_microbatches) == ("1f1b", 2, 16)
+        )
+
+    plain, again = best(), best(recomputes=True)
+    assert again.most_bytes < plain.most_bytes
+    assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
+    assert again.settings[-1] == "strategy.checkpoint_activations=true"
+
+
+def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
+    """Two ranks are one pipeline, in which no other rank has either stage; a second node has both once more.
+
+    A stage's million half gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
+    """
+    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, across=Link(latency_s=0.0, bytes_per_s=1e6))
+    blocks = blocks_of(on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))), (1000,))
+    found = scenario(cluster=two, batch_size_per_rank=1)
+    alone, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
+    shared, *_ = pipeline_choices(replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None)
+    assert alone.step_s < 0.1
+    assert shared.step_s == pytest.approx(2 * 2.002, rel=0.05)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_orders_what_to_try(monkeypatch):
+    ask = ["num_nodes=2", "search=null", "scaling_ranks=[]", "batch_size_per_rank=512"]
+    found = reported(monkeypatch, *ask)
+    assert "does not fit into 24 GB" in found.answer()
+    assert "strategy.shard_update=node (22.9 GB), model.checkpoint_activations=true (9.5" in found.answer()
+    assert "| as asked for " in found.markdown()
+    assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in found.answer()
