@@ -27,8 +27,8 @@ def markdown(found: list[PublishedRow]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    found = published_rows()
+def write(found: list[PublishedRow]) -> None:
+    """Print the table; write it into the folder that is the first argument, where there is one."""
     print(markdown(found))
     if len(sys.argv) > 1:
         folder = Path(sys.argv[1])
@@ -38,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write(published_rows())
