@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels, words_of
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
 from lightning_hybrid.comm.engine.stages import Job
 from lightning_hybrid.comm.health.consensus import OrderError
@@ -127,7 +127,7 @@ class InFlightBucket:
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
         chunk = (inside or waiting or self.chunks)[0]
-        return f"bucket {self.plan.index} {chunk.place} of the {self.plan.algorithm} all-reduce"
+        return f"bucket {self.plan.index} {chunk.place} of the {words_of(self.plan.algorithm)}"
 
     @property
     def is_inside(self) -> bool:
@@ -181,7 +181,7 @@ class InFlightBucket:
         what = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
         return (
             f"rank {self.chunks[0].job.topology.rank} failed on bucket {self.plan.index} in stage `{stage}` of the "
-            f"{self.plan.algorithm} all-reduce: {what}"
+            f"{words_of(self.plan.algorithm)}: {what}"
         )
 
     def release_tensors(self) -> None:

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.bucket_layout import between_nodes_form
-from lightning_hybrid.comm.engine import gloo_p2p
+from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
+from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope, Topology
 
@@ -170,13 +171,25 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     ),
 }
 
+# Not of all-reduces: what the ranks of a node send one another where they share the update.
+NODE_STAGES: dict[NodeExchange, tuple[Stage, ...]] = {
+    "node_sum": (Stage(name="add_up", scope="node", run=node_exchange.add_up_),),
+    "node_gather": (Stage(name="gather_weights", scope="node", run=node_exchange.gather_),),
+    "node_collect": (Stage(name="collect_state", scope="node", run=node_exchange.collect_),),
+}
+
+
+def stages_of(name: Any) -> tuple[Stage, ...]:
+    """Return the stages of an algorithm, or of an exchange in the node."""
+    return NODE_STAGES[name] if name in NODE_STAGES else STAGES[name]
+
 
 def group_name(stage: Stage, column: int = 0) -> str:
     """Name a stage's groups in a column; in the first one they have the name of the stage."""
     return f"{stage.name}.{column}" if column else stage.name
 
 
-def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
+def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
     """Return the scope of every stage of these algorithms by group name, from which `CommGroups` is built.
 
     `columns`: how many independent sets of groups each has.
@@ -190,7 +203,7 @@ def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
         group_name(stage, column): stage.scope
         for algorithm, num_columns in columns.items()
         for column in range(num_columns)
-        for stage in STAGES[algorithm]
+        for stage in stages_of(algorithm)
     }
 
 
