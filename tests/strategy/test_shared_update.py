@@ -64,7 +64,9 @@ def fit(optimizer, precision, shard_update, num=4, options=None, module_options=
     module = Sizes(optimizer, **(module_options or {}))
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
     strategy = HybridAllReduceStrategy(shard_update=shard_update, tune="off", **scale, **(options or {}))
-    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=1, use_distributed_sampler=False, **settings)
+    trainer = toy.trainer(
+        strategy=strategy, precision=precision, max_epochs=1, use_distributed_sampler=False, **settings
+    )
     trainer.fit(module, batches(num))
     state = trainer.optimizers[0].state_dict()["state"]
     return {
@@ -86,9 +88,9 @@ def same(one, other):
     return one == other
 
 
-def both(*args, **kwargs):
+def both(optimizer, precision, kwargs=None):
     """Whether a fit with the update shared has the bits of one without, for each thing that is compared."""
-    whole, shared = (fit(*args, shard_update=setting, **kwargs) for setting in ("off", "node"))
+    whole, shared = (fit(optimizer, precision, setting, **(kwargs or {})) for setting in ("off", "node"))
     return {name: same(whole[name], shared[name]) for name in whole}, shared["skipped"]
 
 
@@ -100,3 +102,110 @@ ALL_SAME = {"weights": True, "seen": True, "state": True, "skipped": True}
 def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, precision):
     for found, _ in two_ranks.run(both, optimizer, precision):
         assert found == ALL_SAME
+
+
+def numels_held(precision, ranks_per_node):
+    """Elements of masters and of momentum on this rank, in training and after it; and of the weights."""
+    seen = {}
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            masters = trainer.precision_plugin.masters if precision == "16-true" else None
+            seen["masters"] = sum(pair.master.numel() for pair in masters.pairs.values()) if masters else 0
+            seen["momentum"] = sum(one["momentum_buffer"].numel() for one in trainer.optimizers[0].state.values())
+
+    module = Sizes(sgd)
+    scale = {"loss_scale": 1024} if precision == "16-true" else {}
+    strategy = HybridAllReduceStrategy(shard_update="node", ranks_per_node=ranks_per_node, **scale)
+    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=1, callbacks=[Looks()])
+    trainer.fit(module, batches(2))
+    weights = sum(weight.numel() for weight in module.parameters())
+    after = sum(one["momentum_buffer"].numel() for one in trainer.optimizers[0].state.values())
+    return seen, weights, after
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precision):
+    small = sum(size for size in SIZES if size <= BLOCK)
+    found = two_ranks.run(numels_held, precision, 2)
+    large = found[0][1] - small - 8  # the layer normalisation has 8
+    for kind, others in (("masters", 0 if precision == "16-true" else None), ("momentum", 8)):
+        held = [seen[kind] for seen, _, _ in found]
+        if others is None:
+            assert held == [0, 0]
+            continue
+        assert sum(held) == large + 2 * (small + others), kind
+        assert max(held) - min(held) <= 2 * BLOCK, kind
+    assert found[0][2] == found[0][1]  # rank zero can still save whole state after the fit
+
+
+def test_overflow_in_one_part_skips_the_step_on_every_rank(two_ranks):
+    kwargs = {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 4}}
+    for found, skipped in two_ranks.run(both, sgd, "16-true", kwargs):
+        assert (found, skipped) == (ALL_SAME, 2)
+
+
+SETTINGS = {
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping by norm": {"gradient_clip_val": 0.01},
+    "clipping by value": {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_the_trainer_s_options_keep_their_bits(two_ranks, precision, settings):
+    for found, _ in two_ranks.run(both, adamw, precision, SETTINGS[settings]):
+        assert found == ALL_SAME
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(3, 3), (4, 4), (4, 2)])
+def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_node):
+    kwargs = {"options": {"ranks_per_node": ranks_per_node}}
+    for found, _ in rank_pool.ranks(world_size).run(both, sgd, "16-true", kwargs):
+        assert found == ALL_SAME
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def saved(path, precision, shard_update, *, resume=None):
+    """Train on four batches, save after two and at the end; what the files hold, and the weights."""
+    module = Sizes(adamw)
+    scale = {"loss_scale": 1024} if precision == "16-true" else {}
+    strategy = HybridAllReduceStrategy(shard_update=shard_update, **scale)
+    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=1, use_distributed_sampler=False)
+    module.on_train_batch_end = lambda *args: (
+        trainer.save_checkpoint(f"{path}/two.ckpt") if trainer.global_step == 2 else None
+    )
+    trainer.fit(module, batches(4), ckpt_path=resume)
+    trainer.save_checkpoint(f"{path}/four.ckpt")
+    files = [
+        torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("two", "four") if not resume or name == "four"
+    ]
+    keys = ("state_dict", "optimizer_states", "MasterWeightPrecision", "global_step")
+    return toy.weights(module), [{key: file.get(key) for key in keys} for file in files]
+
+
+def files_of_both(path, precision):
+    whole, shared = (saved(f"{path}/{setting}", precision, setting) for setting in ("off", "node"))
+    return same(whole, shared)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_checkpoints_are_those_of_a_whole_update(two_ranks, precision, tmp_path):
+    assert two_ranks.run(files_of_both, str(tmp_path), precision) == [True, True]
+
+
+def resumed(path, precision, first, then):
+    """A run of four batches in one go, and one that is resumed after two."""
+    weights, (_, file) = saved(f"{path}/straight", precision, "off")
+    saved(f"{path}/begun", precision, first)
+    again, (after,) = saved(f"{path}/again", precision, then, resume=f"{path}/begun/two.ckpt")
+    return same(weights, again), same(file, after)
+
+
+@pytest.mark.parametrize(("first", "then"), [("node", "node"), ("node", "off"), ("off", "node")])
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
+    assert two_ranks.run(resumed, str(tmp_path), precision, first, then) == [(True, True)] * 2

@@ -71,14 +71,12 @@ class SharedUpdate:
         num_parts, rank = len(topology.node), topology.local_rank
         found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
         large = [p for p in found if is_split(p.numel(), num_parts, BLOCK) and not has_gaps(p)]
-        for index, parameter in enumerate(large):
-            cuts = spans(parameter.numel(), num_parts, BLOCK)
-            # Round the ranks: else the same one would have the larger part of every tensor.
-            own = [cuts[(local_rank + index) % num_parts] for local_rank in range(num_parts)]
+        owned = [p for p in large if not self.has_masters or self.weights.pair_of(p) is not None]
+        for parameter, own in zip(owned, dealt([p.numel() for p in owned], num_parts), strict=True):
             pair = self.weights.pair_of(parameter)
             if pair is not None:
                 self.weights.pairs[id(parameter)] = MasterPart(pair, own, rank)
-            elif not self.has_masters:
+            else:
                 self.weights.pairs[id(parameter)] = WeightPart(parameter, own, rank)
 
     def part_pair_of(self, parameter: Tensor) -> MasterPart | WeightPart | None:
@@ -152,6 +150,22 @@ class SharedUpdate:
                 for parameter, entry in zip(parameters_of(optimizer), _entries(whole), strict=True):
                     if self.part_pair_of(parameter) is not None and entry:
                         optimizer.state[parameter] = entry
+
+
+def dealt(numels: Sequence[int], num_parts: int) -> list[list[tuple[int, int]]]:
+    """Return for each tensor the span of each rank: the longest to the rank that has least so far.
+
+    >>> dealt([3 * BLOCK, 3 * BLOCK], 2)        # three blocks are one and two: the second tensor the other way round
+    [[(16384, 49152), (0, 16384)], [(0, 16384), (16384, 49152)]]
+    """
+    held, found = [0] * num_parts, []
+    for numel in numels:
+        longest_first = sorted(spans(numel, num_parts, BLOCK), key=lambda span: span[0] - span[1])
+        least_first = sorted(range(num_parts), key=held.__getitem__)
+        of_rank = dict(zip(least_first, longest_first, strict=True))
+        held = [sum_ + of_rank[rank][1] - of_rank[rank][0] for rank, sum_ in enumerate(held)]
+        found.append([of_rank[rank] for rank in range(num_parts)])
+    return found
 
 
 def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
