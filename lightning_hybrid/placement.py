@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 BLOCK = 1 << 14
@@ -54,7 +55,7 @@ def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int
     """
     num_blocks = -(-numel // block)
     cuts = [min(numel, num_blocks * part // num_parts * block) for part in range(num_parts + 1)]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:

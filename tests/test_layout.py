@@ -95,6 +95,7 @@ def test_the_walk_sees_what_it_should():
     assert is_allowed("comm.engine.engine", "comm.plan")
     assert is_allowed("strategy.arguments", "comm.tuning.session")
     assert is_allowed("optim.lars", "optim.fused.step")
+    assert is_allowed("optim.layerwise", "placement")
     assert not is_allowed("comm.health.watchdog", "comm.engine.engine")
     assert not is_allowed("comm.stats.trace", "comm.health")
     assert not is_allowed("strategy.arguments", "planning.cluster")
