@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
 from tests import toy
 
@@ -170,15 +173,14 @@ def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_nod
 
 
 def saved(path, precision, shard_update, *, resume=None):
-    """Train on four batches, save after two and at the end; what the files hold, and the weights."""
+    """Train for two epochs of two batches, save after each; what the files hold, and the weights."""
     module = Sizes(adamw)
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
     strategy = HybridAllReduceStrategy(shard_update=shard_update, **scale)
-    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=1, use_distributed_sampler=False)
-    module.on_train_batch_end = lambda *args: (
-        trainer.save_checkpoint(f"{path}/two.ckpt") if trainer.global_step == 2 else None
-    )
-    trainer.fit(module, batches(4), ckpt_path=resume)
+    trainer = toy.trainer(strategy=strategy, precision=precision, use_distributed_sampler=False)
+    save_first = lambda: trainer.save_checkpoint(f"{path}/two.ckpt") if trainer.current_epoch == 0 else None
+    module.on_train_epoch_end = save_first
+    trainer.fit(module, batches(2), ckpt_path=resume)
     trainer.save_checkpoint(f"{path}/four.ckpt")
     files = [
         torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("two", "four") if not resume or name == "four"
@@ -209,3 +211,39 @@ def resumed(path, precision, first, then):
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
     assert two_ranks.run(resumed, str(tmp_path), precision, first, then) == [(True, True)] * 2
+
+
+# ---- LARS and LAMB -------------------------------------------------------------------------------------------------
+
+
+def layerwise(module, kind, fused, options):
+    # Every third tensor, and the normalisation, is excluded.
+    weights = list(module.weights)
+    groups = [
+        {"params": [weight for index, weight in enumerate(weights) if index % 3 != 1]},
+        {"params": [*weights[1::3], *module.norm.parameters()], "trust_ratio": False, "weight_decay": 0.0},
+    ]
+    return kind(groups, lr=0.1, weight_decay=1e-3, fused=fused, **options)
+
+
+LAYERWISE = {
+    "LARS": partial(layerwise, kind=LARS, fused=True, options={"nesterov": True}),
+    "LARS, joint": partial(layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0}),
+    "LARS, lists": partial(layerwise, kind=LARS, fused=False, options={"momentum_form": "ratio_outside"}),
+    "LAMB": partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5}),
+    "LAMB, lists": partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5}),
+}
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
+@pytest.mark.parametrize("optimizer", LAYERWISE)
+def test_trust_ratios_are_those_of_whole_tensors(two_ranks, optimizer, precision):
+    for found, _ in two_ranks.run(both, LAYERWISE[optimizer], precision):
+        assert found == ALL_SAME
+
+
+@pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
+def test_the_verdict_on_overflow_travels_with_the_norms(two_ranks, optimizer):
+    kwargs = {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}
+    for found, skipped in two_ranks.run(both, LAYERWISE[optimizer], "16-true", kwargs):
+        assert (found, skipped) == (ALL_SAME, 2)
