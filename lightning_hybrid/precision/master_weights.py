@@ -61,6 +61,10 @@ class MasterPair:
         """Give the master the values of a tensor as large as `low`."""
         self.master.copy_(self.part_of(value))
 
+    def load_(self, value: Tensor) -> None:
+        """Give the master the values of a state dict."""
+        self.take_(value)
+
     @torch.no_grad()
     def gradient_fp32(self) -> Tensor:
         """Return the low tensor's gradient in fp32."""

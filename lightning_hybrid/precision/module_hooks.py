@@ -28,7 +28,7 @@ class Pair(Protocol):
     def whole(self) -> Tensor:
         """Return the value in fp32."""
 
-    def take_(self, value: Tensor) -> None:
+    def load_(self, value: Tensor) -> None:
         """Give the master a value."""
 
 
@@ -139,7 +139,7 @@ def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
         value = state.get(prefix + name)
         if pair is not None and isinstance(value, Tensor) and value.shape == pair.low.shape:
             pair.absorb_outside_writes_()
-            pair.take_(value)
+            pair.load_(value)
 
 
 def _enter_step(link: _Link, module: nn.Module, args: Any) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
 from tests import toy
@@ -178,8 +179,7 @@ def saved(path, precision, shard_update, *, resume=None):
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
     strategy = HybridAllReduceStrategy(shard_update=shard_update, **scale)
     trainer = toy.trainer(strategy=strategy, precision=precision, use_distributed_sampler=False)
-    save_first = lambda: trainer.save_checkpoint(f"{path}/two.ckpt") if trainer.current_epoch == 0 else None
-    module.on_train_epoch_end = save_first
+    module.on_train_epoch_end = lambda: trainer.current_epoch or trainer.save_checkpoint(f"{path}/two.ckpt")
     trainer.fit(module, batches(2), ckpt_path=resume)
     trainer.save_checkpoint(f"{path}/four.ckpt")
     files = [
@@ -247,3 +247,40 @@ def test_the_verdict_on_overflow_travels_with_the_norms(two_ranks, optimizer):
     kwargs = {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}
     for found, skipped in two_ranks.run(both, LAYERWISE[optimizer], "16-true", kwargs):
         assert (found, skipped) == (ALL_SAME, 2)
+
+
+# ---- callbacks -----------------------------------------------------------------------------------------------------
+
+
+class AsIsThere(pl.callbacks.EMAWeightAveraging):
+    """Lightning's own average."""
+
+
+def averages(shard_update, ema, path):
+    """Weights after the fit, what validation saw, and the weights in a file."""
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            seen.append([weight.detach().clone() for weight in pl_module.parameters()])
+
+    module = Sizes(sgd)
+    module.validation_step = lambda batch, batch_idx: None
+    strategy = HybridAllReduceStrategy(shard_update=shard_update, loss_scale=1024)
+    trainer = toy.trainer(
+        strategy=strategy, precision="16-true", callbacks=[Looks(), ema(decay=0.75)], num_sanity_val_steps=0
+    )
+    module.on_train_epoch_end = lambda: trainer.save_checkpoint(f"{path}/ema.ckpt")
+    trainer.fit(module, batches(2), batches(1))
+    file = torch.load(f"{path}/ema.ckpt", weights_only=True)
+    return toy.weights(module), seen, file["state_dict"], file["current_model_state"]
+
+
+def averages_of_both(ema, path):
+    return [same(*pair) for pair in zip(averages("off", ema, path), averages("node", ema, path), strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
+@pytest.mark.parametrize("ema", [MasterWeightAveraging, AsIsThere])
+def test_averages_of_parts_are_those_of_whole_masters(two_ranks, ema, tmp_path):
+    assert two_ranks.run(averages_of_both, ema, str(tmp_path)) == [[True] * 4] * 2

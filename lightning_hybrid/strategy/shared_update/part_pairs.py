@@ -86,8 +86,8 @@ class MasterPart(_PartPair):
         return self.low.detach().float() if self.collected is None else self.collected
 
     @torch.no_grad()
-    def take_(self, value: Tensor) -> None:
-        """Take this rank's elements of a value. The parameter's own, rounded, changes nothing."""
+    def load_(self, value: Tensor) -> None:
+        """Take this rank's elements of a state dict. What such a one has of the parameter, rounded, changes nothing."""
         new, low = self.part_of(value).to(self.master), self.part_of(self.low)
         is_own = (new == low.float()) & (low == self.master.to(low.dtype))
         torch.where(is_own, self.master, new, out=self.master)
