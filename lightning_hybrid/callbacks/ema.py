@@ -53,9 +53,9 @@ class MasterWeightAveraging(EMAWeightAveraging):
             self._device = given
         if stage == "fit":
             self._is_handed_over = False
-            assert self._average_model is not None
-            self._average_model.__class__ = AverageOfMasters
-            self._average_model.gathers_at_update = False  # here it is read now and then
+            average: Any = self._average_model
+            average.__class__ = AverageOfMasters
+            average.gathers_at_update = False  # here it is read now and then
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

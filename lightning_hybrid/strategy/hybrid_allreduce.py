@@ -174,6 +174,7 @@ class HybridAllReduceMixin(
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
+            **({} if self._shared is None else self._shared.placement),
         )
 
     @property

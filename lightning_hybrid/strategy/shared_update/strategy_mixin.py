@@ -68,7 +68,7 @@ class SharedUpdate:
                 self._direct_steps.append(DirectSteps(optimizer, self._called_by_user, lambda: step.is_running))
 
     def _cut_parameters(self, topology: Topology) -> None:
-        num_parts, rank = len(topology.node), topology.local_rank
+        self._place = rank, num_parts = topology.local_rank, len(topology.node)
         found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
         large = [p for p in found if is_split(p.numel(), num_parts, BLOCK) and not has_gaps(p)]
         owned = [p for p in large if not self.has_masters or self.weights.pair_of(p) is not None]
@@ -83,6 +83,12 @@ class SharedUpdate:
         """Return the pair of a parameter that is cut into parts; None for others."""
         pair = self.weights.pair_of(parameter)
         return pair if isinstance(pair, MasterPart | WeightPart) else None
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """The fields of `RunStatus` that say what this rank has of each parameter."""
+        pairs = {key: pair for key, pair in self.weights.pairs.items() if isinstance(pair, MasterPart | WeightPart)}
+        return {"parts": {key: pair.part for key, pair in pairs.items()}, "place_in_node": self._place}
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on the parts of parameters without masters, and gather the parameters."""
