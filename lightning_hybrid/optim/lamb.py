@@ -156,14 +156,9 @@ class LAMB(LayerwiseOptimizer):
 
     def _taken_gradients(self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
         # All parts' moments before the first update: the norms of their updates take one sum over ranks.
-        steps = self._take(group, [param], [grad])
-        self._part_steps[param] = steps[0]
-        if not group["trust_ratio"]:
-            return []
-        blocks = in_blocks([param], *self.state_lists([param], "exp_avg", "exp_avg_sq"))
-        updates = (lamb_updates(some, means, squares, steps, group=group)[0] for some, means, squares in blocks)
-        of_updates = ShardedVector(part=part, pieces=updates, is_in_blocks=not is_together(group, param))
-        return [ShardedVector(part=part, pieces=[param]), of_updates]
+        (self._part_steps[param],) = self._take(group, [param], [grad])
+        moments = [self.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
+        return lamb_vectors(param, moments, part, group=group, step=self._part_steps[param])
 
     def _take(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[float | Tensor]:
         """Count the step, and take the gradients into both moments."""
@@ -263,6 +258,18 @@ def lamb_updates(
     if group["weight_decay"] != 0:
         torch._foreach_add_(updates, as_dtype(params, updates[0].dtype), alpha=group["weight_decay"])
     return updates
+
+
+def lamb_vectors(
+    param: Tensor, moments: Sequence[Tensor], part: Part, *, group: dict[str, Any], step: float | Tensor
+) -> list[ShardedVector]:
+    """Return the vectors w and u of a part, whose norms make its trust ratio; none where that is off."""
+    if not group["trust_ratio"]:
+        return []
+    blocks = in_blocks([param], *([moment] for moment in moments))
+    updates = (lamb_updates(some, means, squares, [step], group=group)[0] for some, means, squares in blocks)
+    of_updates = ShardedVector(part=part, pieces=updates, is_in_blocks=not is_together(group, param))
+    return [ShardedVector(part=part, pieces=[param]), of_updates]
 
 
 def lamb_(

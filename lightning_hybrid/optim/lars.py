@@ -191,14 +191,7 @@ class LARS(LayerwiseOptimizer, OrthogonalStep):
     def _vectors(self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
         if group["direction"] == "orthogonal":
             refuse_part(part)
-        if not group["trust_ratio"]:
-            return []
-        weight = ShardedVector(part=part, pieces=[param])
-        if group["denominator"] == "sum":
-            return [weight, ShardedVector(part=part, pieces=[grad])]
-        blocks, scaling = in_blocks([param], [grad]), self._scaling.to(param.device)
-        directions = (decayed_gradients(*block, group=group, scaling=scaling)[0] for block in blocks)
-        return [weight, ShardedVector(part=part, pieces=directions, is_in_blocks=not is_together(group, param))]
+        return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if group["direction"] == "orthogonal":
@@ -223,6 +216,19 @@ class LARS(LayerwiseOptimizer, OrthogonalStep):
 
     def _new_fused(self) -> FusedLars:
         return FusedLars()
+
+
+def lars_vectors(
+    param: Tensor, grad: Tensor, part: Part, *, group: dict[str, Any], scaling: GradScaling = UNSCALED
+) -> list[ShardedVector]:
+    """Return the vectors whose norms `lars_ratios` takes for a part; none where the trust ratio is off."""
+    if not group["trust_ratio"]:
+        return []
+    weight = ShardedVector(part=part, pieces=[param])
+    if group["denominator"] == "sum":
+        return [weight, ShardedVector(part=part, pieces=[grad])]
+    directions = (decayed_gradients(*block, group=group, scaling=scaling)[0] for block in in_blocks([param], [grad]))
+    return [weight, ShardedVector(part=part, pieces=directions, is_in_blocks=not is_together(group, param))]
 
 
 def lars_ratios(

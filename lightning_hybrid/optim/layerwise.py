@@ -265,11 +265,10 @@ class LayerwiseOptimizer(Optimizer):
         }
         given = self._scaling.found_inf
         flag = torch.zeros((), device=next(iter(self.parts or ())).device) if given is None else given
-        norms, found_inf = norms_over_ranks([one for some in vectors.values() for one in some], flag, self.add_up_)
+        norms, found_inf = norms_over_ranks(vectors, flag, self.add_up_)
         if given is not None:
             self._scaling, self.last_found_inf = replace(self._scaling, found_inf=found_inf), found_inf
-        found = iter(norms)
-        return {param: [next(found).to(param.device) for _ in some] for param, some in vectors.items()}
+        return norms
 
     def _whole_norms(self, params: list[Tensor]) -> list[Tensor] | None:
         # `_batches` puts parts and whole tensors apart: all of these are parts, or none is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,8 @@ class ShardedVector:
 
 
 def norms_over_ranks(
-    vectors: Sequence[ShardedVector], found_inf: Tensor, add_up_: Callable[[Tensor], None]
-) -> tuple[list[Tensor], Tensor]:
+    vectors: Mapping[Tensor, Sequence[ShardedVector]], found_inf: Tensor, add_up_: Callable[[Tensor], None]
+) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
     """Compute the norms of whole vectors, and whether any rank has found an inf or nan, in one call of `add_up_`.
 
     Every rank that holds parts must call it, with vectors in the same order; afterwards all hold the same bits.
@@ -40,18 +40,22 @@ def norms_over_ranks(
     tensor they differ by this order only: by 1e-15, or on an accelerator, where torch sums otherwise, by 1e-6.
 
     Args:
-        vectors: May be none.
+        vectors: Of each parameter with a part, some or none.
         found_inf: 0-dim; above 0 where this rank has found one.
         add_up_: Adds a float64 tensor over the ranks, in place.
 
     Returns:
-        Norms, float64 and 0-dim, and 1.0 or 0.0, float32 and 0-dim, on the device of `found_inf`.
+        The norms of each parameter's vectors, float64 and 0-dim, on its device; and 1.0 or 0.0, float32 and 0-dim, on
+        the device of `found_inf`.
     """
-    squares = [_own_squares(vector).to(found_inf.device, non_blocking=True) for vector in vectors]
-    message = torch.cat([found_inf.double().view(1), *squares])
+    squares = [_own_squares(vector) for some in vectors.values() for vector in some]
+    own = [found_inf.double().view(1), *(one.to(found_inf.device, non_blocking=True) for one in squares)]
+    message = torch.cat(own)
     add_up_(message)
-    flag, *squares = message.split([1, *map(len, squares)])
-    return [one.sum().sqrt() for one in squares], (flag.view(()) > 0).float()
+    flag, *added = message.split([len(one) for one in own])
+    norms = iter([one.sum().sqrt() for one in added])
+    of_params = {param: [next(norms).to(param.device) for _ in some] for param, some in vectors.items()}
+    return of_params, (flag.view(()) > 0).float()
 
 
 def _own_squares(vector: ShardedVector) -> Tensor:

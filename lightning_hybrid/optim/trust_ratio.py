@@ -105,6 +105,7 @@ def block_squares(tensor: Tensor, block: int, *, num_in_rows: int) -> Tensor:
 
 def _row_squares(tensor: Tensor, row: int, dtype: torch.dtype) -> Tensor:
     num = tensor.numel() // row * row
+    dtype = torch.promote_types(dtype, tensor.dtype)
     norms = torch.linalg.vector_norm(tensor[:num].view(-1, row), dim=1, dtype=dtype)
     if num < tensor.numel():
         norms = torch.cat([norms, torch.linalg.vector_norm(tensor[num:], dtype=dtype).view(1)])

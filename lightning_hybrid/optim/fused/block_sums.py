@@ -15,8 +15,8 @@ class BlockSums:
     """The sums of the blocks of a tensor group, of parts and of all that ranks hold together.
 
         own (2, blocks here)      the passes write sums(w * w), sums(g * g): of this rank's parts and whole tensors
-        message()                 (2, blocks of the wholes): `own` at its places, zeros elsewhere and for whole tensors
-        take(message)             the message, added over ranks -> `whole`
+        message()                 (2, blocks): `own` at its places, zeros for the blocks of other ranks
+        take(message)             the message, added over ranks -> `whole`; of whole tensors `own`: all ranks have it
         whole (2, blocks)         what one rank with all tensors would have: added up in the same order, the same bits
 
     0 + x is x: whichever order ranks are added in, no bit is rounded.
@@ -32,26 +32,23 @@ class BlockSums:
         numels = [param.numel() if part is None else part.numel for param, part in zip(params, parts, strict=True)]
         self.num_blocks = [-(-numel // block) for numel in numels]
         firsts = list(itertools.accumulate(self.num_blocks, initial=0))
-        places, is_part = list[int](), list[bool]()
+        places = list[int]()
         for param, part, first in zip(params, parts, firsts, strict=False):
-            begin, num = 0 if part is None else -(-part.begin // block), -(-param.numel() // block)
-            places += range(first + begin, first + begin + num)
-            is_part += [part is not None] * num
+            begin = first if part is None else first + -(-part.begin // block)
+            places += range(begin, begin + -(-param.numel() // block))
         self.first_of = firsts
         self._own = own
         self._places = torch.tensor(places, dtype=torch.int64, device=own.device)
-        self._is_part = torch.tensor(is_part, dtype=torch.bool, device=own.device)
         self.whole = torch.zeros(2, firsts[-1], dtype=own.dtype, device=own.device)
 
     def message(self) -> Tensor:
-        """Return the sums of this rank's parts, with zeros for the parts of others: float64, (2, blocks)."""
-        # A selection and not a product: 0 * inf is nan.
-        own = torch.where(self._is_part, self._own, 0.0)
-        return torch.zeros_like(self.whole, dtype=torch.float64).index_copy_(1, self._places, own.double())
+        """Return this rank's sums, with zeros for the blocks of others: float64, (2, blocks)."""
+        return torch.zeros_like(self.whole, dtype=torch.float64).index_copy_(1, self._places, self._own.double())
 
     def take(self, message: Tensor) -> None:
-        """Take the message as added over ranks, and the sums of whole tensors, which are not in it."""
+        """Take the message as added over ranks."""
         self.whole.copy_(message)
+        # Each rank has added the sums of whole tensors: they count once.
         self.whole.index_copy_(1, self._places, self._own)
 
 
