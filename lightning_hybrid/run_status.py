@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.placement import Part
@@ -28,6 +31,8 @@ class RunStatus:
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
     parts: Mapping[int, Part] = field(default_factory=dict)  # by id of a parameter: what this rank has of it to update
     place_in_node: tuple[int, int] = (0, 1)  # where parts are shared: local rank, ranks; equal ones have the same parts
+    # While it is entered with an optimizer, that has what this rank updates in place of the parameters.
+    update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -88,7 +88,21 @@ class SharedUpdate:
     def placement(self) -> dict[str, Any]:
         """The fields of `RunStatus` that say what this rank has of each parameter."""
         pairs = {key: pair for key, pair in self.weights.pairs.items() if isinstance(pair, MasterPart | WeightPart)}
-        return {"parts": {key: pair.part for key, pair in pairs.items()}, "place_in_node": self._place}
+        parts = {key: pair.part for key, pair in pairs.items()}
+        return {"parts": parts, "place_in_node": self._place, "update_context": self.parts_with_gradients}
+
+    @contextmanager
+    def parts_with_gradients(self, optimizer: Optimizer) -> Iterator[None]:
+        """Put what this rank updates into the optimizer, to be looked at."""
+        pairs = self.weights.of(optimizer)
+        for pair in pairs:
+            pair.master.grad = None if pair.low.grad is None else pair.part_of(pair.low.grad)
+        try:
+            with self.weights.swapped_in(optimizer):
+                yield
+        finally:
+            for pair in pairs:
+                pair.master.grad = None
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on the parts of parameters without masters, and gather the parameters."""
