@@ -87,10 +87,9 @@ class MasterPart(_PartPair):
 
     @torch.no_grad()
     def load_(self, value: Tensor) -> None:
-        """Take this rank's elements of a state dict. What such a one has of the parameter, rounded, changes nothing."""
-        new, low = self.part_of(value).to(self.master), self.part_of(self.low)
-        is_own = (new == low.float()) & (low == self.master.to(low.dtype))
-        torch.where(is_own, self.master, new, out=self.master)
+        """Take this rank's elements of a state dict; one that has the rounded values of `whole` changes nothing."""
+        if not torch.equal(self.part_of(value).to(self.low.device), self.part_of(self.low).float()):
+            self.take_(value)
 
 
 class WeightPart(_PartPair):
