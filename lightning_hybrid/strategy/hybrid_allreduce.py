@@ -244,7 +244,8 @@ class HybridAllReduceMixin(
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
+        self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
+        self.model.register_comm_hook(self._hook_state, average_bucket)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 

@@ -17,6 +17,25 @@ from tests.strategy.shared import SIZES, Sizes, adamw, batches, both, same, sgd
 ALL_SAME = {"weights": True, "seen": True, "state": True, "skipped": True}
 
 
+def layerwise(module, kind, fused, options):
+    # Every third tensor, and the normalisation, is excluded.
+    weights = list(module.weights)
+    groups = [
+        {"params": [weight for index, weight in enumerate(weights) if index % 3 != 1]},
+        {"params": [*weights[1::3], *module.norm.parameters()], "trust_ratio": False, "weight_decay": 0.0},
+    ]
+    return kind(groups, lr=0.1, weight_decay=1e-3, fused=fused, **options)
+
+
+LAYERWISE = {
+    "LARS": partial(layerwise, kind=LARS, fused=True, options={"nesterov": True}),
+    "LARS, joint": partial(layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0}),
+    "LARS, lists": partial(layerwise, kind=LARS, fused=False, options={"momentum_form": "ratio_outside"}),
+    "LAMB": partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5}),
+    "LAMB, lists": partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5}),
+}
+
+
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, precision):
@@ -86,6 +105,61 @@ def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_nod
         assert found == ALL_SAME
 
 
+# ---- gradients that are averaged for their owners alone -------------------------------------------------------------
+
+
+class CountsScattered(pl.Callback):
+    """How many buckets of the last steps went to their owners alone."""
+
+    def __init__(self):
+        self.num = 0
+
+    def on_train_batch_start(self, trainer, *args):
+        scatter = trainer.strategy._shared.scatter if trainer.strategy._shared else None
+        if scatter is not None:
+            self.num = sum(packing is not None for packing in scatter._packings.values())
+
+
+def scattered(optimizer, precision, kwargs, options):
+    found, skipped = both(optimizer, precision, kwargs | {"options": options})
+    counts = CountsScattered()
+    fit(optimizer, precision, "node", **kwargs, options=options, callbacks=[counts])
+    return found, skipped, counts.num
+
+
+SMALL_BUCKETS = {"algorithm": "two_level", "bucket_bytes": 64 * 1024}
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (3, 3), (4, 2)])
+def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, world_size, ranks_per_node):
+    options = SMALL_BUCKETS | {"ranks_per_node": ranks_per_node}
+    for found, _, num in rank_pool.ranks(world_size).run(scattered, LAYERWISE["LARS"], "16-true", {}, options):
+        assert found == ALL_SAME
+        assert num >= 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "kwargs"),
+    [
+        ("LAMB", "bf16-true", {"accumulate_grad_batches": 2}),
+        ("LAMB, lists", "32-true", {}),
+        ("LARS", "16-true", {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}),
+    ],
+)
+def test_and_with_every_precision_accumulation_and_overflow(two_ranks, optimizer, precision, kwargs):
+    for found, skipped, num in two_ranks.run(scattered, LAYERWISE[optimizer], precision, kwargs, SMALL_BUCKETS):
+        assert found == ALL_SAME
+        assert num >= 2
+        assert skipped == (2 if "num" in kwargs else 0)
+
+
+@pytest.mark.parametrize("kwargs", [{"gradient_clip_val": 0.01}, {}], ids=["clipping", "SGD in halves"])
+def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
+    optimizer = LAYERWISE["LARS"] if kwargs else sgd
+    for found, _, num in two_ranks.run(scattered, optimizer, "16-true", kwargs, SMALL_BUCKETS):
+        assert (found, num) == (ALL_SAME, 0)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -130,25 +204,6 @@ def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, the
 
 
 # ---- LARS and LAMB -------------------------------------------------------------------------------------------------
-
-
-def layerwise(module, kind, fused, options):
-    # Every third tensor, and the normalisation, is excluded.
-    weights = list(module.weights)
-    groups = [
-        {"params": [weight for index, weight in enumerate(weights) if index % 3 != 1]},
-        {"params": [*weights[1::3], *module.norm.parameters()], "trust_ratio": False, "weight_decay": 0.0},
-    ]
-    return kind(groups, lr=0.1, weight_decay=1e-3, fused=fused, **options)
-
-
-LAYERWISE = {
-    "LARS": partial(layerwise, kind=LARS, fused=True, options={"nesterov": True}),
-    "LARS, joint": partial(layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0}),
-    "LARS, lists": partial(layerwise, kind=LARS, fused=False, options={"momentum_form": "ratio_outside"}),
-    "LAMB": partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5}),
-    "LAMB, lists": partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5}),
-}
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])

@@ -176,12 +176,15 @@ class CommEngine:
         is_last: bool = False,
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
         exchange: NodeExchange | None = None,
+        keeps_shard: bool = False,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
         `exchange`: what the ranks of a node do with `flat` instead of an all-reduce, see `node_exchange`.
+        `keeps_shard`: of `flat`, cut as `planned` says and each chunk into as many equal shards as the node has ranks,
+        this rank gets its own shards alone; only where `two_level` carries it.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -195,15 +198,19 @@ class CommEngine:
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
                 "contiguous: it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
-        plan, traffic = self._planned(bucket_index, flat, exchange)
+        plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
+        new_job = self._new_job
+        if keeps_shard:
+            bucket.keeps_shard, bucket.traffic = True, replace(traffic, inside=traffic.inside / 2)  # no gather
+            new_job = partial(new_job, keeps_shard=True)
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
-                self._carrier.split(bucket, self._new_job, self._record(bucket))
+                self._carrier.split(bucket, new_job, self._record(bucket))
                 self._latch.in_flight[bucket] = None  # before it can fail or end
                 self._carrier.accept(bucket)
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
@@ -217,14 +224,20 @@ class CommEngine:
             bucket.contents = f"order/{self._order.num_submitted}", text
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 
-    def _planned(self, index: int, flat: Tensor, exchange: NodeExchange | None) -> tuple[BucketPlan, Traffic]:
+    def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
+        """Return how a tensor would be carried."""
+        return self._planned(bucket_index, numel, dtype, None)[0]
+
+    def _planned(
+        self, index: int, numel: int, dtype: torch.dtype, exchange: NodeExchange | None
+    ) -> tuple[BucketPlan, Traffic]:
         # Decided once: it runs in every step, in the thread of backward.
-        key = (index, flat.numel(), flat.dtype, exchange)
+        key = (index, numel, dtype, exchange)
         if key not in self._buckets:
-            numel, num_bytes, topology = flat.numel(), flat.numel() * flat.element_size(), self.topology
-            dtype, narrow = str(flat.dtype).removeprefix("torch."), self.dtype_across_nodes
+            num_bytes, topology, narrow = numel * dtype.itemsize, self.topology, self.dtype_across_nodes
+            name = str(dtype).removeprefix("torch.")
             plan = self.plan.bucket(
-                index=index, numel=numel, dtype=dtype, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
+                index=index, numel=numel, dtype=name, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
             )
             if exchange is not None:
                 plan = replace(plan, algorithm=exchange, num_chunks=1)  # type: ignore[arg-type]

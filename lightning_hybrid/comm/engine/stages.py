@@ -50,6 +50,7 @@ class Job:
     topology: Topology
     dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
     shard: Tensor | None = None  # this rank's part of it between two-level stages
+    keeps_shard: bool = False  # two-level stops before the gather: the shard stays in its place in `flat`
     by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
 
 
@@ -144,6 +145,10 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     shard, job.shard = job.shard, None  # its memory is free after this stage
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
+    if job.keeps_shard:
+        if job.by_backend:
+            job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
+        return
     if not job.by_backend:
         gloo_p2p.gather_parts_(job.flat, group)
         return

@@ -12,13 +12,18 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, Topology
+from lightning_hybrid.comm import CommEngine, HookState, Topology
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.placement import BLOCK, is_split, spans
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.optimizer_protocol import DirectSteps
+from lightning_hybrid.precision.optimizer_protocol import (
+    DirectSteps,
+    grads_are_observed,
+    supports_fused_master_step,
+)
 from lightning_hybrid.precision.skipped_steps import parameters_of
+from lightning_hybrid.strategy.shared_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shared_update.optimizer_state import collected_state_dict, cut, cut_state_dict
 from lightning_hybrid.strategy.shared_update.part_exchange import PartExchange
 from lightning_hybrid.strategy.shared_update.part_pairs import MasterPart, WeightPart, WeightParts, has_gaps
@@ -51,6 +56,7 @@ class SharedUpdate:
         self._optimizers = list(optimizers)
         self._cut_parameters(engine.topology)
         self.weights.gather_ = self.exchange.gather_
+        self.scatter: GradientScatter | None = None
         for optimizer in self._optimizers:
             for parameter in parameters_of(optimizer):
                 pair = self.part_pair_of(parameter)
@@ -83,6 +89,35 @@ class SharedUpdate:
         """Return the pair of a parameter that is cut into parts; None for others."""
         pair = self.weights.pair_of(parameter)
         return pair if isinstance(pair, MasterPart | WeightPart) else None
+
+    def scatter_gradients(self, state: HookState, *, is_possible: bool) -> None:
+        """Let buckets be averaged for their owners alone, in steps in which nothing looks at gradients."""
+        engine = state.engine
+        assert engine is not None
+        is_plain = state.comm_dtype is None and isinstance(engine.dtype_across_nodes, torch.dtype | None)
+        self.scatter = GradientScatter(engine, self.part_pair_of, is_possible=is_possible and is_plain)
+        state.scatter = self.scatter
+
+    def is_unobserved(self, module: Any) -> bool:
+        """Return whether nothing but the update looks at gradients, which then is right on parts of them."""
+        device = next(iter(self.weights.pairs.values())).low.device if self.weights.pairs else torch.device("cpu")
+        return module.automatic_optimization and not any(
+            grads_are_observed(one, module) or (self.has_masters and not supports_fused_master_step(one, device))
+            for one in self._optimizers
+        )
+
+    def refuse_late_observers(self, module: Any) -> None:
+        """Check before a step that nothing looks at gradients now that were averaged for their owners alone.
+
+        Raises:
+            RuntimeError: something does.
+        """
+        if self.scatter is not None and self.scatter.is_on and not self.is_unobserved(module):
+            raise RuntimeError(
+                "`shard_update` (='node') has averaged the gradients of this step for their owners alone, and since "
+                "its batch began clipping, a hook or a step hook of the optimizer is there that looks at them. Register it "
+                "before training starts, or between two batches."
+            )
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -204,6 +239,8 @@ class SharedUpdateMixin:
     optimizers: list[Optimizer]
     precision_plugin: Any
     lightning_module: Any
+    _ddp_kwargs: dict[str, Any]
+    _hook_state: HookState
     root_device: torch.device
 
     def _check_sharing(self) -> bool:
@@ -224,6 +261,15 @@ class SharedUpdateMixin:
         refuse_optimizers(self.optimizers)
         assert self._engine is not None
         self._shared = SharedUpdate(self._engine, masters, self.optimizers, self.root_device)
+        # It looks for unused parameters on its own, in gradients that are then not averages everywhere.
+        is_possible = not self._ddp_kwargs.get("find_unused_parameters", False)
+        self._shared.scatter_gradients(self._hook_state, is_possible=is_possible)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start a batch as DDP; decide whether gradients are averaged for their owners alone."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self._shared is not None and self._shared.scatter is not None:
+            self._shared.scatter.turn(self._shared.is_unobserved(self.lightning_module))
 
     def _end_sharing(self, ended_by: BaseException | None) -> None:
         shared, self._shared = self._shared, None
@@ -239,6 +285,8 @@ class SharedUpdateMixin:
         **kwargs: Any,
     ) -> Any:
         """Step as DDP; where parameters have no masters, on their parts."""
+        if self._shared is not None:
+            self._shared.refuse_late_observers(self.lightning_module)
         if self._shared is None or self._shared.has_masters:
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         # The closure has whole parameters and gradients, as clipping and hooks; only the update itself has parts.
