@@ -121,9 +121,8 @@ class CountsScattered(pl.Callback):
 
 
 def scattered(optimizer, precision, kwargs, options):
-    found, skipped = both(optimizer, precision, kwargs | {"options": options})
     counts = CountsScattered()
-    fit(optimizer, precision, "node", **kwargs, options=options, callbacks=[counts])
+    found, skipped = both(optimizer, precision, kwargs | {"options": options, "callbacks": [counts]})
     return found, skipped, counts.num
 
 

@@ -115,8 +115,8 @@ class SharedUpdate:
         if self.scatter is not None and self.scatter.is_on and not self.is_unobserved(module):
             raise RuntimeError(
                 "`shard_update` (='node') has averaged the gradients of this step for their owners alone, and since "
-                "its batch began clipping, a hook or a step hook of the optimizer is there that looks at them. Register it "
-                "before training starts, or between two batches."
+                "its batch began clipping, a hook or a step hook of the optimizer is there that looks at them. "
+                "Register it before training starts, or between two batches."
             )
 
     @property
