@@ -134,7 +134,7 @@ def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, world_size, rank
     options = SMALL_BUCKETS | {"ranks_per_node": ranks_per_node}
     for found, _, num in rank_pool.ranks(world_size).run(scattered, LAYERWISE["LARS"], "16-true", {}, options):
         assert found == ALL_SAME
-        assert num >= 2
+        assert num >= 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, world_size, rank
 def test_and_with_every_precision_accumulation_and_overflow(two_ranks, optimizer, precision, kwargs):
     for found, skipped, num in two_ranks.run(scattered, LAYERWISE[optimizer], precision, kwargs, SMALL_BUCKETS):
         assert found == ALL_SAME
-        assert num >= 2
+        assert num >= 1
         assert skipped == (2 if "num" in kwargs else 0)
 
 
