@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm.stats.trace import CommTrace
+from lightning_hybrid.placement import Part
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
@@ -25,6 +29,10 @@ class RunStatus:
     has_grad_scaler: bool = False  # whether Lightning scales the loss (`precision="16-mixed"`)
     comm_trace: CommTrace | None = None  # counters of the communication, while a fit runs
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    parts: Mapping[int, Part] = field(default_factory=dict)  # by id of a parameter: what this rank has of it to update
+    place_in_node: tuple[int, int] = (0, 1)  # where parts are shared: local rank, ranks; equal ones have the same parts
+    # While it is entered with an optimizer, that has what this rank updates in place of the parameters.
+    update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
 
     @property

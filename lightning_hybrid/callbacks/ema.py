@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.precision.averaging import AverageOfMasters, master_of
+from lightning_hybrid.precision.averaging import AverageOfMasters, write_master_
 
 
 class MasterWeightAveraging(EMAWeightAveraging):
@@ -53,8 +53,20 @@ class MasterWeightAveraging(EMAWeightAveraging):
             self._device = given
         if stage == "fit":
             self._is_handed_over = False
-            assert self._average_model is not None
-            self._average_model.__class__ = AverageOfMasters
+            average: Any = self._average_model
+            average.__class__ = AverageOfMasters
+            average.gathers_at_update = False  # here it is read now and then
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the average. Collective where ranks share the update."""
+        self._gather_average(pl_module)
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def _gather_average(self, pl_module: pl.LightningModule) -> None:
+        if isinstance(self._average_model, AverageOfMasters):
+            self._average_model.gather_(pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average."""
@@ -73,6 +85,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
         current = list(_tensors(pl_module))
         if self._trained is None:
             assert self._average_model is not None
+            self._gather_average(pl_module)
             self._trained = [tensor.clone() for tensor in current]
             shown = _tensors(self._average_model.module)
         else:
@@ -83,9 +96,10 @@ class MasterWeightAveraging(EMAWeightAveraging):
     @torch.no_grad()
     def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
         assert self._average_model is not None
+        self._gather_average(pl_module)
         for tensor, average in zip(_tensors(pl_module), _tensors(self._average_model.module), strict=True):
             tensor.data.copy_(average)
-            master_of(pl_module, tensor).data.copy_(average)
+            write_master_(pl_module, tensor, average)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

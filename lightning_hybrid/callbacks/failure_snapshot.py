@@ -113,7 +113,8 @@ def save_state(
     if device.type == "cuda":
         snapshot["cuda_rng_state"] = torch.cuda.get_rng_state(device)
     if trainer.is_global_zero:
-        snapshot["state_dict"] = trainer.strategy.lightning_module_state_dict()
+        # Not the strategy's: where ranks share the update, that takes all of them.
+        snapshot["state_dict"] = trainer.lightning_module.state_dict()
         snapshot["precision"] = trainer.precision_plugin.state_dict()
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part:

@@ -24,6 +24,9 @@ _ORDER_SETTINGS = (
     "batch_size",
 )
 
+PART = "elements"
+"""How names of tensors begin that some ranks alone have, where the ranks of a node share the update."""
+
 
 class ReplicaDriftError(RuntimeError):
     """Different weights, masters or optimizer state on ranks of one model."""
@@ -44,6 +47,8 @@ class ReplicaCheck(Callback):
 
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. The start of
     training, also from a checkpoint, and its end are checked too. Buffers and parameters that DDP ignores are left out.
+    Where the ranks of a node share masters and optimizer state, (a, b) are of what all have, and another two for each
+    local rank are of its parts: those of equal local rank, one on every node, have the same.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.
@@ -90,7 +95,8 @@ class ReplicaCheck(Callback):
         if trainer.world_size < 2 or not dist.is_initialized():
             return
         assert self._fingerprint is not None
-        own = {name: self._fingerprint.of(tensor) for name, tensor in tensors_of_replica(trainer)}
+        place, num_places = run_status(trainer).place_in_node
+        own, parts = ({name: self._fingerprint.of(one) for name, one in some} for some in _sorted_by_owner(trainer))
         order = order_of(trainer.train_dataloader)
         # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
         words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
@@ -98,10 +104,15 @@ class ReplicaCheck(Callback):
         combined = self._fingerprint.combine([*own.values(), Fingerprint(names.device).of(names)])
         # One collective for minimum and maximum of all fingerprints: of complements the minimum is the maximum's.
         least = torch.stack([combined, ~combined])
+        if parts:  # of other local ranks' parts this rank says nothing: the largest number there is
+            of_places = torch.full((num_places, 2), torch.iinfo(torch.int64).max, device=least.device)
+            combined = self._fingerprint.combine(list(parts.values()))
+            of_places[place] = torch.stack([combined, ~combined])
+            least = torch.cat([least, of_places.flatten()])
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        smallest, not_largest = least.tolist()
-        if smallest != ~not_largest:
-            raise self._explain(own, order, step=trainer.global_step, equal_at=before)
+        found = least.tolist()
+        if any(smallest != ~not_largest for smallest, not_largest in zip(found[::2], found[1::2], strict=True)):
+            raise self._explain(own | parts, order, step=trainer.global_step, equal_at=before)
 
     def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, equal_at: int) -> RuntimeError:
         # Collective: every rank has seen the difference, and makes the same error of it.
@@ -110,7 +121,7 @@ class ReplicaCheck(Callback):
         dist.all_gather_object(ranks, (host_identity()[0], values, order))
         hosts, values_of = [host for host, _, _ in ranks], [values for _, values, _ in ranks]
         since = "when training started" if equal_at < 0 else f"between steps {equal_at} and {step}"
-        if all(values == values_of[0] for values in values_of):
+        if not names_that_differ(values_of):
             difference = differing([order for _, _, order in ranks])
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
@@ -130,8 +141,14 @@ class ReplicaCheck(Callback):
         )
 
 
+def _sorted_by_owner(trainer: pl.Trainer) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    # What all ranks have, and what those of one local rank have.
+    found = list(tensors_of_replica(trainer))
+    return [one for one in found if not one[0].startswith(PART)], [one for one in found if one[0].startswith(PART)]
+
+
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that must be the same on all ranks, with its name."""
+    """Yield every tensor that must be the same on all ranks, or on those that have the same `PART`, with its name."""
     module = trainer.strategy.lightning_module
     assert module is not None
     status = run_status(trainer)
@@ -142,12 +159,15 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
         if name in ignored:
             continue
         yield f"`{name}`", parameter
+        part = status.parts.get(id(parameter))
+        which = "" if part is None else f"{PART} {part.begin} to {part.end} of "
         if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:
-            yield f"the fp32 master of `{name}`", pair.master
+            yield f"{which}the fp32 master of `{name}`", pair.master
         for optimizer in trainer.optimizers:
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"`{kind}` of the optimizer for `{name}`", value
+                    of_part = which if part is not None and value.numel() == part.end - part.begin else ""
+                    yield f"{of_part}`{kind}` of the optimizer for `{name}`", value
     for index, one in enumerate(status.optimizer_steps):
         if one.loss_scale is not None:
             yield f"loss scale {index}", one.loss_scale.scale
@@ -160,11 +180,11 @@ def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) 
     >>> print(first_difference([{"`a`": 1, "`b`": 2}, {"`a`": 1, "`b`": 3}, {"`a`": 1, "`b`": 2}], ["x", "y", "x"]))
     `b` on rank 1 (host y) is not that of ranks 0, 2 (host x); 1 of 2 tensors differ, the last is `b`
     """
-    names = list(dict.fromkeys(name for values in values_of for name in values))
-    differing = [name for name in names if len({values.get(name) for values in values_of}) > 1]
+    differing, names = names_that_differ(values_of), {name for values in values_of for name in values}
     by_value: dict[int | None, list[int]] = {}
     for rank, values in enumerate(values_of):
-        by_value.setdefault(values.get(differing[0]), []).append(rank)
+        if differing[0] in values or not differing[0].startswith(PART):
+            by_value.setdefault(values.get(differing[0]), []).append(rank)
     # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
     (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
     few = [f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})" for _, ranks in others]
@@ -173,6 +193,17 @@ def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) 
         f"{differing[0]}{absent} on {' and on '.join(few[:4])} is not that of {name_ranks(most)} "
         f"({_hosts_of(most, hosts)}); {len(differing)} of {len(names)} tensors differ, the last is {differing[-1]}"
     )
+
+
+def names_that_differ(values_of: Sequence[dict[str, int]]) -> list[str]:
+    """Return the names whose values are not the same on all ranks, or on all that have the part.
+
+    >>> names_that_differ([{"`a`": 1, "elements 0 to 4 of `b`": 2}, {"`a`": 1, "elements 4 to 8 of `b`": 3}])
+    []
+    """
+    names = list(dict.fromkeys(name for values in values_of for name in values))
+    holders = {name: [values for values in values_of if name in values or not name.startswith(PART)] for name in names}
+    return [name for name in names if len({values.get(name) for values in holders[name]}) > 1]
 
 
 def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -197,7 +197,8 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
     is_scaled = any(param.dtype is param.grad.dtype in (torch.float16, torch.bfloat16) for param in params)
     grad_scale = status.optimizer_steps[0].grad_scale if is_scaled and status.optimizer_steps else None
     values = dict[str, float]()
-    groups = [list(group.values()) for group in trust_ratios(optimizer, grad_scale=grad_scale)]
+    with status.update_context(optimizer):
+        groups = [list(group.values()) for group in trust_ratios(optimizer, grad_scale=grad_scale)]
     for index, group in enumerate(groups):
         if not group:
             continue

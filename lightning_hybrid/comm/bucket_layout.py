@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
+
+# Names of what the ranks of a node exchange among themselves in the update, in engine/node_exchange.py.
+NodeExchange = Literal["node_sum", "node_gather", "node_collect"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -93,3 +96,17 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
             caps.append(open_bytes)
             open_bytes = 0
     return [*caps, open_bytes] if open_bytes else caps
+
+
+def is_node_exchange(name: str) -> bool:
+    """Return whether it names what a node exchanges in the update, which waits for it, and no all-reduce."""
+    return name in get_args(NodeExchange)
+
+
+def words_of(name: str) -> str:
+    """Say what carries a bucket, for errors.
+
+    >>> words_of("two_level"), words_of("node_gather")
+    ('two_level all-reduce', 'node_gather exchange')
+    """
+    return f"{name} exchange" if is_node_exchange(name) else f"{name} all-reduce"

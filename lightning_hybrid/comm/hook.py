@@ -12,6 +12,7 @@ rounded once: what was measured of accuracy on CPUs does not hold on GPUs. Overf
 ranks any part of a sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,13 +31,20 @@ WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class HookState:
     """The state of the hook: an engine, and the dtype in which sums travel.
 
+    `scatter`: where ranks share the update, it may average a bucket in its own way; None: `average_bucket` does.
     `comm_dtype`: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
 
     Raises:
         ValueError: for another dtype.
     """
 
-    def __init__(self, *, engine: CommEngine, comm_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        engine: CommEngine,
+        comm_dtype: torch.dtype | None = None,
+        scatter: Callable[[dist.GradBucket], Future[Tensor] | None] | None = None,
+    ) -> None:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16: gradients are summed "
@@ -44,11 +52,12 @@ class HookState:
             )
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
+        self.scatter = scatter
 
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
         # caller must do it, with a state that has an engine.
-        return {"engine": None, "comm_dtype": self.comm_dtype}
+        return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None}
 
 
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -73,6 +82,8 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
+    if state.scatter is not None and (future := state.scatter(bucket)) is not None:
+        return future
     # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
     dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
     before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)

@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.gradients import dense_gradients
-from lightning_hybrid.optim.lamb import LAMB, lamb_updates
-from lightning_hybrid.optim.lars import LARS, lars_ratios
+from lightning_hybrid.optim.lamb import LAMB, lamb_updates, lamb_vectors
+from lightning_hybrid.optim.lars import LARS, lars_ratios, lars_vectors
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 
 
@@ -22,7 +24,8 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
     before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
     groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
-    written, nothing waits for the device.
+    written, nothing waits for the device. Where ranks share an update (`LayerwiseOptimizer.parts`) q is that of the
+    whole tensor, and every rank that holds parts must call it, in the same order.
 
     Args:
         optimizer: Any optimizer.
@@ -38,34 +41,71 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     [{}]
     """
     of_one = {LARS: _lars_ratio, LAMB: _lamb_ratio}.get(type(optimizer))
+    inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
+    scaling = GradScaling(inverse_scale=inverse_scale)
+    of_parts = _norms_of_parts(optimizer, scaling)
     found = []
     for group in optimizer.param_groups:
         ratios = dict[Tensor, Tensor]()
         if of_one is not None and group["trust_ratio"]:
             for _, (param, grad) in dense_gradients(group):
                 # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
-                ratio = of_one(optimizer, {**group, "trust_clip": None}, param, grad, grad_scale)
+                options = {**group, "trust_clip": None}
+                ratio = of_one(optimizer, options, param, grad, scaling.to(param.device), of_parts.get(param))
                 if ratio is not None:
                     ratios[param] = ratio
         found.append(ratios)
     return found
 
 
+def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
+    if not isinstance(optimizer, LayerwiseOptimizer) or not optimizer.parts:
+        return {}
+    vectors = dict[Tensor, list[ShardedVector]]()
+    for group in optimizer.param_groups:
+        for _, (param, grad) in dense_gradients(group):
+            if (part := optimizer.parts.get(param)) is None:
+                continue
+            if isinstance(optimizer, LARS):
+                vectors[param] = lars_vectors(param, grad, part, group=group, scaling=scaling.to(param.device))
+            elif "step" in (state := optimizer.state.get(param, {})):
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                vectors[param] = lamb_vectors(param, moments, part, group=group, step=_step_of(state))
+    device = next(iter(optimizer.parts)).device
+    return norms_over_ranks(vectors, torch.zeros((), device=device), optimizer.add_up_)[0]
+
+
 def _lars_ratio(
-    optimizer: Optimizer, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    scaling: GradScaling,
+    norms: list[Tensor] | None,
 ) -> Tensor:
-    inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal().to(param.device)
-    scaling = GradScaling(inverse_scale=inverse_scale, found_inf=None)
-    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling)[0]
+    of_one = None if norms is None else [norm.view(1) for norm in norms]
+    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, norms=of_one)[0]
 
 
 def _lamb_ratio(
-    optimizer: Optimizer, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    scaling: GradScaling,
+    norms: list[Tensor] | None,
 ) -> Tensor | None:
     state = optimizer.state.get(param, {})
     if "step" not in state:
         return None
-    # As in `LAMB`: a number where the count is on the CPU, else float64.
-    step = state["step"].item() if state["step"].device.type == "cpu" else state["step"].to(torch.float64)
-    updates = lamb_updates([param], [state["exp_avg"]], [state["exp_avg_sq"]], [step], group=group)
+    if norms is not None:
+        return trust_ratio(*norms)
+    moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+    updates = lamb_updates([param], *moments, [_step_of(state)], group=group)
     return trust_ratio(tensor_norms([param]), tensor_norms(updates))[0]
+
+
+def _step_of(state: dict[str, Any]) -> float | Tensor:
+    # As in `LAMB`: a number where the count is on the CPU, else float64.
+    step: Tensor = state["step"]
+    return step.item() if step.device.type == "cpu" else step.to(torch.float64)

@@ -5,19 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.precision.master_weights import MasterWeights
 
 
 class AverageOfMasters(AveragedModel):
-    """torch's averaged model, over a LightningModule's masters where it has some."""
+    """torch's averaged model, over a LightningModule's masters where it has some.
+
+    Where ranks share the update, each averages its parts of the masters, and `gather_` makes the average whole: after
+    each update, unless who owns the average sets `gathers_at_update` to False and calls it before the average is read.
+    """
+
+    gathers_at_update: Any = True
 
     def update_parameters(self, model: nn.Module) -> None:
         """Average the fp32 values."""
         # Half-precision ones are rounded, and torch takes no mix of both in one list.
-        super().update_parameters(_Masters(model))
+        masters = masters_of(model)
+        average: Any = self if masters is None or masters.gather_ is None else _PartsOfAverage(self, masters, model)
+        AveragedModel.update_parameters(average, _Masters(model))
+        if self.gathers_at_update:
+            self.gather_(model)
+
+    @torch.no_grad()
+    def gather_(self, model: nn.Module) -> None:
+        """Make the average whole on every rank. Collective where ranks share the update; else it is."""
+        masters = masters_of(model)
+        if masters is not None and masters.gather_ is not None:
+            each = zip(model.parameters(), self.module.parameters(), strict=True)
+            held = [(pair, average) for one, average in each if (pair := masters.pair_of(one)) is not None]
+            masters.gather_([pair for pair, _ in held], [average for _, average in held])
 
 
 def average_masters(callbacks: Iterable[object]) -> None:
@@ -29,11 +50,17 @@ def average_masters(callbacks: Iterable[object]) -> None:
             average.__class__ = AverageOfMasters
 
 
-def master_of(module: Any, tensor: Tensor) -> Tensor:
-    """Return the master of a LightningModule's parameter, or `tensor` itself where there is none."""
-    masters = getattr(module.trainer.precision_plugin, "masters", None)
-    pair = None if masters is None else masters.pair_of(tensor)
-    return tensor if pair is None else pair.master
+def masters_of(module: Any) -> MasterWeights | None:
+    """Return the masters of a LightningModule, None where it has none."""
+    masters: MasterWeights | None = getattr(module.trainer.precision_plugin, "masters", None)
+    return masters
+
+
+def write_master_(module: Any, tensor: Tensor, value: Tensor) -> None:
+    """Give the master of a LightningModule's parameter a value; do nothing where there is none."""
+    masters = masters_of(module)
+    if masters is not None and (pair := masters.pair_of(tensor)) is not None:
+        pair.take_(value)
 
 
 class _Masters(nn.Module):
@@ -46,7 +73,37 @@ class _Masters(nn.Module):
         object.__setattr__(self, "of", model)  # not a submodule
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        return (master_of(self.of, tensor) for tensor in self.of.parameters())
+        masters = masters_of(self.of)
+        pairs = ((one, None if masters is None else masters.pair_of(one)) for one in self.of.parameters())
+        return (one if pair is None else pair.master for one, pair in pairs)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         return self.of.buffers()
+
+
+class _PartsOfAverage(nn.Module):
+    """A view of an averaged model that shows, of each parameter, what stands against the master that a rank has."""
+
+    of: AveragedModel
+
+    def __init__(self, of: AveragedModel, masters: MasterWeights, model: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "of", of)  # not a submodule
+        self._shown = []
+        for average, parameter in zip(of.module.parameters(), model.parameters(), strict=True):
+            pair = masters.pair_of(parameter)
+            shown = average if pair is None else pair.part_of(average)
+            assert shown.untyped_storage().data_ptr() == average.untyped_storage().data_ptr()  # it is written
+            self._shown.append(shown)
+        self.use_buffers, self.avg_fn, self.multi_avg_fn = of.use_buffers, of.avg_fn, of.multi_avg_fn
+        self.n_averaged: Any = of.n_averaged  # counted in place
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return iter(self._shown)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return self.of.module.buffers()

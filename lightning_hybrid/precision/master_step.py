@@ -34,7 +34,7 @@ class MasterStep:
         Return 1.0 if a gradient was inf or nan, else 0.0; None without a loss scale.
         """
         with self.on_masters(optimizer) as pairs:
-            copies = {pair.master: pair.low for pair in pairs}
+            copies = {pair.master: pair.part_of(pair.low) for pair in pairs}
             with temporary_attributes(optimizer, grad_scale=state.grad_scale, found_inf=None, copies=copies):
                 optimizer.step(**kwargs)
         if state.loss_scale is None:
@@ -73,13 +73,15 @@ class MasterStep:
         for pair in pairs:
             # First: an EMA, a clamp or a pruning may have written the low tensor since the last step.
             pair.absorb_outside_writes_()
-            pair.master.grad = pair.low.grad
+            pair.master.grad = None if pair.low.grad is None else pair.part_of(pair.low.grad)
             pair.master.requires_grad_(pair.low.requires_grad)
         self.is_running = True
         try:
             # A manual loop steps inside of `training_step`, and so of its autocast.
             with self._masters.swapped_in(optimizer), torch.autocast(self._device.type, enabled=False):
                 yield pairs
+            if self._masters.gather_ is not None:
+                self._masters.gather_(pairs, [pair.low for pair in pairs])
             for pair in pairs:
                 pair.mark_clean()
         finally:

@@ -10,7 +10,7 @@ The low tensor keeps its identity and its place in the optimizer's `param_groups
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -47,6 +47,23 @@ class MasterPair:
     _gradient: Tensor | None = field(default=None, repr=False)
     _sum: Tensor | None = field(default=None, repr=False)
     _master_version: int | None = field(default=None, repr=False)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the elements of `tensor`, which is as large as `low`, that the master stands for: all of them."""
+        return tensor
+
+    def whole(self) -> Tensor:
+        """Return the value of all elements in fp32; what is written into it, the master has."""
+        return self.master.detach()
+
+    @torch.no_grad()
+    def take_(self, value: Tensor) -> None:
+        """Give the master the values of a tensor as large as `low`."""
+        self.master.copy_(self.part_of(value))
+
+    def load_(self, value: Tensor) -> None:
+        """Give the master the values of a state dict."""
+        self.take_(value)
 
     @torch.no_grad()
     def gradient_fp32(self) -> Tensor:
@@ -89,13 +106,14 @@ class MasterPair:
         """
         # A state dict writes the master alone: then the low tensor, which was not written, follows.
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
-            self.low.copy_(self.master)
+            self.part_of(self.low).copy_(self.master)
             self.mark_clean()
         if is_untouched(self.low):
             return  # no write can have happened: no memory is read
         # On a CPU this answer is free, and it saves four passes over memory where nothing was written.
-        if self.low.device.type != "cpu" or not _is_rounded(self.low, self.master):
-            torch.where(self.low == self.master.to(self.low.dtype), self.master, self.low, out=self.master)
+        low = self.part_of(self.low)
+        if low.device.type != "cpu" or not _is_rounded(low, self.master):
+            torch.where(low == self.master.to(low.dtype), self.master, low, out=self.master)
 
     def mark_clean(self) -> None:
         """Note that both tensors agree; writes are looked for from now on."""
@@ -105,7 +123,7 @@ class MasterPair:
     def exact(self) -> Tensor:
         """Return the value in the dtype before the conversion: what copies and pickles hold."""
         self.absorb_outside_writes_()
-        return self.master.detach().to(self.original_dtype)
+        return self.whole().to(self.original_dtype)
 
 
 class MasterWeights:
@@ -130,6 +148,8 @@ class MasterWeights:
         frozen: bool = False,
     ) -> None:
         self.dtype = dtype
+        # Where ranks share the update: brings together what each has of these tensors, one for each pair. Collective.
+        self.gather_: Callable[[list[MasterPair], list[Tensor]], None] | None = None
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         self._keep_fp32, self._frozen = keep_fp32, frozen
@@ -237,19 +257,20 @@ class MasterWeights:
             gradient = pair.low.grad
             # `grad_dtype` can only change while there is no gradient.
             pair.low.grad = None
-            pair.low.data = pair.master.data.to(pair.original_dtype)
+            pair.low.data = pair.whole().to(pair.original_dtype)
             pair.low.grad_dtype = pair.original_dtype
             if gradient is not None and gradient.dtype is pair.original_dtype:
                 pair.low.grad = gradient
         self.hooks.remove()
         self.pairs.clear()
+        self.gather_ = None
 
 
 @torch.no_grad()
 def copy_to_low_(pairs: list[MasterPair]) -> None:
     """Give the low tensors the masters' values, rounded."""
     if pairs:
-        torch._foreach_copy_([pair.low for pair in pairs], [pair.master for pair in pairs])
+        torch._foreach_copy_([pair.part_of(pair.low) for pair in pairs], [pair.master for pair in pairs])
 
 
 def _is_rounded(low: Tensor, master: Tensor) -> bool:

@@ -21,10 +21,15 @@ class Pair(Protocol):
     """A low-precision parameter and its master."""
 
     low: Any
-    master: Any
 
     def absorb_outside_writes_(self) -> None:
         """Take over what others wrote to one of the two."""
+
+    def whole(self) -> Tensor:
+        """Return the value in fp32."""
+
+    def load_(self, value: Tensor) -> None:
+        """Give the master a value."""
 
 
 class ModuleHooks:
@@ -122,7 +127,7 @@ def _give_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
             pair is not None and state.get(prefix + name, parameter) is not parameter
         ):  # it is itself with `keep_vars=True`
             pair.absorb_outside_writes_()
-            state[prefix + name] = pair.master.detach()
+            state[prefix + name] = pair.whole()
 
 
 @torch.no_grad()
@@ -132,9 +137,9 @@ def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
     for name, parameter in module._parameters.items():
         pair = None if parameter is None else link.hooks.pair_of(parameter)
         value = state.get(prefix + name)
-        if pair is not None and isinstance(value, Tensor) and value.shape == pair.master.shape:
+        if pair is not None and isinstance(value, Tensor) and value.shape == pair.low.shape:
             pair.absorb_outside_writes_()
-            pair.master.copy_(value)
+            pair.load_(value)
 
 
 def _enter_step(link: _Link, module: nn.Module, args: Any) -> None:

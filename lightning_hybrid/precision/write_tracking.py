@@ -23,7 +23,8 @@ _DATA: Any = torch.Tensor.data
 class Value(Protocol):
     """The exact value behind a tracked parameter."""
 
-    master: Tensor
+    def take_(self, value: Tensor) -> None:
+        """Take a value of the parameter's shape, with all its digits."""
 
     def exact(self) -> Tensor:
         """Return the parameter's value in the dtype that it had before the conversion."""
@@ -48,8 +49,7 @@ class TrackedParameter(nn.Parameter):
         self.is_data_known = True  # the caller has `value`, which shares the memory
         if value.dtype is not self.dtype and value.shape == self.shape and value.is_floating_point():
             # `p.data = tau * p.data + ...` in fp32: the master takes all its digits, and the parameter stays half.
-            with torch.no_grad():
-                self.value.master.copy_(value)
+            self.value.take_(value)
             value = value.to(self.dtype)
         _DATA.__set__(self, value)
 

@@ -29,6 +29,7 @@ class CommSetupMixin:
 
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
     _work_group: dist.ProcessGroup | None = None
+    _shares_update = False
     _topology: Topology  # known when DDP is configured
     cluster_environment: Any
     global_rank: int
@@ -93,6 +94,7 @@ class CommSetupMixin:
             device=self.root_device,
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
+            shares_update=self._shares_update,
         )
         self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)

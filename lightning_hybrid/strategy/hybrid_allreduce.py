@@ -34,6 +34,8 @@ from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_paramet
 from lightning_hybrid.strategy.failures import FailureReportMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
+from lightning_hybrid.strategy.shared_update.refusals import shard_update_from
+from lightning_hybrid.strategy.shared_update.strategy_mixin import SharedUpdateMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,7 +48,9 @@ else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
+class HybridAllReduceMixin(
+    CommSetupMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
+):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -68,6 +72,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
@@ -93,6 +98,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         trace_dir: str | None = None,
         link_bytes_per_s: float | None = None,
         loss_scale: str | float | LossScale | None = None,
+        shard_update: Literal["off", "node"] = "off",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -116,6 +122,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             loss_scale=loss_scale,
         )
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
+        self._shard_update = shard_update_from(shard_update)
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
@@ -167,6 +174,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
+            **({} if self._shared is None else self._shared.placement),
         )
 
     @property
@@ -200,6 +208,8 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             super().setup(trainer)
         if self._engine is not None:
             self._share_work(self.optimizers)
+            if self._shares_update:
+                self._begin_sharing(self._masters)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
@@ -218,6 +228,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
         self._find_plan(self.model)
+        self._shares_update = self._check_sharing()
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -233,7 +244,8 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
+        self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
+        self.model.register_comm_hook(self._hook_state, average_bucket)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 
@@ -305,7 +317,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         masters = self._masters
-        if masters is None:
+        if masters is None or self._shared is not None:
             return super().load_optimizer_state_dict(checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -326,6 +338,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""
         engine, self._engine, self._tuning = self._engine, None, None
         try:
+            self._end_sharing(self._ended_by)
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:

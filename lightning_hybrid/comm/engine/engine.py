@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -26,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import Job, stage_scopes
+from lightning_hybrid.comm.engine.stages import NODE_STAGES, Job, stage_scopes
 from lightning_hybrid.comm.health.consensus import compare_plans
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
@@ -63,6 +65,7 @@ class CommEngine:
         trace: counts what is submitted; None makes one.
         dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's; inside the
             node they keep their own. None: their own everywhere.
+        shares_update: whether `submit` is to carry what the ranks of a node exchange in the update, too.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -77,17 +80,19 @@ class CommEngine:
         device: torch.device,
         trace: CommTrace | None = None,
         dtype_across_nodes: torch.dtype | None = None,
+        shares_update: bool = False,
     ) -> None:
         self.topology = topology
         self.plan = plan
         self.device = device
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
+        self._shares_update = shares_update
         self._timeout = timeout
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
         self._is_closed = False
         self._close_limit_s: float | None = None
-        self._buckets: dict[tuple[int, int, torch.dtype], tuple[BucketPlan, Traffic]] = {}
+        self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
         self._latch = FailureLatch(self._order)
         fallback = plan.fallback(topology)
@@ -130,7 +135,9 @@ class CommEngine:
         return self.device.type == "cuda"
 
     def _prepare(self) -> None:
-        columns = self.plan.columns(self.topology, on_cuda=self._on_cuda)
+        columns: dict[Any, int] = dict(self.plan.columns(self.topology, on_cuda=self._on_cuda))
+        if self._shares_update:
+            columns |= dict.fromkeys(NODE_STAGES, 1)
         self._groups.add(stage_scopes(columns))
         self._carrier.use(columns)
 
@@ -168,11 +175,16 @@ class CommEngine:
         bucket_index: int,
         is_last: bool = False,
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
+        exchange: NodeExchange | None = None,
+        keeps_shard: bool = False,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
+        `exchange`: what the ranks of a node do with `flat` instead of an all-reduce, see `node_exchange`.
+        `keeps_shard`: of `flat`, cut as `planned` says and each chunk into as many equal shards as the node has ranks,
+        this rank gets its own shards alone; only where `two_level` carries it.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -186,15 +198,19 @@ class CommEngine:
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
                 "contiguous: it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
-        plan, traffic = self._planned(bucket_index, flat)
+        plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
+        new_job = self._new_job
+        if keeps_shard:
+            bucket.keeps_shard, bucket.traffic = True, replace(traffic, inside=traffic.inside / 2)  # no gather
+            new_job = partial(new_job, keeps_shard=True)
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
-                self._carrier.split(bucket, self._new_job, self._record(bucket))
+                self._carrier.split(bucket, new_job, self._record(bucket))
                 self._latch.in_flight[bucket] = None  # before it can fail or end
                 self._carrier.accept(bucket)
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
@@ -208,23 +224,33 @@ class CommEngine:
             bucket.contents = f"order/{self._order.num_submitted}", text
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 
-    def _planned(self, index: int, flat: Tensor) -> tuple[BucketPlan, Traffic]:
+    def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
+        """Return how a tensor would be carried."""
+        return self._planned(bucket_index, numel, dtype, None)[0]
+
+    def _planned(
+        self, index: int, numel: int, dtype: torch.dtype, exchange: NodeExchange | None
+    ) -> tuple[BucketPlan, Traffic]:
         # Decided once: it runs in every step, in the thread of backward.
-        key = (index, flat.numel(), flat.dtype)
+        key = (index, numel, dtype, exchange)
         if key not in self._buckets:
-            numel, num_bytes, topology = flat.numel(), flat.numel() * flat.element_size(), self.topology
-            dtype, narrow = str(flat.dtype).removeprefix("torch."), self.dtype_across_nodes
+            num_bytes, topology, narrow = numel * dtype.itemsize, self.topology, self.dtype_across_nodes
+            name = str(dtype).removeprefix("torch.")
             plan = self.plan.bucket(
-                index=index, numel=numel, dtype=dtype, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
+                index=index, numel=numel, dtype=name, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
             )
+            if exchange is not None:
+                plan = replace(plan, algorithm=exchange, num_chunks=1)  # type: ignore[arg-type]
             across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
             self._buckets[key] = plan, traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across)
         return self._buckets[key]
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
-        """Every bucket that was submitted so far, by contents."""
-        plans = (plan for plan, _ in self._buckets.values())  # without their traffic
+        """Every bucket of gradients that was submitted so far, by contents."""
+        plans = (
+            plan for plan, _ in self._buckets.values() if not is_node_exchange(plan.algorithm)
+        )  # without their traffic
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property

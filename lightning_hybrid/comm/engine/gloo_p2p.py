@@ -4,6 +4,7 @@
     broadcast_          the first rank's tensor -> all others
     scatter_reduce_     part r of every tensor -> rank r, which adds them
     gather_parts_       part r of rank r -> all others
+    collect_parts_      part r of rank r -> the first rank
     exchange_           every tensor -> every rank, which adds them
 
 Each is one round of messages, all under way at once: one delay, where Gloo's rings cost 2 to 4 (n - 1). Sums are in
@@ -76,6 +77,15 @@ def gather_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
     arrivals = [_receive(parts[rank], rank, group) for rank in others if parts[rank].numel()]
     departures = [_send(parts[me], rank, group) for rank in others if parts[me].numel()]
     _wait(arrivals + departures)
+
+
+def collect_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Copy each rank's `part_of(flat)` to the group's rank 0."""
+    me, parts = dist.get_rank(group), _parts(flat, dist.get_world_size(group))
+    if me:
+        _wait([_send(parts[me], 0, group)] if parts[me].numel() else [])
+    else:
+        _wait([_receive(part, rank, group) for rank, part in enumerate(parts) if rank and part.numel()])
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:

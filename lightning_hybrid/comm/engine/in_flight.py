@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels, words_of
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
-from lightning_hybrid.comm.engine.stages import Job
+from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
@@ -88,6 +88,7 @@ class InFlightBucket:
     traffic: Traffic = NO_TRAFFIC
     contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
     is_last: bool = False  # of its step
+    keeps_shard: bool = False  # `two_level` stops before the gather
     is_issued: bool = False  # all of it is on the device's streams, where nothing changes its order any more
     done: Future = field(default_factory=Future)
     error: str | None = None
@@ -108,6 +109,8 @@ class InFlightBucket:
         has_short_tail: bool = True,
     ) -> None:
         """Make the chunks; the checksum, if any, goes behind the last, which with `has_short_tail` is cut once more."""
+        if self.keeps_shard:  # whole parts for each rank of the node, as the caller has packed them
+            alignment = SHARD_ALIGNMENT * len(job(self.flat).topology.node)
         parts = [self.flat]
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
@@ -127,7 +130,7 @@ class InFlightBucket:
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
         chunk = (inside or waiting or self.chunks)[0]
-        return f"bucket {self.plan.index} {chunk.place} of the {self.plan.algorithm} all-reduce"
+        return f"bucket {self.plan.index} {chunk.place} of the {words_of(self.plan.algorithm)}"
 
     @property
     def is_inside(self) -> bool:
@@ -181,7 +184,7 @@ class InFlightBucket:
         what = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
         return (
             f"rank {self.chunks[0].job.topology.rank} failed on bucket {self.plan.index} in stage `{stage}` of the "
-            f"{self.plan.algorithm} all-reduce: {what}"
+            f"{words_of(self.plan.algorithm)}: {what}"
         )
 
     def release_tensors(self) -> None:

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.bucket_layout import between_nodes_form
-from lightning_hybrid.comm.engine import gloo_p2p
+from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
+from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope, Topology
 
@@ -49,6 +50,7 @@ class Job:
     topology: Topology
     dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
     shard: Tensor | None = None  # this rank's part of it between two-level stages
+    keeps_shard: bool = False  # two-level stops before the gather: the shard stays in its place in `flat`
     by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
 
 
@@ -143,6 +145,10 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     shard, job.shard = job.shard, None  # its memory is free after this stage
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
+    if job.keeps_shard:
+        if job.by_backend:
+            job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
+        return
     if not job.by_backend:
         gloo_p2p.gather_parts_(job.flat, group)
         return
@@ -170,13 +176,25 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     ),
 }
 
+# Not of all-reduces: what the ranks of a node send one another where they share the update.
+NODE_STAGES: dict[NodeExchange, tuple[Stage, ...]] = {
+    "node_sum": (Stage(name="add_up", scope="node", run=node_exchange.add_up_),),
+    "node_gather": (Stage(name="gather_weights", scope="node", run=node_exchange.gather_),),
+    "node_collect": (Stage(name="collect_state", scope="node", run=node_exchange.collect_),),
+}
+
+
+def stages_of(name: Any) -> tuple[Stage, ...]:
+    """Return the stages of an algorithm, or of an exchange in the node."""
+    return NODE_STAGES[name] if name in NODE_STAGES else STAGES[name]
+
 
 def group_name(stage: Stage, column: int = 0) -> str:
     """Name a stage's groups in a column; in the first one they have the name of the stage."""
     return f"{stage.name}.{column}" if column else stage.name
 
 
-def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
+def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
     """Return the scope of every stage of these algorithms by group name, from which `CommGroups` is built.
 
     `columns`: how many independent sets of groups each has.
@@ -190,7 +208,7 @@ def stage_scopes(columns: Mapping[Algorithm, int]) -> dict[str, Scope]:
         group_name(stage, column): stage.scope
         for algorithm, num_columns in columns.items()
         for column in range(num_columns)
-        for stage in STAGES[algorithm]
+        for stage in stages_of(algorithm)
     }
 
 

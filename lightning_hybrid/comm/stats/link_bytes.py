@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Topology
 
@@ -21,7 +22,7 @@ NO_TRAFFIC = Traffic()
 
 
 def traffic_of(
-    algorithm: Algorithm, topology: Topology, num_bytes: float, *, num_bytes_across: float | None = None
+    algorithm: Algorithm | NodeExchange, topology: Topology, num_bytes: float, *, num_bytes_across: float | None = None
 ) -> Traffic:
     """Count the bytes on the links of the busiest node, for one all-reduce of `num_bytes`.
 
@@ -36,6 +37,9 @@ def traffic_of(
         two_level         across = k 2 (N - 1) / N A / k           one ring for each of k shards
                           inside = (k - 1) S                       scatter: each rank keeps one shard of k
                                  + (k - 1) S                       gather
+        node_sum          inside = 2 (k - 1) S                     a ring in each node
+        node_gather,      inside = (k - 1) S                       each rank's 1 / k to the others, or
+        node_collect      inside = (k - 1) / k S                   to the node's leader
 
     `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
     the checksum of a step, fractions of a KiB, and that chunks of few KiB, which nodes exchange whole
@@ -57,6 +61,9 @@ def traffic_of(
     """
     num_ranks, num_nodes = topology.world_size, topology.num_nodes
     most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
+    if is_node_exchange(algorithm):
+        times = {"node_sum": 2.0, "node_gather": 1.0}.get(algorithm, 1 / most_ranks)
+        return Traffic(inside=times * (most_ranks - 1) * num_bytes)
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
     if algorithm in ("flat", "parallel_flat"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from lightning_hybrid.comm.bucket_layout import is_node_exchange
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
@@ -91,17 +92,27 @@ class CommTrace:
             self._look()
 
     def begin(
-        self, *, num_bytes: int, is_last: bool, traffic: Traffic = NO_TRAFFIC, at_s: float | None = None
+        self,
+        *,
+        num_bytes: int,
+        is_last: bool,
+        traffic: Traffic = NO_TRAFFIC,
+        at_s: float | None = None,
+        is_in_update: bool = False,
     ) -> float:
-        """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now."""
+        """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now.
+
+        `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for.
+        """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
             self._count(num_bytes, is_last, traffic)
-            self._note_backward(now_s, is_last)
+            if not is_in_update:
+                self._note_backward(now_s, is_last)
             self._num_in_flight += 1
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
-            if is_last:
+            if is_last or (is_in_update and self._exposed_since_s is None):
                 self._exposed_since_s = self._last_end_s = now_s  # backward is over: from here on a step waits
             return now_s
 
@@ -158,7 +169,14 @@ class CommTrace:
                     for stage, begin_s, end_s, num_bytes in each.stages:
                         self._stage(each.bucket, stage, 0, begin_s, end_s, num_bytes)
                 else:
-                    self.begin(num_bytes=each.bucket.num_bytes, is_last=each.is_last, traffic=each.traffic, at_s=at_s)
+                    is_in_update = is_node_exchange(each.bucket.algorithm)
+                    self.begin(
+                        num_bytes=each.bucket.num_bytes,
+                        is_last=each.is_last,
+                        traffic=each.traffic,
+                        at_s=at_s,
+                        is_in_update=is_in_update,
+                    )
 
     @property
     def total_busy(self) -> tuple[float, int]:

@@ -11,10 +11,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
 from lightning_hybrid.optim.fused.option_table import OptionTable, lars_options, to_device_
 from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.placement import Part
 
 _DTYPES = {
     torch.float16: tl.float16,
@@ -27,8 +29,11 @@ _DTYPES = {
 class KernelEngine:
     """The base of both rules: tables of addresses of one tensor group on one device, and the launch of the norms.
 
-    `chunk` is the number of elements per program, a power of two. Each launch is under `current`.
+    `chunk` is the number of elements per program, a power of two. Each launch is under `current`. `parts` is empty, or
+    has the part of each tensor: then the sums that count are those in `block_sums`.
     """
+
+    block_sums: BlockSums | None = None
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class KernelEngine:
         *,
         num_numbers: int,
         chunk: int,
+        parts: Sequence[Part | None] = (),
     ) -> None:
         self._views = ContiguousViews(params, *states, copies)
         dense = self._views.dense
@@ -50,13 +56,19 @@ class KernelEngine:
         total = len(tensor_of)
         # One program per chunk, whatever tensor it is of: `tensor_of` and `index_of` find the chunk.
         self._grid, self._counts = (total,), (len(params), total)
-        self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
+        firsts = list(itertools.accumulate(num_chunks, initial=0))
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
         pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
         self._pointers = list(table_of(pointers, torch.int64, device))
         self._grad_pointers = table_of([0] * len(params), torch.int64, device)
-        self._sums = torch.zeros(2, total, dtype=state, device=device)
+        self._sums = self._added = torch.zeros(2, total, dtype=state, device=device)
+        if any(parts):
+            self.block_sums = BlockSums(params, parts, chunk, self._sums)
+            self._added, firsts = self.block_sums.whole, self.block_sums.first_of
+        # What is added up: the sums of the chunks here, or of all that ranks hold together.
+        self._first_chunk = table_of(firsts, torch.int32, device)
+        self._added_counts = (len(params), firsts[-1])
         self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
         self._device = device
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
@@ -124,9 +136,10 @@ class KernelLars(KernelEngine):
         *,
         is_joint: bool,
         chunk: int = 4096,
+        parts: Sequence[Part | None] = (),
     ) -> None:
-        buffers = states[0] if states else []
-        super().__init__(params, [buffers], copies, grad_dtype, num_numbers=lars_kernels.NUM_LARS, chunk=chunk)
+        buffers, sizes = states[0] if states else [], {"num_numbers": lars_kernels.NUM_LARS, "chunk": chunk}
+        super().__init__(params, [buffers], copies, grad_dtype, parts=parts, **sizes)
         self._is_joint, self._has_momentum = is_joint, bool(buffers)
 
     def norms(
@@ -147,8 +160,8 @@ class KernelLars(KernelEngine):
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         if self._grid[0]:
             lars_kernels.finalize[(self._counts[0],)](
-                *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
-                *self._counts,
+                *(self._added, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
+                *self._added_counts,
                 IS_JOINT=self._is_joint,
             )
             weights, buffers, copies = self._pointers
