@@ -137,9 +137,15 @@ class LAMB(LayerwiseOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    by_dtype.setdefault((param.device, param.grad.dtype), []).append(param.grad)
+                    by_dtype.setdefault((param.device, param.grad.dtype), []).append(param)
         if by_dtype:
-            norms = [tensor_norms(grads) for grads in by_dtype.values()]
+            norms = [
+                tensor_norms([param.grad for param in some if param.grad is not None]) for some in by_dtype.values()
+            ]
+            if self.shard_sums is not None:
+                norms = [
+                    self.shard_sums.norms(some, part)[0] for some, part in zip(by_dtype.values(), norms, strict=True)
+                ]
             # The bound is on unscaled gradients: it must not move with the loss scale.
             norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
             (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
@@ -164,7 +170,10 @@ class LAMB(LayerwiseOptimizer):
             for some_params, _, means, squares, *_ in blocks:
                 updates = lamb_updates(some_params, means, squares, steps, group=group)
                 norms.append(tensor_norms(updates))
-            ratios = trust_ratio(tensor_norms(params), combined_norms(norms))
+            weight_norms, update_norms = tensor_norms(params), combined_norms(norms)
+            if self.shard_sums is not None:
+                weight_norms, update_norms = self.shard_sums.norms(params, weight_norms, update_norms)
+            ratios = trust_ratio(weight_norms, update_norms)
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
             for some_params, _, means, squares, *_ in blocks:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.checks import require_choice, require_number
+from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
@@ -193,7 +194,7 @@ class LARS(LayerwiseOptimizer):
         # The ratio is of the whole tensor, so it is computed before any block of the tensor moves.
         ratios = None
         if group["trust_ratio"]:
-            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling)
+            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, shard_sums=self.shard_sums)
         copies = self._copies_of(params)
         lists = [params, grads, *([copies] if copies else [])]
         if group["momentum"] != 0:
@@ -295,17 +296,22 @@ def lars_ratios(
     group: dict[str, Any],
     lr: float | Tensor,
     scaling: GradScaling = UNSCALED,
+    shard_sums: ShardSums | None = None,
 ) -> Tensor:
     """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device."""
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     if group["denominator"] == "sum":
         # |g / scale| = |g| / scale: to unscale the norms saves a pass over the gradients.
         (norms,) = scaling.unscale([tensor_norms(grads)], keep=[])
-        ratios = trust_ratio(tensor_norms(params), norms, weight_decay=group["weight_decay"], **options)
+        options["weight_decay"] = group["weight_decay"]
     else:
         blocks = in_blocks(params, grads)
         parts = [tensor_norms(_directions(*block, group=group, scaling=scaling)) for block in blocks]
-        ratios = trust_ratio(tensor_norms(params), combined_norms(parts), **options)
+        norms = combined_norms(parts)
+    weight_norms = tensor_norms(params)
+    if shard_sums is not None:
+        weight_norms, norms = shard_sums.norms(params, weight_norms, norms)
+    ratios = trust_ratio(weight_norms, norms, **options)
     # At lr = 0 the quotient is inf, and the clip remains.
     return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.fused.availability import has_kernels
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
@@ -23,6 +25,7 @@ class Stepped(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
     copies: Mapping[Tensor, Tensor]
+    shard_sums: ShardSums | None
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
         """Return state tensors, made where they are missing."""
@@ -30,6 +33,9 @@ class Stepped(Protocol):
 
 class Engine(Protocol):
     """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` and `cuda.lamb` on CUDA."""
+
+    # Adds sums of squares of shards, float64 (2, tensors), over ranks, in place; None: tensors are whole.
+    add_up_: Callable[[Tensor], None] | None
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
@@ -128,6 +134,8 @@ class FusedStep:
             found_inf = distinct[0]
             if len(distinct) > 1:
                 found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in distinct]).amax()
+            if optimizer.shard_sums is not None:
+                found_inf = optimizer.shard_sums.largest(found_inf)
             scaling = GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
         for_update = self.before_update(self._tensor_groups, scaling)
         for tensors in self._tensor_groups:
@@ -170,6 +178,8 @@ class FusedStep:
         # Engines make the state that is missing, so what is owned is listed after them.
         for key, tensors in found.items():
             tensors.engine = self.engine_of(tensors, optimizer, key[1])
+            if optimizer.shard_sums is not None:
+                tensors.engine.add_up_ = partial(optimizer.shard_sums.add_up_, tensors.params)
         self._tensor_groups = list(found.values())
         by_device: dict[torch.device, list[TensorGroup]] = {}
         for tensors in self._tensor_groups:

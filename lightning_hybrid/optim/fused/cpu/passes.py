@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class NativeEngine:
 
     The table is made once; a step only writes the addresses of its gradients and calls, without Python's lock.
     """
+
+    add_up_: Callable[[Tensor], None] | None = None  # see `step.Engine`
 
     def __init__(
         self,
@@ -83,6 +85,11 @@ class NativeEngine:
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
         return self._views.have_moved()
+
+    def _add_up(self) -> None:
+        self._library.add_up(ctypes.byref(self._table), self.sums.data_ptr())
+        if self.add_up_ is not None:
+            self.add_up_(self.sums)
 
     def _norms(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
         """Sum the squares of what is `measured`; return 1.0 if a sum of a gradient is inf or nan: float32, 0-dim."""
@@ -140,7 +147,7 @@ class NativeLars(NativeEngine):
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
         # Blocks to tensors, then tensors to coefficients, and only then the pass that writes.
-        self._library.add_up(table, self.sums.data_ptr())
+        self._add_up()
         self._library.lars_numbers(table, self._is_joint, options.table.data_ptr(), options["lr"].data_ptr(), *norms)
         self._library.lars_update(table, self._numbers.data_ptr(), _address(found_inf))
         self._views.unload()
@@ -180,7 +187,7 @@ class NativeLamb(NativeEngine):
 
     def grad_squares(self) -> Tensor:
         """Sum the squares of all gradients, scaled as they are: float64, 0-dim."""
-        self._library.add_up(ctypes.byref(self._table), self.sums.data_ptr())
+        self._add_up()
         return self.sums[1].sum()
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -196,7 +203,7 @@ class NativeLamb(NativeEngine):
             table, self._step_addresses.data_ptr(), choices, _address(inverse_scale), numbers, skip
         )
         self._library.lamb_moments(table, numbers, skip)
-        self._library.add_up(table, self.sums.data_ptr())
+        self._add_up()
         self._library.lamb_rates(table, choices, options["lr"].data_ptr(), self.sums.data_ptr(), rates.data_ptr())
         self._library.lamb_update(table, numbers, rates.data_ptr(), skip)
         torch.autograd.graph.increment_version(self._steps)

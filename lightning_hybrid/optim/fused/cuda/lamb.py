@@ -56,6 +56,8 @@ class KernelLamb(KernelEngine):
 
     def grad_squares(self) -> Tensor:
         """Sum the squares of all gradients, scaled as they are: float64, 0-dim."""
+        if self.add_up_ is not None:
+            return self._sums_of_wholes(self.add_up_)[1].sum()
         return self._sums[1].sum(dtype=torch.float64)
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -80,6 +82,8 @@ class KernelLamb(KernelEngine):
                 **self._common,
                 **self._of_grads,
             )
+        self._add_up()
+        if self._grid[0]:
             lamb_kernels.rates[per_tensor](
                 self._sums, self._first_chunk, options.table, options["lr"], self._rates, num_tensors, num_chunks
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,6 +30,8 @@ class KernelEngine:
     `chunk` is the number of elements per program, a power of two. Each launch is under `current`.
     """
 
+    add_up_: Callable[[Tensor], None] | None = None  # see `step.Engine`
+
     def __init__(
         self,
         params: Sequence[Tensor],
@@ -51,6 +53,7 @@ class KernelEngine:
         # One program per chunk, whatever tensor it is of: `tensor_of` and `index_of` find the chunk.
         self._grid, self._counts = (total,), (len(params), total)
         self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
+        self._num_chunks = table_of(num_chunks, torch.int64, device)
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
         pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
@@ -75,6 +78,25 @@ class KernelEngine:
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
         return self._views.have_moved()
+
+    def _sums_of_wholes(self, add_up_: Callable[[Tensor], None]) -> Tensor:
+        """Add up the chunks of each tensor, and the shards of all ranks: float64 (2, tensors)."""
+        # Not `index_add_`, whose order on a GPU is that of the moment: ranks with equal shards need equal bits.
+        sums = torch.segment_reduce(self._sums.double().T.contiguous(), "sum", lengths=self._num_chunks, unsafe=True)
+        wholes = sums.T.contiguous()
+        add_up_(wholes)
+        return wholes
+
+    def _add_up(self) -> None:
+        if self.add_up_ is None:
+            return
+        wholes = self._sums_of_wholes(self.add_up_).to(self._sums.dtype)
+        # The kernels add up the chunks of a tensor: the whole's sum goes to the first, and the others are 0. A tensor
+        # without chunks here is none of this rank's to move.
+        has_chunks = self._num_chunks > 0
+        places = torch.where(has_chunks, self._first_chunk[:-1].long(), self._counts[1])
+        padded = torch.zeros(2, self._counts[1] + 1, dtype=wholes.dtype, device=wholes.device)
+        self._sums.copy_(padded.index_copy_(1, places, wholes)[:, :-1])
 
     def _norms(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
         found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
@@ -145,6 +167,7 @@ class KernelLars(KernelEngine):
 
     def _update(self, options: OptionTable, scaling: GradScaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
+        self._add_up()
         if self._grid[0]:
             lars_kernels.finalize[(self._counts[0],)](
                 *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
@@ -165,7 +188,7 @@ class KernelLars(KernelEngine):
     def _knows_weights(self) -> bool:
         # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
         # raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it is computed.
-        if not self._are_masters or self._views.pairs or _is_capturing():
+        if not self._are_masters or self._views.pairs or self.add_up_ is not None or _is_capturing():
             return False
         return not self._views.changed()
 
