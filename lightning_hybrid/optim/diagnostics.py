@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.dtensor import has_dtensors, local_shards
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.gradients import dense_gradients
 from lightning_hybrid.optim.lamb import LAMB, lamb_updates
@@ -22,7 +24,7 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
     before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
     groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
-    written, nothing waits for the device.
+    written, nothing waits for the device. *Of DTensors every rank must call it.*
 
     Args:
         optimizer: Any optimizer.
@@ -37,7 +39,18 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     >>> trust_ratios(torch.optim.SGD([weight], lr=1.0))
     [{}]
     """
-    of_one = {LARS: _lars_ratio, LAMB: _lamb_ratio}.get(type(optimizer))
+    rules: dict[type, Callable[..., Tensor | None]] = {LARS: _lars_ratio, LAMB: _lamb_ratio}
+    of_one = rules.get(type(optimizer))
+    if of_one is not None and has_dtensors(optimizer.param_groups):
+        with local_shards(optimizer) as local:
+            ratios_of_groups = _ratios(local, of_one, grad_scale)
+            return [{local.wholes[param]: ratio for param, ratio in some.items()} for some in ratios_of_groups]
+    return _ratios(optimizer, of_one, grad_scale)
+
+
+def _ratios(
+    optimizer: Any, of_one: Callable[..., Tensor | None] | None, grad_scale: Tensor | None
+) -> list[dict[Tensor, Tensor]]:
     found = []
     for group in optimizer.param_groups:
         ratios = dict[Tensor, Tensor]()
@@ -52,15 +65,15 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
 
 
 def _lars_ratio(
-    optimizer: Optimizer, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
+    optimizer: LARS, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
 ) -> Tensor:
     inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal().to(param.device)
     scaling = GradScaling(inverse_scale=inverse_scale, found_inf=None)
-    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling)[0]
+    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, shard_sums=optimizer.shard_sums)[0]
 
 
 def _lamb_ratio(
-    optimizer: Optimizer, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
+    optimizer: LAMB, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
 ) -> Tensor | None:
     state = optimizer.state.get(param, {})
     if "step" not in state:
@@ -68,4 +81,7 @@ def _lamb_ratio(
     # As in `LAMB`: a number where the count is on the CPU, else float64.
     step = state["step"].item() if state["step"].device.type == "cpu" else state["step"].to(torch.float64)
     updates = lamb_updates([param], [state["exp_avg"]], [state["exp_avg_sq"]], [step], group=group)
-    return trust_ratio(tensor_norms([param]), tensor_norms(updates))[0]
+    norms = [tensor_norms([param]), tensor_norms(updates)]
+    if optimizer.shard_sums is not None:
+        norms = optimizer.shard_sums.norms([param], *norms)
+    return trust_ratio(*norms)[0]

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from lightning_hybrid.optim.gradients import param_name
 
+_Group = tuple[dist.ProcessGroup, str]  # and the type of device that it adds up on
+
 
 def is_dtensor(value: Any) -> bool:
     """Return whether `value` is a DTensor.
@@ -37,12 +39,22 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_shard(tensor: Any) -> Tensor:
+    """Return what this rank holds of a DTensor, there at last if it was still on its way; of others the very tensor."""
+    if not is_dtensor(tensor):
+        return tensor
+    local = tensor._local_tensor  # `to_local` makes another object each time
+    return local.wait() if hasattr(local, "wait") else local
+
+
 def has_dtensors(groups: Iterable[dict[str, Any]]) -> bool:
     """Return whether a parameter of the groups is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(
-        isinstance(param, module.DTensor) for group in groups for param in group["params"]
-    )
+    if module is None:
+        return False
+    # By distinct types, as every step of every optimizer asks.
+    types = set[type]().union(*(map(type, group["params"]) for group in groups))
+    return any(issubclass(kind, module.DTensor) for kind in types)
 
 
 def check_placements(group: dict[str, Any]) -> None:
@@ -63,8 +75,8 @@ def check_placements(group: dict[str, Any]) -> None:
         is_sharded = any(not placement.is_replicate() for placement in _placements(param))
         if is_sharded and group.get("direction") == "orthogonal":
             raise ValueError(
-                f'{name} and `direction` (="orthogonal") exclude each other: singular values are of whole matrices, and '
-                'a rank holds a shard. Set direction="momentum", or train on whole weights: '
+                f'{name} and `direction` (="orthogonal") exclude each other: singular values are of whole matrices, '
+                'and a rank holds a shard. Set direction="momentum", or train on whole weights: '
                 'strategy="hybrid_allreduce" or "ddp".'
             )
 
@@ -77,12 +89,14 @@ class ShardSums:
     """
 
     def __init__(self, params: dict[Tensor, Tensor]) -> None:
-        self._groups: dict[Tensor, list[tuple[dist.ProcessGroup, str]]] = {}
+        self._groups: dict[Tensor, list[_Group]] = {}
         for local, param in params.items():
             if is_dtensor(param):
                 mesh = param.device_mesh  # type: ignore[attr-defined]
                 sharding = [dim for dim, placement in enumerate(_placements(param)) if not placement.is_replicate()]
+                # The type of device too: the mesh of parameters that are offloaded to the host is the accelerator's.
                 self._groups[local] = [(mesh.get_group(dim), mesh.device_type) for dim in sharding]
+        self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
 
     def add_up_(self, locals_: Sequence[Tensor], table: Tensor) -> None:
         """Add the columns of `table`, one for each local tensor, over the ranks that hold the tensor's other shards.
@@ -90,31 +104,41 @@ class ShardSums:
         Collective: one all-reduce for each process group that shards one of them. Columns of replicated tensors keep
         their bits. `table` is float64, (any, tensors), changed in place.
         """
-        columns: dict[tuple[dist.ProcessGroup, str], list[int]] = {}
-        for column, local in enumerate(locals_):
-            for group in self._groups.get(local, ()):
-                columns.setdefault(group, []).append(column)
-        for (group, device_type), some in columns.items():
-            # Parameters that are offloaded to the host have a mesh, and so a process group, of the accelerator.
-            part = table[:, some].to(device_type).contiguous()
+        for (group, device_type), columns in self._columns_of(locals_, table.device):
+            part = (table if columns is None else table.index_select(1, columns)).to(device_type).contiguous()
             dist.all_reduce(part, group=group)
-            table[:, some] = part.to(table.device)
+            if columns is not None:
+                table.index_copy_(1, columns, part.to(table.device))
+            elif part is not table:
+                table.copy_(part)
 
     def norms(self, locals_: Sequence[Tensor], *norms: Tensor) -> list[Tensor]:
         """Return the norms of whole tensors, from one or several norms of each local tensor; see `add_up_`."""
         squares = torch.stack([one.double().square() for one in norms])
         self.add_up_(locals_, squares)
-        is_whole = torch.tensor([not self._groups.get(local) for local in locals_], device=squares.device)
-        # Not the root of the square where nothing was added: it may differ in the last bit.
-        return [torch.where(is_whole, old, new.sqrt().to(old.dtype)) for old, new in zip(norms, squares, strict=True)]
+        return list(squares.sqrt().to(norms[0].dtype))
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest `value` (0-dim) of all ranks that hold shards of any tensor; collective, as `add_up_`."""
-        for group, device_type in dict.fromkeys(pair for pairs in self._groups.values() for pair in pairs):
+        for group, device_type in dict.fromkeys(pair for some in self._groups.values() for pair in some):
             there = value.to(device_type, copy=True)
             dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
             value = there.to(value.device)
         return value
+
+    def _columns_of(self, locals_: Sequence[Tensor], device: torch.device) -> list[tuple[_Group, Tensor | None]]:
+        # For each group the columns to add up, None for all. Kept: to send indices to a GPU makes the host wait.
+        key = (tuple(map(id, locals_)), device)
+        if key not in self._columns:
+            found: dict[_Group, list[int]] = {}
+            for column, local in enumerate(locals_):
+                for group in self._groups.get(local, ()):
+                    found.setdefault(group, []).append(column)
+            self._columns[key] = [
+                (group, None if len(columns) == len(locals_) else torch.tensor(columns, device=device))
+                for group, columns in found.items()
+            ]
+        return self._columns[key]
 
 
 @contextmanager
@@ -137,6 +161,7 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
         view.state_lists = lambda params, *keys: _state_lists(optimizer, view, params, *keys)
     _refresh(optimizer, view)
     sharded = {local: param for local, param in view.wholes.items() if local is not param}
+    versions = [local._version for local in sharded]
     try:
         for local, param in sharded.items():
             local.grad = _local_grad(param)
@@ -148,7 +173,9 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
             # "step" of LAMB, which has no shards; all else is in memory of the state itself.
             if "step" in view.state[local]:
                 optimizer.state[param]["step"] = view.state[local]["step"]
-    torch.autograd.graph.increment_version(list(sharded.values()))
+    # A DTensor does not see what is written to its shard: without this, backward would use a changed weight.
+    written = [param for (local, param), old in zip(sharded.items(), versions, strict=True) if local._version != old]
+    torch.autograd.graph.increment_version(written)
 
 
 def _refresh(optimizer: Any, view: Any) -> None:
@@ -172,16 +199,16 @@ def _refresh(optimizer: Any, view: Any) -> None:
         mine.update(group | {"params": some, "foreach": foreach, "fused": bool(group["fused"])})
     view.work_group = getattr(optimizer, "work_group", None)
     view.copies = {
-        local: _local(optimizer.copies[param]) for local, param in wholes.items() if param in optimizer.copies
+        local: local_shard(optimizer.copies[param]) for local, param in wholes.items() if param in optimizer.copies
     }
     for local, param in wholes.items():
-        view.state[local] = {key: _local(value) for key, value in optimizer.state.get(param, {}).items()}
+        view.state[local] = {key: local_shard(value) for key, value in optimizer.state.get(param, {}).items()}
 
 
 def _known_or_new(known: dict[int, Tensor], param: Tensor) -> Tensor:
     if not is_dtensor(param):
         return param
-    shard, local = _local(param), known.get(id(param))
+    shard, local = local_shard(param), known.get(id(param))
     is_same = local is not None and local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
     if local is not None and is_same and local.shape == shard.shape and local.stride() == shard.stride():
         return local
@@ -196,7 +223,7 @@ def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) ->
             # What the rule has put there by itself, as the count of LAMB, is the same on all ranks.
             if key not in view.state[local]:
                 ((state,),) = optimizer.state_lists([view.wholes[local]], key)
-                view.state[local][key] = _local(state)
+                view.state[local][key] = local_shard(state)
     return [[view.state[local][key] for local in params] for key in keys]
 
 
@@ -205,15 +232,7 @@ def _local_grad(param: Any) -> Tensor | None:
     if is_dtensor(grad) and grad.placements != param.placements:
         # Of a replicated parameter on sharded activations autograd leaves the sum over ranks to who reads the gradient.
         grad = grad.redistribute(placements=param.placements)
-    return None if grad is None else _local(grad)
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return what this rank holds of a DTensor, there at last if it was still on its way; of others the very tensor."""
-    if not is_dtensor(tensor):
-        return tensor
-    local = tensor._local_tensor  # `to_local` makes another object each time
-    return local.wait() if hasattr(local, "wait") else local
+    return None if grad is None else local_shard(grad)
 
 
 def _placements(param: Any) -> tuple[Any, ...]:

@@ -1,0 +1,98 @@
+"""FSDP2 for the networks of the recipes: weights, gradients and optimizer state in shards over all ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_hybrid import DurableCheckpointIO
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """Lightning's `ModelParallelStrategy` with all ranks data-parallel, and one file per checkpoint.
+
+    The module gives its network to `shard_`, in `configure_model`.
+
+    Args:
+        reshard_after_forward: Whether gathered weights are freed after forward and gathered again in backward.
+        timeout: Of every collective.
+        checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
+    """
+
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        timeout: timedelta = timedelta(minutes=30),
+        checkpoint_io: CheckpointIO | None = None,
+    ) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
+        self.reshard_after_forward = reshard_after_forward
+        self.checkpoint_io = checkpoint_io or DurableCheckpointIO()
+
+    def teardown(self) -> None:
+        """End the run, with all checkpoints on the disk."""
+        try:
+            super().teardown()
+        finally:
+            self.checkpoint_io.teardown()
+
+    def setup_environment(self) -> None:
+        """Start the processes' group, with a mesh over all ranks."""
+        # Lightning's "auto" is a node's worth of tensor parallelism, and data parallelism between nodes.
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def shard_(self, network: nn.Module) -> None:
+        """Shard `network` over all ranks, in place: its blocks, each gathered on its own, and what is left.
+
+        A block is a child of the network, or of an `nn.Sequential` in it, that has a matrix or a kernel. Called again,
+        it does nothing, as `configure_model` must.
+
+        Raises:
+            ValueError: A weight is not contiguous, as `channels_last` makes it.
+        """
+        if isinstance(network, FSDPModule):
+            return
+        for name, param in network.named_parameters():
+            if not param.is_contiguous():
+                raise ValueError(
+                    "`channels_last` (=true) and strategy=fsdp2 exclude each other: shards are rows of contiguous "
+                    f"weights, and `{name}` has strides {param.stride()}. Set channels_last=false."
+                )
+        options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
+        options["reshard_after_forward"] = self.reshard_after_forward
+        for block in _blocks(network):
+            if any(param.dim() > 1 for param in block.parameters()):
+                fully_shard(block, **options)
+        fully_shard(network, **options)
+
+    def on_validation_start(self) -> None:
+        """Make buffers those of rank zero."""
+        self._broadcast_buffers()
+
+    def on_test_start(self) -> None:
+        """Make buffers those of rank zero."""
+        self._broadcast_buffers()
+
+    def on_predict_start(self) -> None:
+        """Make buffers those of rank zero."""
+        self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        # FSDP2 leaves the running statistics of BatchNorm to each rank; those of rank zero are in checkpoints, as DDP's.
+        assert self.model is not None
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in network.children():
+        found += child.children() if isinstance(child, nn.Sequential) else [child]
+    return found
