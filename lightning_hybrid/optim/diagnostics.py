@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from lightning_hybrid.optim.dtensor import has_dtensors, local_shards
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.gradients import dense_gradients
-from lightning_hybrid.optim.lamb import LAMB, lamb_updates
-from lightning_hybrid.optim.lars import LARS, lars_ratios
+from lightning_hybrid.optim.lamb import LAMB, lamb_updates, lamb_vectors
+from lightning_hybrid.optim.lars import LARS, lars_ratios, lars_vectors
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 
 
@@ -24,7 +26,8 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
     before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
     groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
-    written, nothing waits for the device. *Of DTensors every rank must call it.*
+    written, nothing waits for the device. Where ranks share an update (`LayerwiseOptimizer.parts`, DTensors) q is that
+    of the whole tensor, and every rank that holds parts must call it, in the same order.
 
     Args:
         optimizer: Any optimizer.
@@ -39,49 +42,85 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     >>> trust_ratios(torch.optim.SGD([weight], lr=1.0))
     [{}]
     """
+    if isinstance(optimizer, LayerwiseOptimizer) and has_dtensors(optimizer.param_groups):
+        with local_shards(optimizer) as local:
+            found = _ratios(local, grad_scale)
+            return [{local.wholes[param]: ratio for param, ratio in some.items()} for some in found]
+    return _ratios(optimizer, grad_scale)
+
+
+def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
     rules: dict[type, Callable[..., Tensor | None]] = {LARS: _lars_ratio, LAMB: _lamb_ratio}
     of_one = rules.get(type(optimizer))
-    if of_one is not None and has_dtensors(optimizer.param_groups):
-        with local_shards(optimizer) as local:
-            ratios_of_groups = _ratios(local, of_one, grad_scale)
-            return [{local.wholes[param]: ratio for param, ratio in some.items()} for some in ratios_of_groups]
-    return _ratios(optimizer, of_one, grad_scale)
-
-
-def _ratios(
-    optimizer: Any, of_one: Callable[..., Tensor | None] | None, grad_scale: Tensor | None
-) -> list[dict[Tensor, Tensor]]:
+    inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
+    scaling = GradScaling(inverse_scale=inverse_scale)
+    of_parts = _norms_of_parts(optimizer, scaling)
     found = []
     for group in optimizer.param_groups:
         ratios = dict[Tensor, Tensor]()
         if of_one is not None and group["trust_ratio"]:
             for _, (param, grad) in dense_gradients(group):
                 # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
-                ratio = of_one(optimizer, {**group, "trust_clip": None}, param, grad, grad_scale)
+                options = {**group, "trust_clip": None}
+                ratio = of_one(optimizer, options, param, grad, scaling.to(param.device), of_parts.get(param))
                 if ratio is not None:
                     ratios[param] = ratio
         found.append(ratios)
     return found
 
 
+def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
+    if not isinstance(optimizer, LayerwiseOptimizer) or not optimizer.parts:
+        return {}
+    vectors = dict[Tensor, list[ShardedVector]]()
+    for group in optimizer.param_groups:
+        for _, (param, grad) in dense_gradients(group):
+            if (part := optimizer.parts.get(param)) is None:
+                continue
+            if isinstance(optimizer, LARS):
+                vectors[param] = lars_vectors(param, grad, part, group=group, scaling=scaling.to(param.device))
+            elif "step" in (state := optimizer.state.get(param, {})):
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                vectors[param] = lamb_vectors(param, moments, part, group=group, step=_step_of(state))
+    device = next(iter(optimizer.parts)).device
+    return norms_over_ranks(vectors, torch.zeros((), device=device), optimizer.add_up_)[0]
+
+
 def _lars_ratio(
-    optimizer: LARS, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
+    optimizer: LARS,
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    scaling: GradScaling,
+    norms: list[Tensor] | None,
 ) -> Tensor:
-    inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal().to(param.device)
-    scaling = GradScaling(inverse_scale=inverse_scale, found_inf=None)
-    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, shard_sums=optimizer.shard_sums)[0]
+    of_one = None if norms is None else [norm.view(1) for norm in norms]
+    sums = optimizer.shard_sums
+    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, norms=of_one, shard_sums=sums)[0]
 
 
 def _lamb_ratio(
-    optimizer: LAMB, group: dict[str, Any], param: Tensor, grad: Tensor, grad_scale: Tensor | None
+    optimizer: LAMB,
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    scaling: GradScaling,
+    norms: list[Tensor] | None,
 ) -> Tensor | None:
     state = optimizer.state.get(param, {})
     if "step" not in state:
         return None
-    # As in `LAMB`: a number where the count is on the CPU, else float64.
-    step = state["step"].item() if state["step"].device.type == "cpu" else state["step"].to(torch.float64)
-    updates = lamb_updates([param], [state["exp_avg"]], [state["exp_avg_sq"]], [step], group=group)
+    if norms is not None:
+        return trust_ratio(*norms)
+    moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+    updates = lamb_updates([param], *moments, [_step_of(state)], group=group)
     norms = [tensor_norms([param]), tensor_norms(updates)]
     if optimizer.shard_sums is not None:
         norms = optimizer.shard_sums.norms([param], *norms)
     return trust_ratio(*norms)[0]
+
+
+def _step_of(state: dict[str, Any]) -> float | Tensor:
+    # As in `LAMB`: a number where the count is on the CPU, else float64.
+    step: Tensor = state["step"]
+    return step.item() if step.device.type == "cpu" else step.to(torch.float64)

@@ -6,7 +6,7 @@ sums of squares are added up over the ranks that hold the other shards: a few fl
     placement on a dimension of the mesh      sums of squares
     Shard, _StridedShard                      added over that dimension's ranks: shards are disjoint
     Replicate                                 not added: every rank has the whole
-    Partial                                   refused: the parameter itself is a sum that nobody has made
+    Partial                                   refused: the parameter itself is a sum yet to be made
 
 All ranks of a mesh must step together. Afterwards ranks with equal shards hold the same bits.
 """
@@ -34,7 +34,7 @@ def is_dtensor(value: Any) -> bool:
     >>> is_dtensor(torch.zeros(1))
     False
     """
-    # Imported only where somebody has made one: the import takes a second, and a torch may lack it.
+    # Where there is a DTensor its module has been imported; to import it takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

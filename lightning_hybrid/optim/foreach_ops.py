@@ -46,7 +46,7 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     """
     first = lists[0][0]
     # Not while torch.compile traces: it would unroll the blocks into its graph.
-    size = 0 if torch.compiler.is_compiling() else _BLOCK * torch.get_num_threads()
+    size = 0 if torch.compiler.is_compiling() else block_numel()
     whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
     # Blocks are stretches of memory: they belong together only if all lists have their elements in one order.
     if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
@@ -54,6 +54,11 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         return
     for blocks in zip(*(in_memory_order(one[0]).split(size) for one in lists), strict=True):
         yield [[block] for block in blocks]
+
+
+def block_numel() -> int:
+    """Count the elements of the blocks of `in_blocks`."""
+    return _BLOCK * torch.get_num_threads()
 
 
 def _layout(tensor: Tensor) -> list[tuple[int, int]]:

@@ -10,9 +10,11 @@ from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.gradients import lr_of
+from lightning_hybrid.optim.gradients import is_together, lr_of
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.sharded_norms import ShardedVector
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
+from lightning_hybrid.placement import Part
 
 
 class LAMB(LayerwiseOptimizer):
@@ -130,58 +132,76 @@ class LAMB(LayerwiseOptimizer):
     def _before_updates(self) -> None:
         # Any group has it: `add_param_group` refuses a bound that is not the optimizer's.
         bound = self.param_groups[0]["max_grad_norm"]
-        self._clip_factor = None
-        if bound is None:
-            return
+        of_parts = self._norms_over_ranks(self._bounded_gradients) if self.parts else {}
+        self._clip_factor = None if bound is None else self._factor(bound, of_parts)
+        self._part_steps: dict[Tensor, float | Tensor] = {}
+        self._part_norms = self._norms_over_ranks(self._taken_gradients) if self.parts else {}
+
+    def _factor(self, bound: float, of_parts: dict[Tensor, list[Tensor]]) -> Tensor | None:
         by_dtype: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is not None and param not in of_parts:
                     by_dtype.setdefault((param.device, param.grad.dtype), []).append(param)
-        if by_dtype:
-            norms = [
-                tensor_norms([param.grad for param in some if param.grad is not None]) for some in by_dtype.values()
-            ]
-            if self.shard_sums is not None:
-                norms = [
-                    self.shard_sums.norms(some, part)[0] for some, part in zip(by_dtype.values(), norms, strict=True)
-                ]
-            # The bound is on unscaled gradients: it must not move with the loss scale.
-            norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
-            (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
-            self._clip_factor = (bound / norm).clamp(max=1.0)
+        norms = [torch.stack(some) for some in of_parts.values()]
+        for params in by_dtype.values():
+            of_grads = tensor_norms([param.grad for param in params if param.grad is not None])
+            norms += [of_grads] if self.shard_sums is None else self.shard_sums.norms(params, of_grads)
+        if not norms:
+            return None
+        # The bound is on unscaled gradients: it must not move with the loss scale.
+        norm = torch.linalg.vector_norm(torch.cat([part.to(norms[0].device) for part in norms]))
+        (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
+        return (bound / norm).clamp(max=1.0)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        lr, clip_factor, scaling = lr_of(group, params[0].device), self._clip_factor, self._scaling
+    def _bounded_gradients(self, group: dict[str, Any], _: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
+        return [] if group["max_grad_norm"] is None else [ShardedVector(part=part, pieces=[grad])]
+
+    def _taken_gradients(self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
+        # All parts' moments before the first update: the norms of their updates take one sum over ranks.
+        (self._part_steps[param],) = self._take(group, [param], [grad])
+        moments = [self.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
+        return lamb_vectors(param, moments, part, group=group, step=self._part_steps[param])
+
+    def _take(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[float | Tensor]:
+        """Count the step, and take the gradients into both moments."""
+        scaling, clip_factor = self._scaling.to(params[0].device), self._clip_factor
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
-        moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
-        steps = [self._next_step(param, group["capturable"]) for param in params]
-        copies = self._copies_of(params)
-        # Three passes over the blocks: moments, |u|, update. |u| of a whole tensor is known before any block moves.
-        blocks = list(in_blocks(params, grads, *moments, *([copies] if copies else [])))
-        for _, some_grads, means, squares, *_ in blocks:
+        for some_grads, means, squares in in_blocks(grads, *self.state_lists(params, "exp_avg", "exp_avg_sq")):
             moments_(some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling)
+        return [self._next_step(param, group["capturable"]) for param in params]
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        lr, scaling = lr_of(group, params[0].device), self._scaling
+        # Three passes over the blocks: moments, |u|, update. |u| of a whole tensor is known before any block moves.
+        norms = self._whole_norms(params)
+        steps = self._take(group, params, grads) if norms is None else [self._part_steps[param] for param in params]
+        copies = self._copies_of(params)
+        moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
+        blocks = list(in_blocks(params, *moments, *([copies] if copies else [])))
         if not group["trust_ratio"]:
-            for some_params, _, means, squares, *_ in blocks:
+            for some_params, means, squares, *_ in blocks:
                 adamw_(some_params, means, squares, steps, group=group, lr=lr, scaling=scaling)
         else:
-            norms = []
-            for some_params, _, means, squares, *_ in blocks:
-                updates = lamb_updates(some_params, means, squares, steps, group=group)
-                norms.append(tensor_norms(updates))
-            weight_norms, update_norms = tensor_norms(params), combined_norms(norms)
-            if self.shard_sums is not None:
-                weight_norms, update_norms = self.shard_sums.norms(params, weight_norms, update_norms)
-            ratios = trust_ratio(weight_norms, update_norms)
+            updates = None
+            if norms is None:
+                of_blocks = []
+                for some_params, means, squares, *_ in blocks:
+                    updates = lamb_updates(some_params, means, squares, steps, group=group)
+                    of_blocks.append(tensor_norms(updates))
+                norms = [tensor_norms(params), combined_norms(of_blocks)]
+                if self.shard_sums is not None:
+                    norms = self.shard_sums.norms(params, *norms)
+            ratios = trust_ratio(*norms)
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
-            for some_params, _, means, squares, *_ in blocks:
-                if len(blocks) > 1:
+            for some_params, means, squares, *_ in blocks:
+                if updates is None or len(blocks) > 1:
                     # Reading two moments again costs less than keeping a large u between its norm and its use.
                     updates = lamb_updates(some_params, means, squares, steps, group=group)
                 lamb_(some_params, updates, lr=lr, ratios=ratios, scaling=scaling)
-        for some_params, _, _, _, *some_copies in blocks:
+        for some_params, _, _, *some_copies in blocks:
             if some_copies:
                 torch._foreach_copy_(some_copies[0], some_params)
 
@@ -243,6 +263,18 @@ def lamb_updates(
     if group["weight_decay"] != 0:
         torch._foreach_add_(updates, as_dtype(params, updates[0].dtype), alpha=group["weight_decay"])
     return updates
+
+
+def lamb_vectors(
+    param: Tensor, moments: Sequence[Tensor], part: Part, *, group: dict[str, Any], step: float | Tensor
+) -> list[ShardedVector]:
+    """Return the vectors w and u of a part, whose norms make its trust ratio; none where that is off."""
+    if not group["trust_ratio"]:
+        return []
+    blocks = in_blocks([param], *([moment] for moment in moments))
+    updates = (lamb_updates(some, means, squares, [step], group=group)[0] for some, means, squares in blocks)
+    of_updates = ShardedVector(part=part, pieces=updates, is_in_blocks=not is_together(group, param))
+    return [ShardedVector(part=part, pieces=[param]), of_updates]
 
 
 def lamb_(

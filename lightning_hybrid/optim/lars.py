@@ -1,10 +1,9 @@
 """LARS: stochastic gradient descent in which each layer's step is proportional to the layer's own size."""
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.checks import require_choice, require_number
@@ -12,17 +11,19 @@ from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.gradients import dense_gradients, lr_of, state_dtype
+from lightning_hybrid.optim.gradients import decayed_gradients, is_together, lr_of, state_dtype
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
-from lightning_hybrid.optim.orthogonal import is_matrix, orthogonalized_all
+from lightning_hybrid.optim.orthogonal_step import OrthogonalStep, refuse_part
+from lightning_hybrid.optim.sharded_norms import ShardedVector
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
+from lightning_hybrid.placement import Part
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
 Denominator = Literal["sum", "joint"]
 Direction = Literal["momentum", "orthogonal"]
 
 
-class LARS(LayerwiseOptimizer):
+class LARS(LayerwiseOptimizer, OrthogonalStep):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888).
 
     For each parameter tensor w with gradient g, and d = g + weight_decay * w:
@@ -102,8 +103,6 @@ class LARS(LayerwiseOptimizer):
     Parameter containing:
     tensor([3.0000, 3.5000], requires_grad=True)
     """
-
-    work_group: dist.ProcessGroup | None = None  # ranks that share the work of `direction="orthogonal"`
 
     def __init__(
         self,
@@ -186,6 +185,15 @@ class LARS(LayerwiseOptimizer):
     def _asks_for_fused(self) -> bool:
         return super()._asks_for_fused() and all(group["direction"] == "momentum" for group in self.param_groups)
 
+    def _before_updates(self) -> None:
+        self._part_norms = self._norms_over_ranks(self._vectors) if self.parts else {}
+        self._orthogonalize()
+
+    def _vectors(self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
+        if group["direction"] == "orthogonal":
+            refuse_part(part)
+        return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
+
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if group["direction"] == "orthogonal":
             self._orthogonal_update(group, params, grads)
@@ -194,7 +202,9 @@ class LARS(LayerwiseOptimizer):
         # The ratio is of the whole tensor, so it is computed before any block of the tensor moves.
         ratios = None
         if group["trust_ratio"]:
-            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, shard_sums=self.shard_sums)
+            norms = self._whole_norms(params)
+            sums = self.shard_sums
+            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, norms=norms, shard_sums=sums)
         copies = self._copies_of(params)
         lists = [params, grads, *([copies] if copies else [])]
         if group["momentum"] != 0:
@@ -209,84 +219,18 @@ class LARS(LayerwiseOptimizer):
     def _new_fused(self) -> FusedLars:
         return FusedLars()
 
-    # ---- along the orthogonalised momentum -------------------------------------------------------------------------
 
-    def _before_updates(self) -> None:
-        # All tensors at once, so that ranks can share the work and equal shapes one multiplication.
-        self._orthogonal: dict[Tensor, Tensor] = {}
-        found: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
-        for group in self.param_groups:
-            if group["direction"] == "orthogonal":
-                for _, (param, grad) in dense_gradients(group):
-                    if is_matrix(param):
-                        key = param.device, state_dtype(param.dtype), _is_together(group, param)
-                        found.setdefault(key, []).append((param, grad, group))
-        for (device, dtype, together), entries in found.items():
-            results = orthogonalized_all(
-                [param.shape for param, _, _ in entries],
-                partial(self._moment_of, entries),
-                dtype=dtype,
-                device=device,
-                together=together,
-                group=self.work_group,
-            )
-            self._orthogonal |= {param: result for (param, _, _), result in zip(entries, results, strict=True)}
-
-    def _moment_of(self, entries: list[tuple[Tensor, Tensor, dict[str, Any]]], index: int) -> Tensor:
-        param, grad, group = entries[index]
-        return self._moments(group, [param], [grad])[0][0]
-
-    def _moments(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Compute what is orthogonalised, and the next momentum, None without one; nothing is written."""
-        weights, scaling = as_dtype(params, state_dtype(params[0].dtype)), self._scaling.to(params[0].device)
-        directions = _directions(weights, grads, group=group, scaling=scaling)
-        if group["momentum"] == 0:
-            return directions, None
-        (buffers,) = self.state_lists(params, "momentum_buffer")
-        news = list(torch._foreach_add(torch._foreach_mul(buffers, group["momentum"]), directions))
-        if not group["nesterov"]:
-            return news, news
-        return list(torch._foreach_add(directions, news, alpha=group["momentum"])), news
-
-    def _orthogonal_update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        lr, scaling = lr_of(group, params[0].device), self._scaling
-        moments, news = self._moments(group, params, grads)
-        steps = [
-            self._orthogonal[param].to(moment.dtype) if param in self._orthogonal else moment
-            for param, moment in zip(params, moments, strict=True)
-        ]
-        if group["trust_ratio"]:
-            weight_norms = tensor_norms(params)
-            coefficient = group["trust_coefficient"]
-            ratios = trust_ratio(weight_norms, tensor_norms(steps), trust_coefficient=coefficient)
-            sizes: Any = ratios.to(steps[0].dtype).unbind()
-            # A ratio of 1, where a norm is zero, is of the momentum, as in the other direction.
-            is_moving = (weight_norms > 0).unbind()
-            steps = [torch.where(*each) for each in zip(is_moving, steps, moments, strict=True)]
-        else:
-            sizes = [1.0 if step is moment else _muon_size(step) for step, moment in zip(steps, moments, strict=True)]
-        steps = list(torch._foreach_mul(steps, sizes))
-        weights = as_dtype(params, moments[0].dtype)
-        if weights is params:
-            weights = scaling.scratch(params)
-        add_scaled_(weights, steps, -lr)
-        if news is not None:
-            scaling.commit_(self.state_lists(params, "momentum_buffer")[0], news)
-        scaling.commit_(params, weights)
-        # From the weights as they are stored: after a skipped step this writes what was there.
-        if copies := self._copies_of(params):
-            torch._foreach_copy_(copies, params)
-
-
-def _is_together(group: dict[str, Any], param: Tensor) -> bool:
-    return param.device.type != "cpu" if group["foreach"] is None else bool(group["foreach"])
-
-
-def _muon_size(step: Tensor) -> float:
-    """Return sqrt(max(1, rows / columns)), by which `torch.optim.Muon` multiplies a matrix."""
-    return float(max(1.0, step.shape[0] ** 2 / step.numel()) ** 0.5)
+def lars_vectors(
+    param: Tensor, grad: Tensor, part: Part, *, group: dict[str, Any], scaling: GradScaling = UNSCALED
+) -> list[ShardedVector]:
+    """Return the vectors whose norms `lars_ratios` takes for a part; none where the trust ratio is off."""
+    if not group["trust_ratio"]:
+        return []
+    weight = ShardedVector(part=part, pieces=[param])
+    if group["denominator"] == "sum":
+        return [weight, ShardedVector(part=part, pieces=[grad])]
+    directions = (decayed_gradients(*block, group=group, scaling=scaling)[0] for block in in_blocks([param], [grad]))
+    return [weight, ShardedVector(part=part, pieces=directions, is_in_blocks=not is_together(group, param))]
 
 
 def lars_ratios(
@@ -296,22 +240,29 @@ def lars_ratios(
     group: dict[str, Any],
     lr: float | Tensor,
     scaling: GradScaling = UNSCALED,
+    norms: Sequence[Tensor] | None = None,
     shard_sums: ShardSums | None = None,
 ) -> Tensor:
-    """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device."""
+    """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device.
+
+    `norms`: of the weights and of the gradients or directions, where `params` are parts; gradients still scaled.
+    `shard_sums`: where they are shards of DTensors.
+    """
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     if group["denominator"] == "sum":
+        weight_norms, update_norms = norms or (tensor_norms(params), tensor_norms(grads))
         # |g / scale| = |g| / scale: to unscale the norms saves a pass over the gradients.
-        (norms,) = scaling.unscale([tensor_norms(grads)], keep=[])
+        (update_norms,) = scaling.unscale([update_norms], keep=[])
         options["weight_decay"] = group["weight_decay"]
-    else:
+    elif norms is None:
         blocks = in_blocks(params, grads)
-        parts = [tensor_norms(_directions(*block, group=group, scaling=scaling)) for block in blocks]
-        norms = combined_norms(parts)
-    weight_norms = tensor_norms(params)
+        parts = [tensor_norms(decayed_gradients(*block, group=group, scaling=scaling)) for block in blocks]
+        weight_norms, update_norms = tensor_norms(params), combined_norms(parts)
+    else:
+        weight_norms, update_norms = norms
     if shard_sums is not None:
-        weight_norms, norms = shard_sums.norms(params, weight_norms, norms)
-    ratios = trust_ratio(weight_norms, norms, **options)
+        weight_norms, update_norms = shard_sums.norms(params, weight_norms, update_norms)
+    ratios = trust_ratio(weight_norms, update_norms, **options)
     # At lr = 0 the quotient is inf, and the clip remains.
     return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])
 
@@ -333,7 +284,7 @@ def lars_(
     # The order of operations is that of torch.optim.SGD, so that excluded groups have its bits.
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
-    directions = _directions(weights, grads, group=group, scaling=scaling)
+    directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
     # If the step may be skipped, all is computed in scratch memory; only `commit_` writes, and that by `found_inf`.
     if weights is params:
         weights = scaling.scratch(params)
@@ -364,17 +315,3 @@ def lars_(
 
     add_scaled_(weights, steps, -lr)
     scaling.commit_(params, weights)
-
-
-def _directions(
-    params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], scaling: GradScaling = UNSCALED
-) -> list[Tensor]:
-    """Unscale, negate (to climb) and decay gradients, at least in float32; the very `grads` if nothing changes."""
-    dtype = state_dtype(params[0].dtype)
-    directions = scaling.unscale(as_dtype(grads, dtype), keep=grads)
-    # The sign comes before the decay, as in torch.optim.SGD: to climb does not mean to grow the weights.
-    if group["maximize"]:
-        directions = list(torch._foreach_neg(directions))
-    if group["weight_decay"] != 0:
-        directions = list(torch._foreach_add(directions, as_dtype(params, dtype), alpha=group["weight_decay"]))
-    return directions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -14,7 +15,9 @@ from lightning_hybrid.optim.dtensor import ShardSums, check_placements, has_dten
 from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
 from lightning_hybrid.optim.fused.step import FusedStep
 from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
-from lightning_hybrid.optim.gradients import dense_gradients, param_name, state_dtype
+from lightning_hybrid.optim.gradients import dense_gradients, is_together, param_name, state_dtype
+from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
+from lightning_hybrid.placement import Part
 
 # Group keys that are not our options: torch's own, and those that schedulers and loggers add.
 _FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
@@ -35,14 +38,25 @@ class LayerwiseOptimizer(Optimizer):
         last_found_inf          result of a step with one of the two: its `found_inf`, or what it found itself
         copies                  {parameter: half-precision copy}: the step writes each as parameter.to(dtype)
 
+    Ranks may share the update, by two more: the trust ratio is that of the whole tensor, in the fused step to the bit.
+
+        parts                   {parameter: `Part`}: a 1-D parameter that is a part of a tensor, with gradient and copy
+        add_up_                 adds a float64 tensor over the ranks that hold the parts, in place, the same bits on all
+
+    LARS calls `add_up_` once a step, LAMB twice; all those ranks must step. Parameters without a part are whole on all
+    of them. Where one rank finds inf or nan, or is given a `found_inf` above 0, none of them writes.
+
     All are read on the device. With `grad_scale` and no `found_inf` (absent or None) a step first looks for inf and nan
     itself. It does not change gradients: a second step would divide them again.
     """
 
     copies: Mapping[Tensor, Tensor] = {}  # never written; torch.compile stops at a MappingProxyType
+    parts: Mapping[Tensor, Part] | None = None
+    add_up_: Callable[[Tensor], None]
     last_found_inf: Tensor | None = None
     shard_sums: ShardSums | None = None  # of a step on shards of DTensors, see `dtensor.local_shards`
     _scaling = GradScaling()  # of the step in progress
+    _part_norms: Mapping[Tensor, list[Tensor]] = {}  # in it, of whole tensors, of which a parameter is a part
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check_group({**defaults})
@@ -238,7 +252,7 @@ class LayerwiseOptimizer(Optimizer):
         self._before_updates()
         given = self._scaling
         for group in self.param_groups:
-            for params, grads in _batches(group, self.copies):
+            for params, grads in _batches(group, self.copies, self.parts or {}):
                 self._scaling = given.to(params[0].device)
                 self._update(group, params, grads)
 
@@ -255,6 +269,32 @@ class LayerwiseOptimizer(Optimizer):
         if self.shard_sums is not None:
             self.last_found_inf = self.shard_sums.largest(self.last_found_inf)
         return GradScaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
+
+    def _norms_over_ranks(
+        self, vectors_of: Callable[[dict[str, Any], Tensor, Tensor, Part], list[ShardedVector]]
+    ) -> dict[Tensor, list[Tensor]]:
+        """Compute the norms of whole tensors, for each parameter with a part; all ranks then skip this step, or none.
+
+        `vectors_of(group, param, grad, part)`: whose norms.
+        """
+        vectors = {
+            param: vectors_of(group, param, grad, self.parts[param])
+            for group in self.param_groups
+            for _, (param, grad) in dense_gradients(group)
+            if self.parts and param in self.parts
+        }
+        given = self._scaling.found_inf
+        flag = torch.zeros((), device=next(iter(self.parts or ())).device) if given is None else given
+        norms, found_inf = norms_over_ranks(vectors, flag, self.add_up_)
+        if given is not None:
+            self._scaling, self.last_found_inf = replace(self._scaling, found_inf=found_inf), found_inf
+        return norms
+
+    def _whole_norms(self, params: list[Tensor]) -> list[Tensor] | None:
+        # `_batches` puts parts and whole tensors apart: all of these are parts, or none is.
+        if params[0] not in self._part_norms:
+            return None
+        return [torch.stack(norms) for norms in zip(*(self._part_norms[param] for param in params), strict=True)]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -304,13 +344,14 @@ class LayerwiseOptimizer(Optimizer):
         return [[self.state[param][key] for param in params] for key in keys]
 
 
-def _batches(group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    # On the CPU one tensor at a time is faster: its temporaries stay in cache. On an accelerator launches count: all
-    # tensors of equal device and dtypes come at once.
+def _batches(
+    group: dict[str, Any], copies: Mapping[Tensor, Tensor], parts: Mapping[Tensor, Part]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    # Together are tensors of equal device and dtypes, and parts apart from whole tensors, whose norms are made here.
     batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (param, grad) in dense_gradients(group):
-        together = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]
-        key = (param.device, param.dtype, grad.dtype, _dtype(copies.get(param))) if together else index
+        dtypes = param.dtype, grad.dtype, _dtype(copies.get(param))
+        key = (param.device, *dtypes, param in parts) if is_together(group, param) else index
         params, grads = batches.setdefault(key, ([], []))
         params.append(param)
         grads.append(grad)

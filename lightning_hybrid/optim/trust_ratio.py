@@ -71,7 +71,7 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
     >>> abs(_norm_cpu(ones).item() / (0.1 * 1024) - 1) < 1e-6
     True
     """
-    if tensor.numel() <= _SMALL or tensor.dtype == torch.float64:
+    if not numel_in_rows(tensor.numel(), tensor.dtype):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
     parts = []
     for chunk in in_memory_order(tensor).split(_CHUNK):
@@ -81,6 +81,44 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
         parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
         parts.append(torch.linalg.vector_norm(chunk[num_in_rows:], dtype=torch.float32).view(1))
     return torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64)
+
+
+def block_squares(tensor: Tensor, block: int, *, num_in_rows: int) -> Tensor:
+    """Sum the squares of each block of a 1-D tensor, as `tensor_norms` on the CPU would: float64, 1-D.
+
+    Args:
+        tensor: Any floating-point dtype and device.
+        block: Elements of a block, a multiple of 256.
+        num_in_rows: So many elements, whole blocks or all, are summed in rows of float32; those behind them in float64.
+
+    >>> block_squares(torch.ones(600), 512, num_in_rows=512)
+    tensor([512.,  88.], dtype=torch.float64)
+    """
+    per_block = block // _ROW
+    found = []
+    for chunk in tensor[:num_in_rows].split(-(-_CHUNK // block) * block):
+        rows = _row_squares(chunk, _ROW, torch.float32)
+        missing = -len(rows) % per_block
+        found.append(torch.nn.functional.pad(rows, (0, missing)).view(-1, per_block).sum(1))
+    return torch.cat([*found, _row_squares(tensor[num_in_rows:], block, torch.float64)])
+
+
+def _row_squares(tensor: Tensor, row: int, dtype: torch.dtype) -> Tensor:
+    num = tensor.numel() // row * row
+    dtype = torch.promote_types(dtype, tensor.dtype)
+    norms = torch.linalg.vector_norm(tensor[:num].view(-1, row), dim=1, dtype=dtype)
+    if num < tensor.numel():
+        norms = torch.cat([norms, torch.linalg.vector_norm(tensor[num:], dtype=dtype).view(1)])
+    return norms.double().square()
+
+
+def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
+    """Count the leading elements of a tensor that `tensor_norms` sums in rows of float32: all, or none of small ones.
+
+    >>> [numel_in_rows(1 << 20, dtype) for dtype in (torch.float16, torch.float64)], numel_in_rows(5, torch.float32)
+    ([1048576, 0], 0)
+    """
+    return 0 if numel <= _SMALL or dtype == torch.float64 else numel
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
-        # FSDP2 leaves the running statistics of BatchNorm to each rank; those of rank zero are in checkpoints, as DDP's.
+        # FSDP2 leaves BatchNorm's running statistics to each rank; checkpoints have those of rank zero, as under DDP.
         assert self.model is not None
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)

@@ -72,8 +72,8 @@ def check_precision(cfg: DictConfig) -> None:
     is_sharded = str(cfg.strategy.get("_target_")).endswith("FullyShardedStrategy")
     if is_sharded and str(cfg.precision) not in ("32-true", "32", "bf16-mixed"):
         raise ValueError(
-            f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are fp32, the masters, "
-            "and the network computes in fp32 or by autocast in bf16; nothing scales the loss there. Set "
+            f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are the fp32 masters, "
+            "and the network computes in fp32, or in bf16 by autocast; nothing scales the loss there. Set "
             "precision=bf16-mixed or precision=32-true."
         )
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.fused.availability import has_kernels
+from lightning_hybrid.optim.fused.block_sums import BlockSums, add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.gradients import dense_gradients
+from lightning_hybrid.placement import Part
 
 
 class Stepped(Protocol):
@@ -25,6 +27,8 @@ class Stepped(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
     copies: Mapping[Tensor, Tensor]
+    parts: Mapping[Tensor, Part] | None
+    add_up_: Callable[[Tensor], None]
     shard_sums: ShardSums | None
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
@@ -34,8 +38,10 @@ class Stepped(Protocol):
 class Engine(Protocol):
     """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` and `cuda.lamb` on CUDA."""
 
-    # Adds sums of squares of shards, float64 (2, tensors), over ranks, in place; None: tensors are whole.
-    add_up_: Callable[[Tensor], None] | None
+    block_sums: BlockSums | None  # what is added over ranks before an update; None: no tensor is a part
+
+    def share(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Have the sums of squares of shards, float64 (2, tensors), added over ranks before they are used."""
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
@@ -62,6 +68,7 @@ class TensorGroup:
     params: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the parameter group of each tensor
+    parts: list[Part | None] = field(default_factory=list)  # of each tensor, where ranks share them
     engine: Any = None
 
 
@@ -84,7 +91,7 @@ class FusedStep:
         """Whether the rule needs the norms of gradients of the group, even if nothing looks for inf and nan."""
         raise NotImplementedError
 
-    def before_update(self, tensor_groups: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
+    def before_update(self, optimizer: Stepped, scaling: GradScaling) -> GradScaling:
         """Return the scaling of the update, once all norms are there."""
         return scaling
 
@@ -129,6 +136,7 @@ class FusedStep:
             needed = [is_checked or self.is_needed(group) for group in tensors.groups]
             own_grads = [grads[index] for index in tensors.indices]
             flags.append(tensors.engine.norms(own_grads, tensors.options, here, needed))
+        found_inf = scaling.found_inf
         if is_checked and flags:
             distinct = list({id(flag): flag for flag in flags}.values())
             found_inf = distinct[0]
@@ -136,11 +144,22 @@ class FusedStep:
                 found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in distinct]).amax()
             if optimizer.shard_sums is not None:
                 found_inf = optimizer.shard_sums.largest(found_inf)
+        if optimizer.parts and flags:
+            found_inf = self.add_over_ranks(optimizer, found_inf)
+        if found_inf is not scaling.found_inf:
             scaling = GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
-        for_update = self.before_update(self._tensor_groups, scaling)
+        for_update = self.before_update(optimizer, scaling)
         for tensors in self._tensor_groups:
             tensors.engine.update(tensors.options, for_update.to(tensors.params[0].device))
         return scaling
+
+    def add_over_ranks(self, optimizer: Stepped, found_inf: Tensor | None) -> Tensor | None:
+        """Add the sums of parts over the ranks that hold them; return `found_inf` of all of them, None of None."""
+        block_sums = [sums for tensors in self._tensor_groups if (sums := tensors.engine.block_sums) is not None]
+        if found_inf is not None:
+            return add_up(block_sums, found_inf, optimizer.add_up_)
+        add_up(block_sums, torch.zeros((), device=self._tensor_groups[0].params[0].device), optimizer.add_up_)
+        return None
 
     def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
         # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
@@ -154,7 +173,8 @@ class FusedStep:
     def _signature_of(self, optimizer: Stepped, grads: list[Any]) -> list[Any]:
         # What decides about tensor groups besides the tensors themselves.
         groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
-        return [*groups, *(None if grad is None else grad.dtype for grad in grads)]
+        parts = optimizer.parts and [(id(param), part) for param, part in optimizer.parts.items()]
+        return [parts, *groups, *(None if grad is None else grad.dtype for grad in grads)]
 
     def _sort(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
         if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
@@ -173,13 +193,15 @@ class FusedStep:
             tensors.indices.append(index)
             tensors.params.append(param)
             tensors.groups.append(group)
+            if optimizer.parts is not None:
+                tensors.parts.append(optimizer.parts.get(param))
             if copy is not None:
                 tensors.copies.append(copy)
         # Engines make the state that is missing, so what is owned is listed after them.
         for key, tensors in found.items():
             tensors.engine = self.engine_of(tensors, optimizer, key[1])
             if optimizer.shard_sums is not None:
-                tensors.engine.add_up_ = partial(optimizer.shard_sums.add_up_, tensors.params)
+                tensors.engine.share(partial(optimizer.shard_sums.add_up_, tensors.params))
         self._tensor_groups = list(found.values())
         by_device: dict[torch.device, list[TensorGroup]] = {}
         for tensors in self._tensor_groups:
@@ -217,10 +239,10 @@ class FusedLars(FusedStep):
         states = optimizer.state_lists(tensors.params, "momentum_buffer") if tensors.flags[0] else []
         lists = (tensors.params, states, tensors.copies)
         if tensors.params[0].device.type == "cpu":
-            return NativeLars(*lists, grad_dtype, is_joint=tensors.flags[1])
+            return NativeLars(*lists, grad_dtype, is_joint=tensors.flags[1], parts=tensors.parts)
         from lightning_hybrid.optim.fused.cuda.lars import KernelLars  # needs triton
 
-        return KernelLars(*lists, grad_dtype, is_joint=tensors.flags[1])
+        return KernelLars(*lists, grad_dtype, is_joint=tensors.flags[1], parts=tensors.parts)
 
 
 class FusedLamb(FusedStep):
@@ -248,17 +270,26 @@ class FusedLamb(FusedStep):
         states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
         lists = (tensors.params, states, tensors.copies)
         if device.type == "cpu":
-            return NativeLamb(*lists, grad_dtype)
+            return NativeLamb(*lists, grad_dtype, parts=tensors.parts)
         from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb  # needs triton
 
-        return KernelLamb(*lists, grad_dtype)
+        return KernelLamb(*lists, grad_dtype, parts=tensors.parts)
 
-    def before_update(self, tensor_groups: Sequence[TensorGroup], scaling: GradScaling) -> GradScaling:
-        """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound."""
-        bound = tensor_groups[0].groups[0]["max_grad_norm"] if tensor_groups else None
+    def before_update(self, optimizer: Stepped, scaling: GradScaling) -> GradScaling:
+        """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound; take them into the moments."""
+        for_moments = self._bounded(scaling)
+        for tensors in self._tensor_groups:
+            tensors.engine.moments(tensors.options, for_moments.to(tensors.params[0].device))
+        # |u| is known from here on, of whole tensors after one more sum over ranks.
+        if optimizer.parts and self._tensor_groups:
+            self.add_over_ranks(optimizer, None)
+        return for_moments
+
+    def _bounded(self, scaling: GradScaling) -> GradScaling:
+        bound = self._tensor_groups[0].groups[0]["max_grad_norm"] if self._tensor_groups else None
         if bound is None:
             return scaling
-        squares = [tensors.engine.grad_squares() for tensors in tensor_groups]
+        squares = [tensors.engine.grad_squares() for tensors in self._tensor_groups]
         norm = torch.stack([one.to(squares[0].device, non_blocking=True) for one in squares]).sum().sqrt()
         inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
         # As a part of the inverse scale the bound costs no pass of its own.

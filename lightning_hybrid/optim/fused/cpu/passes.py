@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cpu import build
 from lightning_hybrid.optim.fused.option_table import OptionTable
 from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.placement import Part
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h
 # Elements. Large enough that taking one costs nothing, small enough that threads end together.
@@ -36,9 +38,11 @@ class NativeEngine:
     """The base of both rules: a table of addresses of one tensor group, and the calls of the C++ passes.
 
     The table is made once; a step only writes the addresses of its gradients and calls, without Python's lock.
+    `parts` is empty, or has the part of each tensor: then the sums that count are those in `block_sums`.
     """
 
-    add_up_: Callable[[Tensor], None] | None = None  # see `step.Engine`
+    block_sums: BlockSums | None = None
+    _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class NativeEngine:
         states: Sequence[Sequence[Tensor]],
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
+        parts: Sequence[Part | None] = (),
     ) -> None:
         self._library = build.library()
         self._views = ContiguousViews(params, *states, copies)
@@ -56,6 +61,7 @@ class NativeEngine:
         first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
         begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
         self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
+        by_block = torch.zeros(2, len(tensor_of), dtype=torch.float64)  # as `sums`
         pointers = [torch.tensor(data_ptrs(one)) for one in self._views.dense]
         self._arrays: dict[str, Tensor] = {  # held here, as the table only holds their addresses
             "grads": torch.zeros(len(params), dtype=torch.int64),
@@ -66,8 +72,8 @@ class NativeEngine:
             "tensor_of": tensor_of,
             "begin_of": begin_of,
             "measured": torch.zeros(len(params), dtype=torch.int64),
-            "weight_squares": torch.zeros(len(tensor_of), dtype=torch.float64),
-            "squares": torch.zeros(len(tensor_of), dtype=torch.float64),
+            "weight_squares": by_block[0],
+            "squares": by_block[1],
         }
         self._table = Table(
             num_tensors=len(params),
@@ -81,15 +87,35 @@ class NativeEngine:
             **{name: array.data_ptr() if array.numel() else None for name, array in self._arrays.items()},
         )
         self._measured: list[int] = []
+        self._added = self._table  # whose blocks are added up
+        if any(parts):
+            self.block_sums = BlockSums(params, parts, _BLOCK, by_block)
+            self._added = self._table_of_wholes(self.block_sums)
+
+    def _table_of_wholes(self, block_sums: BlockSums) -> Table:
+        num_blocks = torch.tensor(block_sums.num_blocks)
+        self._arrays["tensor_of_wholes"] = tensor_of = torch.arange(len(num_blocks)).repeat_interleave(num_blocks)
+        weight_squares, squares = block_sums.whole
+        return Table(
+            num_tensors=len(num_blocks),
+            num_blocks=len(tensor_of),
+            tensor_of=tensor_of.data_ptr(),
+            weight_squares=weight_squares.data_ptr(),
+            squares=squares.data_ptr(),
+        )
+
+    def _add_up(self) -> None:
+        self._library.add_up(ctypes.byref(self._added), self.sums.data_ptr())
+        if self._add_over_ranks_ is not None:
+            self._add_over_ranks_(self.sums)
+
+    def share(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Have the sums of shards added over ranks; see `step.Engine`."""
+        self._add_over_ranks_ = add_up_
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
         return self._views.have_moved()
-
-    def _add_up(self) -> None:
-        self._library.add_up(ctypes.byref(self._table), self.sums.data_ptr())
-        if self.add_up_ is not None:
-            self.add_up_(self.sums)
 
     def _norms(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
         """Sum the squares of what is `measured`; return 1.0 if a sum of a gradient is inf or nan: float32, 0-dim."""
@@ -118,8 +144,9 @@ class NativeLars(NativeEngine):
         grad_dtype: torch.dtype,
         *,
         is_joint: bool,
+        parts: Sequence[Part | None] = (),
     ) -> None:
-        super().__init__(params, states, copies, grad_dtype)
+        super().__init__(params, states, copies, grad_dtype, parts)
         self._is_joint, self._are_masters = is_joint, bool(copies)
         self._numbers = torch.zeros(len(params), _NUM_LARS, dtype=torch.float64)
 
@@ -157,8 +184,8 @@ class NativeLamb(NativeEngine):
     """The step of LAMB; `states` are both moments and the step counts.
 
     norms()     sum(g * g), where it is needed                       one read of g
-    update()    moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
-                the step                                             one read of w, m, v; one write of w, copy
+    moments()   moments, sum(w * w), sum(u * u)                      one read of g, w, m, v; one write of m, v
+    update()    the step                                             one read of w, m, v; one write of w, copy
     """
 
     def __init__(
@@ -167,9 +194,11 @@ class NativeLamb(NativeEngine):
         states: Sequence[Sequence[Tensor]],
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
+        *,
+        parts: Sequence[Part | None] = (),
     ) -> None:
         *moments, self._steps = states
-        super().__init__(params, moments, copies, grad_dtype)
+        super().__init__(params, moments, copies, grad_dtype, parts)
         self._step_places = data_ptrs(self._steps)
         self._step_addresses = torch.tensor(self._step_places)
         self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
@@ -190,22 +219,21 @@ class NativeLamb(NativeEngine):
         self._add_up()
         return self.sums[1].sum()
 
+    def moments(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Count the step, take the gradients into both moments, and sum the squares of weights and updates."""
+        table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
+        numbers, skip = self._numbers.data_ptr(), _address(found_inf)
+        steps = self._step_addresses.data_ptr()
+        self._library.lamb_numbers(table, steps, options.table.data_ptr(), _address(inverse_scale), numbers, skip)
+        self._library.lamb_moments(table, numbers, skip)
+
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
         """Write the step; see `step.Engine`."""
-        table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
-        skip, choices, numbers, rates = (
-            _address(found_inf),
-            options.table.data_ptr(),
-            self._numbers.data_ptr(),
-            self._rates,
-        )
-        self._library.lamb_numbers(
-            table, self._step_addresses.data_ptr(), choices, _address(inverse_scale), numbers, skip
-        )
-        self._library.lamb_moments(table, numbers, skip)
+        table, found_inf = ctypes.byref(self._table), _numbers_of(scaling)[1]
+        choices, rates = options.table.data_ptr(), self._rates.data_ptr()
         self._add_up()
-        self._library.lamb_rates(table, choices, options["lr"].data_ptr(), self.sums.data_ptr(), rates.data_ptr())
-        self._library.lamb_update(table, numbers, rates.data_ptr(), skip)
+        self._library.lamb_rates(table, choices, options["lr"].data_ptr(), self.sums.data_ptr(), rates)
+        self._library.lamb_update(table, self._numbers.data_ptr(), rates, _address(found_inf))
         torch.autograd.graph.increment_version(self._steps)
         self._views.unload()
 

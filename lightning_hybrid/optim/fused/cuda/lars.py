@@ -11,10 +11,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
 from lightning_hybrid.optim.fused.option_table import OptionTable, lars_options, to_device_
 from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.placement import Part
 
 _DTYPES = {
     torch.float16: tl.float16,
@@ -27,10 +29,12 @@ _DTYPES = {
 class KernelEngine:
     """The base of both rules: tables of addresses of one tensor group on one device, and the launch of the norms.
 
-    `chunk` is the number of elements per program, a power of two. Each launch is under `current`.
+    `chunk` is the number of elements per program, a power of two. Each launch is under `current`. `parts` is empty, or
+    has the part of each tensor: then the sums that count are those in `block_sums`.
     """
 
-    add_up_: Callable[[Tensor], None] | None = None  # see `step.Engine`
+    block_sums: BlockSums | None = None
+    _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class KernelEngine:
         *,
         num_numbers: int,
         chunk: int,
+        parts: Sequence[Part | None] = (),
     ) -> None:
         self._views = ContiguousViews(params, *states, copies)
         dense = self._views.dense
@@ -52,14 +57,19 @@ class KernelEngine:
         total = len(tensor_of)
         # One program per chunk, whatever tensor it is of: `tensor_of` and `index_of` find the chunk.
         self._grid, self._counts = (total,), (len(params), total)
-        self._first_chunk = table_of(list(itertools.accumulate(num_chunks, initial=0)), torch.int32, device)
-        self._num_chunks = table_of(num_chunks, torch.int64, device)
+        self._num_chunks, firsts = num_chunks, list(itertools.accumulate(num_chunks, initial=0))
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
         pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
         self._pointers = list(table_of(pointers, torch.int64, device))
         self._grad_pointers = table_of([0] * len(params), torch.int64, device)
-        self._sums = torch.zeros(2, total, dtype=state, device=device)
+        self._sums = self._added = torch.zeros(2, total, dtype=state, device=device)
+        if any(parts):
+            self.block_sums = BlockSums(params, parts, chunk, self._sums)
+            self._added, firsts = self.block_sums.whole, self.block_sums.first_of
+        # What is added up: the sums of the chunks here, or of all that ranks hold together.
+        self._first_chunk = table_of(firsts, torch.int32, device)
+        self._added_counts = (len(params), firsts[-1])
         self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
         self._device = device
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
@@ -75,28 +85,27 @@ class KernelEngine:
         self._of_grads: dict[str, Any] = {"GRAD": _DTYPES[grad_dtype]}
         self._grad_addresses: list[int] = []
 
+    def share(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Have the sums of shards added over ranks; see `step.Engine`."""
+        num_tensors = len(self._num_chunks)
+        self._add_over_ranks_ = add_up_
+        self._lengths = table_of(self._num_chunks, torch.int64, self._device)
+        # What is added up is then one sum for each tensor.
+        self._added = self._sums.new_zeros(2, num_tensors)
+        self._first_chunk = table_of(range(num_tensors + 1), torch.int32, self._device)
+        self._added_counts = (num_tensors, num_tensors)
+
+    def _add_up(self) -> None:
+        if self._add_over_ranks_ is not None:
+            # Not `index_add_`, whose order on a GPU is that of the moment: ranks with equal shards need equal bits.
+            by_chunk = self._sums.double().T.contiguous()
+            sums = torch.segment_reduce(by_chunk, "sum", lengths=self._lengths, unsafe=True).T.contiguous()
+            self._add_over_ranks_(sums)
+            self._added.copy_(sums)
+
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
         return self._views.have_moved()
-
-    def _sums_of_wholes(self, add_up_: Callable[[Tensor], None]) -> Tensor:
-        """Add up the chunks of each tensor, and the shards of all ranks: float64 (2, tensors)."""
-        # Not `index_add_`, whose order on a GPU is that of the moment: ranks with equal shards need equal bits.
-        sums = torch.segment_reduce(self._sums.double().T.contiguous(), "sum", lengths=self._num_chunks, unsafe=True)
-        wholes = sums.T.contiguous()
-        add_up_(wholes)
-        return wholes
-
-    def _add_up(self) -> None:
-        if self.add_up_ is None:
-            return
-        wholes = self._sums_of_wholes(self.add_up_).to(self._sums.dtype)
-        # The kernels add up the chunks of a tensor: the whole's sum goes to the first, and the others are 0. A tensor
-        # without chunks here is none of this rank's to move.
-        has_chunks = self._num_chunks > 0
-        places = torch.where(has_chunks, self._first_chunk[:-1].long(), self._counts[1])
-        padded = torch.zeros(2, self._counts[1] + 1, dtype=wholes.dtype, device=wholes.device)
-        self._sums.copy_(padded.index_copy_(1, places, wholes)[:, :-1])
 
     def _norms(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
         found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
@@ -146,9 +155,10 @@ class KernelLars(KernelEngine):
         *,
         is_joint: bool,
         chunk: int = 4096,
+        parts: Sequence[Part | None] = (),
     ) -> None:
-        buffers = states[0] if states else []
-        super().__init__(params, [buffers], copies, grad_dtype, num_numbers=lars_kernels.NUM_LARS, chunk=chunk)
+        buffers, sizes = states[0] if states else [], {"num_numbers": lars_kernels.NUM_LARS, "chunk": chunk}
+        super().__init__(params, [buffers], copies, grad_dtype, parts=parts, **sizes)
         self._is_joint, self._has_momentum = is_joint, bool(buffers)
 
     def norms(
@@ -170,8 +180,8 @@ class KernelLars(KernelEngine):
         self._add_up()
         if self._grid[0]:
             lars_kernels.finalize[(self._counts[0],)](
-                *(self._sums, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
-                *self._counts,
+                *(self._added, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
+                *self._added_counts,
                 IS_JOINT=self._is_joint,
             )
             weights, buffers, copies = self._pointers
@@ -188,7 +198,7 @@ class KernelLars(KernelEngine):
     def _knows_weights(self) -> bool:
         # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
         # raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it is computed.
-        if not self._are_masters or self._views.pairs or self.add_up_ is not None or _is_capturing():
+        if not self._are_masters or self._views.pairs or _is_capturing():
             return False
         return not self._views.changed()
 
