@@ -9,9 +9,11 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_hybrid import DurableCheckpointIO
+from lightning_hybrid.checkpoint.param_names import state_by_name
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -71,6 +73,19 @@ class FullyShardedStrategy(ModelParallelStrategy):
             if any(param.dim() > 1 for param in block.parameters()):
                 fully_shard(block, **options)
         fully_shard(network, **options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a whole file into the shards, also one of `ddp` and `hybrid_allreduce`; every rank reads it."""
+        checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
+        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+        # No optimizers: to validate or to test.
+        for optimizer, saved in zip(self.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+            state = state_by_name(saved, optimizer, self.model)
+            set_optimizer_state_dict(self.model, optimizer, state, options=options)
+        return checkpoint
 
     def on_validation_start(self) -> None:
         """Make buffers those of rank zero."""
