@@ -20,7 +20,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.optim import param_groups
-from recipes.training.fully_sharded import FullyShardedStrategy
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +88,6 @@ class Classifier(pl.LightningModule):
         has_top5 = num_classes > 5  # else it is 1
         self.val_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
         self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
-
-    def configure_model(self) -> None:
-        """Shard the network where the strategy is for that: `strategy=fsdp2`."""
-        if isinstance(strategy := self.trainer.strategy, FullyShardedStrategy):
-            strategy.shard_(self.model)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""

@@ -14,18 +14,31 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_hybrid import DurableCheckpointIO
 from lightning_hybrid.checkpoint.param_names import state_by_name
+from recipes.training.classifier import Classifier
+
+
+class ShardedClassifier(Classifier):
+    """A `Classifier` whose network is sharded by the strategy."""
+
+    # Of its own: Lightning treats every module with this hook as one that may be sharded.
+    def configure_model(self) -> None:
+        """Shard the network, once."""
+        strategy: Any = self.trainer.strategy
+        strategy.shard_(self.model)
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` with all ranks data-parallel, and one file per checkpoint.
 
-    The module gives its network to `shard_`, in `configure_model`.
+    The module gives its network to `shard_`, in `configure_model`, as `ShardedClassifier` does.
 
     Args:
         reshard_after_forward: Whether gathered weights are freed after forward and gathered again in backward.
         timeout: Of every collective.
         checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
     """
+
+    module_type = ShardedClassifier  # what `build` makes
 
     def __init__(
         self,
