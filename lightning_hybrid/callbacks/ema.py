@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_hybrid.checks import require_whole
@@ -28,7 +29,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
         **kwargs: as in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`, `use_buffers`, ...
 
     Raises:
-        ValueError: `decay` is not between 0 and 1.
+        ValueError: `decay` is not between 0 and 1; in `setup`, the strategy shards the module.
     """
 
     def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
@@ -45,6 +46,12 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the averaged model, of masters, on the device to which the module has still to move."""
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            raise ValueError(
+                f"`strategy` (={type(trainer.strategy).__name__}) and MasterWeightAveraging exclude each other: the "
+                "average is a copy of the module, and FSDP2 cannot copy one. Leave the callback out, as by "
+                "callbacks=default, or take another strategy."
+            )
         # Lightning would copy the module where it is now, before it moves to the device.
         given, self._device = self._device, trainer.strategy.root_device if self._device is None else self._device
         try:

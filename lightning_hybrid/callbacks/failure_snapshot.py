@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from lightning_hybrid.atomic_file import atomic_path
+from lightning_hybrid.optim.dtensor import local_shard
 
 MOST_PLACES = 5
 
@@ -61,12 +62,13 @@ class LayerProbes:
 
 @torch.no_grad()
 def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the largest magnitude in the gradient of each trained parameter; None where it has no gradient."""
-    return {
-        name: None if parameter.grad is None or not parameter.grad.numel() else _largest(parameter.grad)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    """Return the largest magnitude in the gradient of each trained parameter; None where it has no gradient.
+
+    Of a DTensor it is that of this rank's shard.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    grads = {name: local_shard(parameter.grad) for name, parameter in trained.items()}
+    return {name: None if grad is None or not grad.numel() else _largest(grad) for name, grad in grads.items()}
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:

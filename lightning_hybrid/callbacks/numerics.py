@@ -17,6 +17,7 @@ from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
 from lightning_hybrid.run_status import run_status
 
@@ -191,13 +192,19 @@ class NumericsMonitor(Callback):
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Gradients are the same on every rank, so rank zero warns.
+        # Gradients are the same on every rank, so rank zero warns; but of shards it asks the others.
         found = largest_gradients(pl_module)
-        if not trainer.is_global_zero or not found or all(one is None for one in found.values()):
+        are_shards = any(map(is_dtensor, pl_module.parameters()))
+        if not are_shards and (not trainer.is_global_zero or all(one is None for one in found.values())):
             return  # manual loops may have removed them
         device = pl_module.device
         nothing = torch.zeros((), device=device)
-        largest = torch.stack([nothing if one is None else one.float() for one in found.values()]).tolist()
+        values = torch.stack([nothing, *(nothing if one is None else one.float() for one in found.values())])
+        if are_shards:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        _, *largest = values.tolist()
+        if not trainer.is_global_zero:
+            return
         for name, value in zip(found, largest, strict=True):
             # One zero may be chance, such as a layer that dropout or a rare branch left out.
             self._num_zero[name] = self._num_zero.get(name, 0) + 1 if value == 0 else 0

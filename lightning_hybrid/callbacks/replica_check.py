@@ -16,6 +16,7 @@ from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
 from lightning_hybrid.comm.topology import host_identity
+from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.run_status import run_status
 
 _ORDER_SETTINGS = (
@@ -155,8 +156,8 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     # No buffers: the running statistics of BatchNorm are each rank's own until the next forward.
     for name, parameter in module.named_parameters():
-        # DDP does not average these: they are each rank's own.
-        if name in ignored:
+        # DDP does not average these, and shards of a DTensor differ: they are each rank's own.
+        if name in ignored or is_dtensor(parameter):
             continue
         yield f"`{name}`", parameter
         part = status.parts.get(id(parameter))

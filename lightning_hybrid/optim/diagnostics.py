@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.dtensor import has_dtensors, local_shards
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.gradients import dense_gradients
 from lightning_hybrid.optim.lamb import LAMB, lamb_updates, lamb_vectors
@@ -24,8 +26,8 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
     before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
     groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
-    written, nothing waits for the device. Where ranks share an update (`LayerwiseOptimizer.parts`) q is that of the
-    whole tensor, and every rank that holds parts must call it, in the same order.
+    written, nothing waits for the device. Where ranks share an update (`LayerwiseOptimizer.parts`, DTensors) q is that
+    of the whole tensor, and every rank that holds parts must call it, in the same order.
 
     Args:
         optimizer: Any optimizer.
@@ -40,7 +42,16 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
     >>> trust_ratios(torch.optim.SGD([weight], lr=1.0))
     [{}]
     """
-    of_one = {LARS: _lars_ratio, LAMB: _lamb_ratio}.get(type(optimizer))
+    if isinstance(optimizer, LayerwiseOptimizer) and has_dtensors(optimizer.param_groups):
+        with local_shards(optimizer) as local:
+            found = _ratios(local, grad_scale)
+            return [{local.wholes[param]: ratio for param, ratio in some.items()} for some in found]
+    return _ratios(optimizer, grad_scale)
+
+
+def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
+    rules: dict[type, Callable[..., Tensor | None]] = {LARS: _lars_ratio, LAMB: _lamb_ratio}
+    of_one = rules.get(type(optimizer))
     inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
     scaling = GradScaling(inverse_scale=inverse_scale)
     of_parts = _norms_of_parts(optimizer, scaling)
@@ -76,7 +87,7 @@ def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, 
 
 
 def _lars_ratio(
-    optimizer: Optimizer,
+    optimizer: LARS,
     group: dict[str, Any],
     param: Tensor,
     grad: Tensor,
@@ -84,11 +95,12 @@ def _lars_ratio(
     norms: list[Tensor] | None,
 ) -> Tensor:
     of_one = None if norms is None else [norm.view(1) for norm in norms]
-    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, norms=of_one)[0]
+    sums = optimizer.shard_sums
+    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, norms=of_one, shard_sums=sums)[0]
 
 
 def _lamb_ratio(
-    optimizer: Optimizer,
+    optimizer: LAMB,
     group: dict[str, Any],
     param: Tensor,
     grad: Tensor,
@@ -102,7 +114,10 @@ def _lamb_ratio(
         return trust_ratio(*norms)
     moments = [state["exp_avg"]], [state["exp_avg_sq"]]
     updates = lamb_updates([param], *moments, [_step_of(state)], group=group)
-    return trust_ratio(tensor_norms([param]), tensor_norms(updates))[0]
+    norms = [tensor_norms([param]), tensor_norms(updates)]
+    if optimizer.shard_sums is not None:
+        norms = optimizer.shard_sums.norms([param], *norms)
+    return trust_ratio(*norms)[0]
 
 
 def _step_of(state: dict[str, Any]) -> float | Tensor:

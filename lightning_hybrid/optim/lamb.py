@@ -142,8 +142,11 @@ class LAMB(LayerwiseOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param not in of_parts:
-                    by_dtype.setdefault((param.device, param.grad.dtype), []).append(param.grad)
-        norms = [tensor_norms(grads) for grads in by_dtype.values()] + [torch.stack(some) for some in of_parts.values()]
+                    by_dtype.setdefault((param.device, param.grad.dtype), []).append(param)
+        norms = [torch.stack(some) for some in of_parts.values()]
+        for params in by_dtype.values():
+            of_grads = tensor_norms([param.grad for param in params if param.grad is not None])
+            norms += [of_grads] if self.shard_sums is None else self.shard_sums.norms(params, of_grads)
         if not norms:
             return None
         # The bound is on unscaled gradients: it must not move with the loss scale.
@@ -188,6 +191,8 @@ class LAMB(LayerwiseOptimizer):
                     updates = lamb_updates(some_params, means, squares, steps, group=group)
                     of_blocks.append(tensor_norms(updates))
                 norms = [tensor_norms(params), combined_norms(of_blocks)]
+                if self.shard_sums is not None:
+                    norms = self.shard_sums.norms(params, *norms)
             ratios = trust_ratio(*norms)
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.checks import require_choice, require_number
+from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
@@ -202,7 +203,8 @@ class LARS(LayerwiseOptimizer, OrthogonalStep):
         ratios = None
         if group["trust_ratio"]:
             norms = self._whole_norms(params)
-            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, norms=norms)
+            sums = self.shard_sums
+            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, norms=norms, shard_sums=sums)
         copies = self._copies_of(params)
         lists = [params, grads, *([copies] if copies else [])]
         if group["momentum"] != 0:
@@ -239,10 +241,12 @@ def lars_ratios(
     lr: float | Tensor,
     scaling: GradScaling = UNSCALED,
     norms: Sequence[Tensor] | None = None,
+    shard_sums: ShardSums | None = None,
 ) -> Tensor:
     """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device.
 
     `norms`: of the weights and of the gradients or directions, where `params` are parts; gradients still scaled.
+    `shard_sums`: where they are shards of DTensors.
     """
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     if group["denominator"] == "sum":
@@ -256,6 +260,8 @@ def lars_ratios(
         weight_norms, update_norms = tensor_norms(params), combined_norms(parts)
     else:
         weight_norms, update_norms = norms
+    if shard_sums is not None:
+        weight_norms, update_norms = shard_sums.norms(params, weight_norms, update_norms)
     ratios = trust_ratio(weight_norms, update_norms, **options)
     # At lr = 0 the quotient is inf, and the clip remains.
     return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])

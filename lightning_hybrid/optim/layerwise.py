@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice, require_number
+from lightning_hybrid.optim.dtensor import ShardSums, check_placements, has_dtensors, local_shards
 from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
 from lightning_hybrid.optim.fused.step import FusedStep
 from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
@@ -53,6 +54,7 @@ class LayerwiseOptimizer(Optimizer):
     parts: Mapping[Tensor, Part] | None = None
     add_up_: Callable[[Tensor], None]
     last_found_inf: Tensor | None = None
+    shard_sums: ShardSums | None = None  # of a step on shards of DTensors, see `dtensor.local_shards`
     _scaling = GradScaling()  # of the step in progress
     _part_norms: Mapping[Tensor, list[Tensor]] = {}  # in it, of whole tensors, of which a parameter is a part
 
@@ -132,6 +134,11 @@ class LayerwiseOptimizer(Optimizer):
             )
         # A copy: torch fills in the defaults, and the caller's dict stays as it was.
         super().add_param_group(dict(param_group))
+        try:
+            check_placements(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         for index, param in enumerate(self.param_groups[-1]["params"]):
             # torch has added the group by now: a refusal takes it out again.
             if param.dtype not in _DTYPES:
@@ -200,12 +207,23 @@ class LayerwiseOptimizer(Optimizer):
         self._scaling, is_checked = self._given_scaling()
         try:
             # torch.compile traces the lists: it cannot see through addresses.
-            if torch.compiler.is_compiling() or not self._fused_step(is_checked):
+            if torch.compiler.is_compiling():
                 self._listed_step(is_checked)
+            elif has_dtensors(self.param_groups):
+                with local_shards(self) as local:
+                    local._scaling = self._scaling
+                    local._step(is_checked)
+                    self.last_found_inf = local.last_found_inf
+            else:
+                self._step(is_checked)
         finally:
             # Also after an error: the scale of one step must not meet the gradients of another.
             self._scaling = GradScaling()
         return loss
+
+    def _step(self, is_checked: bool) -> None:
+        if not self._fused_step(is_checked):
+            self._listed_step(is_checked)
 
     def _given_scaling(self) -> tuple[GradScaling, bool]:
         # The second result: whether this step looks for inf and nan itself.
@@ -248,6 +266,8 @@ class LayerwiseOptimizer(Optimizer):
         if not found:
             return scaling
         self.last_found_inf = torch.stack([one.to(found[0].device, non_blocking=True) for one in found]).amax()
+        if self.shard_sums is not None:
+            self.last_found_inf = self.shard_sums.largest(self.last_found_inf)
         return GradScaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
 
     def _norms_over_ranks(

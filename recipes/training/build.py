@@ -40,7 +40,9 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     model = keys.model_for(data, cfg, trainer)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     mfu.fill_in(trainer, model, cfg)
-    module = Classifier(
+    # A strategy may ask for its own, and not the other way round: the import of FSDP2 takes seconds.
+    kind: type[Classifier] = getattr(trainer.strategy, "module_type", Classifier)
+    module = kind(
         model=model,
         optimizer=optimizer,
         weight_decay=cfg.optim.weight_decay,

@@ -69,6 +69,13 @@ def check_precision(cfg: DictConfig) -> None:
             f"`precision` (='{cfg.precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
             f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
         )
+    is_sharded = str(cfg.strategy.get("_target_")).endswith("FullyShardedStrategy")
+    if is_sharded and str(cfg.precision) not in ("32-true", "32", "bf16-mixed"):
+        raise ValueError(
+            f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are the fp32 masters, "
+            "and the network computes in fp32, or in bf16 by autocast; nothing scales the loss there. Set "
+            "precision=bf16-mixed or precision=32-true."
+        )
 
 
 def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer) -> nn.Module:

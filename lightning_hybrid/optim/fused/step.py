@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.fused.availability import has_kernels
 from lightning_hybrid.optim.fused.block_sums import BlockSums, add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
@@ -27,6 +29,7 @@ class Stepped(Protocol):
     copies: Mapping[Tensor, Tensor]
     parts: Mapping[Tensor, Part] | None
     add_up_: Callable[[Tensor], None]
+    shard_sums: ShardSums | None
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
         """Return state tensors, made where they are missing."""
@@ -36,6 +39,9 @@ class Engine(Protocol):
     """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` and `cuda.lamb` on CUDA."""
 
     block_sums: BlockSums | None  # what is added over ranks before an update; None: no tensor is a part
+
+    def share(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Have the sums of squares of shards, float64 (2, tensors), added over ranks before they are used."""
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
@@ -136,6 +142,8 @@ class FusedStep:
             found_inf = distinct[0]
             if len(distinct) > 1:
                 found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in distinct]).amax()
+            if optimizer.shard_sums is not None:
+                found_inf = optimizer.shard_sums.largest(found_inf)
         if optimizer.parts and flags:
             found_inf = self.add_over_ranks(optimizer, found_inf)
         if found_inf is not scaling.found_inf:
@@ -192,6 +200,8 @@ class FusedStep:
         # Engines make the state that is missing, so what is owned is listed after them.
         for key, tensors in found.items():
             tensors.engine = self.engine_of(tensors, optimizer, key[1])
+            if optimizer.shard_sums is not None:
+                tensors.engine.share(partial(optimizer.shard_sums.add_up_, tensors.params))
         self._tensor_groups = list(found.values())
         by_device: dict[torch.device, list[TensorGroup]] = {}
         for tensors in self._tensor_groups:

@@ -149,3 +149,28 @@ def test_a_mistake_ends_in_one_message(tmp_path):
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("error: `global_batch_size` (=127) must be a multiple of")
     assert line.endswith("Nearest that fit: global_batch_size=126 or 128.")
+
+
+@pytest.mark.long
+def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
+    """Two processes, two epochs; the second again from the file of the first. BatchNorm validates as under DDP.
+
+    On two ranks both add two gradients; norms of weights beyond 32,768 elements are summed in another order.
+    """
+    common = [*SHORT, "precision=32-true"]
+    for name in ("fsdp2", "ddp"):
+        succeed(*common, f"strategy={name}", f"hydra.run.dir={tmp_path / name}")
+    found, expected = (last_checkpoint(tmp_path / name) for name in ("fsdp2", "ddp"))
+    for name, value in expected["state_dict"].items():
+        assert torch.linalg.vector_norm(found["state_dict"][name] - value.float()) <= 1e-6 * value.float().norm(), name
+    for key in ("val/acc", "val/loss"):
+        values = [checkpoint["callbacks"]["RunReport"]["curves"][key] for checkpoint in (found, expected)]
+        for one, other in zip(*values, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+    kill = "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 12}"
+    assert run(*common, kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}").returncode == -9
+    assert last_checkpoint(tmp_path / "killed")["global_step"] == 9
+    resumed = tmp_path / "resumed"
+    succeed(*common, "strategy=fsdp2", f"resume={tmp_path}/killed/checkpoints/last.ckpt", f"hydra.run.dir={resumed}")
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        assert_same(found[part], last_checkpoint(resumed)[part], part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class NativeEngine:
     """
 
     block_sums: BlockSums | None = None
+    _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -105,6 +106,12 @@ class NativeEngine:
 
     def _add_up(self) -> None:
         self._library.add_up(ctypes.byref(self._added), self.sums.data_ptr())
+        if self._add_over_ranks_ is not None:
+            self._add_over_ranks_(self.sums)
+
+    def share(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Have the sums of shards added over ranks; see `step.Engine`."""
+        self._add_over_ranks_ = add_up_
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""

@@ -60,6 +60,7 @@ class KernelLamb(KernelEngine):
 
     def grad_squares(self) -> Tensor:
         """Sum the squares of all gradients, scaled as they are: float64, 0-dim."""
+        self._add_up()
         return self._added[1].sum(dtype=torch.float64)
 
     def moments(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -83,6 +84,7 @@ class KernelLamb(KernelEngine):
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
         """Write the step; see `step.Engine`."""
         with current(self._device):
+            self._add_up()
             if self._grid[0]:
                 self._update(options, self._zero if scaling.found_inf is None else scaling.found_inf)
             torch.autograd.graph.increment_version(self._steps)

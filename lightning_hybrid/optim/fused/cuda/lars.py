@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ class KernelEngine:
     """
 
     block_sums: BlockSums | None = None
+    _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class KernelEngine:
         total = len(tensor_of)
         # One program per chunk, whatever tensor it is of: `tensor_of` and `index_of` find the chunk.
         self._grid, self._counts = (total,), (len(params), total)
-        firsts = list(itertools.accumulate(num_chunks, initial=0))
+        self._num_chunks, firsts = num_chunks, list(itertools.accumulate(num_chunks, initial=0))
         self._numels = table_of([param.numel() for param in params], torch.int64, device)
         self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
         pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
@@ -83,6 +84,24 @@ class KernelEngine:
         }
         self._of_grads: dict[str, Any] = {"GRAD": _DTYPES[grad_dtype]}
         self._grad_addresses: list[int] = []
+
+    def share(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Have the sums of shards added over ranks; see `step.Engine`."""
+        num_tensors = len(self._num_chunks)
+        self._add_over_ranks_ = add_up_
+        self._lengths = table_of(self._num_chunks, torch.int64, self._device)
+        # What is added up is then one sum for each tensor.
+        self._added = self._sums.new_zeros(2, num_tensors)
+        self._first_chunk = table_of(range(num_tensors + 1), torch.int32, self._device)
+        self._added_counts = (num_tensors, num_tensors)
+
+    def _add_up(self) -> None:
+        if self._add_over_ranks_ is not None:
+            # Not `index_add_`, whose order on a GPU is that of the moment: ranks with equal shards need equal bits.
+            by_chunk = self._sums.double().T.contiguous()
+            sums = torch.segment_reduce(by_chunk, "sum", lengths=self._lengths, unsafe=True).T.contiguous()
+            self._add_over_ranks_(sums)
+            self._added.copy_(sums)
 
     def has_moved(self) -> bool:
         """Whether a tensor is no longer at the address it had when this was built."""
@@ -158,6 +177,7 @@ class KernelLars(KernelEngine):
 
     def _update(self, options: OptionTable, scaling: GradScaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
+        self._add_up()
         if self._grid[0]:
             lars_kernels.finalize[(self._counts[0],)](
                 *(self._added, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),

@@ -22,6 +22,7 @@ from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from tests.optim.families import distance_from
+from tests.optim.test_dtensor import TwoEqualHalves
 from tests.optim.test_lars import normals, set_grads
 from tests.reference.coefficients import coefficients
 
@@ -370,3 +371,26 @@ def test_finalize_makes_the_coefficients(device):
     sums = torch.stack([torch.stack(some) for some in exact]).square()
     expected = coefficients(sums, table, scaling, is_joint=False)
     torch.testing.assert_close(engine._numbers, expected, rtol=1e-6, atol=0)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "options", [{"rule": LARS, "lr": 4.0}, {"rule": LAMB, "lr": 0.1, "max_grad_norm": 0.5}], ids=str
+)
+def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device, options):
+    """The other rank holds the same elements; a tensor of which this rank has none is in the way."""
+    rule, options = options["rule"], {name: value for name, value in options.items() if name != "rule"}
+    halves = parameters(device, shapes=[(33, 7), (0,), (5,), (64,), (65,)])
+    wholes = [nn.Parameter(torch.cat([half.detach().cpu()] * 2)) for half in halves]
+    ours, theirs = rule(halves, **options, **KERNELS), rule(wholes, **options, **LOOP)
+    ours.shard_sums = TwoEqualHalves()
+    for step in range(3):
+        set_grads(wholes, step)
+        for half, whole in zip(halves, wholes, strict=True):
+            whole.grad = torch.cat([whole.grad.chunk(2)[0]] * 2) if whole.numel() else whole.grad
+            half.grad = whole.grad.chunk(2)[0].clone().to(device)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+    assert_close(
+        [half for half in halves if half.numel()], [whole.chunk(2)[0] for whole in wholes if whole.numel()], 2e-6
+    )

@@ -1,0 +1,126 @@
+"""FSDP2 for the networks of the recipes: weights, gradients and optimizer state in shards over all ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_hybrid import DurableCheckpointIO
+from lightning_hybrid.checkpoint.param_names import state_by_name
+from recipes.training.classifier import Classifier
+
+
+class ShardedClassifier(Classifier):
+    """A `Classifier` whose network is sharded by the strategy."""
+
+    # Of its own: Lightning treats every module with this hook as one that may be sharded.
+    def configure_model(self) -> None:
+        """Shard the network, once."""
+        strategy: Any = self.trainer.strategy
+        strategy.shard_(self.model)
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """Lightning's `ModelParallelStrategy` with all ranks data-parallel, and one file per checkpoint.
+
+    The module gives its network to `shard_`, in `configure_model`, as `ShardedClassifier` does.
+
+    Args:
+        reshard_after_forward: Whether gathered weights are freed after forward and gathered again in backward.
+        timeout: Of every collective.
+        checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
+    """
+
+    module_type = ShardedClassifier  # what `build` makes
+
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        timeout: timedelta = timedelta(minutes=30),
+        checkpoint_io: CheckpointIO | None = None,
+    ) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
+        self.reshard_after_forward = reshard_after_forward
+        self.checkpoint_io = checkpoint_io or DurableCheckpointIO()
+
+    def teardown(self) -> None:
+        """End the run, with all checkpoints on the disk."""
+        try:
+            super().teardown()
+        finally:
+            self.checkpoint_io.teardown()
+
+    def setup_environment(self) -> None:
+        """Start the processes' group, with a mesh over all ranks."""
+        # Lightning's "auto" is a node's worth of tensor parallelism, and data parallelism between nodes.
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def shard_(self, network: nn.Module) -> None:
+        """Shard `network` over all ranks, in place: its blocks, each gathered on its own, and what is left.
+
+        A block is a child of the network, or of an `nn.Sequential` in it, that has a matrix or a kernel. Called again,
+        it does nothing, as `configure_model` must.
+
+        Raises:
+            ValueError: A weight is not contiguous, as `channels_last` makes it.
+        """
+        if isinstance(network, FSDPModule):
+            return
+        for name, param in network.named_parameters():
+            if not param.is_contiguous():
+                raise ValueError(
+                    "`channels_last` (=true) and strategy=fsdp2 exclude each other: shards are rows of contiguous "
+                    f"weights, and `{name}` has strides {param.stride()}. Set channels_last=false."
+                )
+        options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
+        options["reshard_after_forward"] = self.reshard_after_forward
+        for block in _blocks(network):
+            if any(param.dim() > 1 for param in block.parameters()):
+                fully_shard(block, **options)
+        fully_shard(network, **options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a whole file into the shards, also one of `ddp` and `hybrid_allreduce`; every rank reads it."""
+        checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
+        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+        # No optimizers: to validate or to test.
+        for optimizer, saved in zip(self.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+            state = state_by_name(saved, optimizer, self.model)
+            set_optimizer_state_dict(self.model, optimizer, state, options=options)
+        return checkpoint
+
+    def on_validation_start(self) -> None:
+        """Make buffers those of rank zero."""
+        self._broadcast_buffers()
+
+    def on_test_start(self) -> None:
+        """Make buffers those of rank zero."""
+        self._broadcast_buffers()
+
+    def on_predict_start(self) -> None:
+        """Make buffers those of rank zero."""
+        self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        # FSDP2 leaves BatchNorm's running statistics to each rank; checkpoints have those of rank zero, as under DDP.
+        assert self.model is not None
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in network.children():
+        found += child.children() if isinstance(child, nn.Sequential) else [child]
+    return found
