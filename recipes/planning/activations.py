@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.precision.master_weights import MasterWeights
 
+MOST_IMAGES = 2**16  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
@@ -90,12 +91,18 @@ def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int,
     >>> images + 2 * hidden < step_bytes(net, (3, 2, 2), batch_size=2, precision="32-true") < images + 6 * hidden + 300
     True
     """
+    counted = min(batch_size, MOST_IMAGES)
     with meta_step(model, precision) as (shadow, dtype):
-        images = torch.empty(batch_size, *image_shape, device="meta", dtype=dtype)
-        # The images themselves are among what is counted: their batch, and the next.
+        images = torch.empty(counted, *image_shape, device="meta", dtype=dtype)
         with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), images]) as live:
-            shadow(images).float().mean().backward()
-    return live.peak + 2 * images.nbytes
+            # Whatever the network returns; frozen networks have no backward.
+            results = [value for value in tree_iter(shadow(images)) if isinstance(value, Tensor)]
+            losses = [result.float().mean() for result in results if result.requires_grad]
+            del results
+            if losses:
+                torch.stack(losses).sum().backward()
+    # The images themselves were not counted: their batch, and the next.
+    return (live.peak + 2 * images.nbytes) * batch_size // counted
 
 
 def has_checkpointing(model: nn.Module) -> bool:

@@ -58,11 +58,11 @@ class SimulationReport:
         ranks = cfg.scaling_ranks
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
-        memory = MemoryReport.of(scenario, cfg)
+        outcome, memory = scenario.run(), MemoryReport.of(scenario, cfg)
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(
             scenario=scenario,
-            outcome=scenario.run(),
+            outcome=outcome,
             curve=tuple(points.values()),
             candidates=() if search is None else tuple(search.run(scenario)),
             num_shown=0 if search is None else search.num_shown,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +21,12 @@ from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import pipeline_choices, what_pays
 from recipes.planning.scenario import Scenario
 from tests.evidence.planner.known_clusters import cluster_of
+from tests.evidence.planner.pipeline_rows import pipedream_rows, pipeline_rows
 from tests.recipes.planning.test_simulate import reported, scenario
 
 STATE = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
 IMAGE = (3, 224, 224)
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def on_meta(make, **arguments):
@@ -247,6 +251,30 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
     shared, *_ = pipeline_choices(replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None)
     assert alone.step_s < 0.1
     assert shared.step_s == pytest.approx(2 * 2.002, rel=0.05)
+
+
+# ---- published -------------------------------------------------------------------------------------------------------
+
+
+def test_published_pipelines_and_memory_are_as_recorded_and_as_the_readme_says():
+    """The rows that are off are in the record too; the table of the README has their ratios."""
+    folder = ROOT / "recipes" / "records" / "simulate" / "2026-11-22_check_pipelines"
+    _, *content = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
+    now = pipeline_rows()
+    assert [row["what"] for row in content] == [row.what for row in now]
+    assert [row["predicted"] for row in content] == pytest.approx([row.predicted for row in now], rel=1e-6)
+    readme = (ROOT / "lightning_hybrid" / "planning" / "README.md").read_text()
+    speed_ups = [row for row in now if row.what.startswith("ResNet-101")]
+    assert f"{', '.join(f'{row.ratio:.2f}' for row in speed_ups)} |" in readme
+    assert all(0.9 < row.ratio < 1.25 for row in speed_ups)
+    assert max(abs(row.ratio - 1) for row in now if "ZeRO" in row.what) < 0.02
+
+
+def test_pipedreams_planner_sets_the_fully_connected_layers_on_one_worker():
+    """Its published configuration for VGG-16 on 16 GPUs has them in a last stage of one; AlexNet's is "15-1"."""
+    found = {row.what.partition(",")[0]: row.note for row in pipedream_rows()}
+    assert found["vgg16"].endswith(", 1 from 31")  # what flattens
+    assert found["alexnet"].endswith("15 from features.0, 1 from avgpool")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
