@@ -37,7 +37,7 @@ def norms_over_ranks(
 
     Each rank sums the squares of its part as `tensor_norms` does on the CPU, the ranks' sums are added in float64. From
     `tensor_norms` of the whole tensor a norm differs by this order only: by 1e-15, which float32 arithmetic rounds away
-    but about once in a hundred million norms; by 1e-13 in float64; by 1e-6 on an accelerator, where torch sums otherwise.
+    but about once in a hundred million norms; in float64 by 1e-13; on an accelerator, which sums otherwise, by 1e-6.
 
     Args:
         vectors: Of each parameter with a part, some or none.
