@@ -22,8 +22,8 @@ from lightning_hybrid.comm.bucket_layout import NodeExchange
 from lightning_hybrid.comm.engine.node_exchange import PART_ALIGNMENT
 from lightning_hybrid.strategy.shared_update.part_pairs import MasterPart, WeightPart, flattened
 
-# Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
-CHUNK_NUMEL = 1 << 22
+# Elements of a chunk, of all ranks together. Two chunks are in memory: 8 MiB of half-precision weights.
+CHUNK_NUMEL = 1 << 21
 
 Slice = tuple[int, int, int]  # a tensor by its place in a list, and its elements from begin to end
 
@@ -73,7 +73,6 @@ class PartExchange:
         self._rank, self._num_ranks = topology.local_rank, len(topology.node)
         self.is_first = topology.rank == 0
         self._layouts: dict[tuple[int, ...], list[Chunk]] = {}
-        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks of the node, in place."""
@@ -106,7 +105,6 @@ class PartExchange:
             for row, index in zip(rows or (), some, strict=False):
                 row.narrow(0, *_begin_and_length(pairs[index])).copy_(own[index])
             self._exchange("node_collect", [pairs[index] for index in some], [own[index] for index in some], into=rows)
-        self._buffers.clear()  # those of fp32 are not needed in a step
         return wholes
 
     def _exchange(
@@ -118,10 +116,13 @@ class PartExchange:
     ) -> None:
         layout = self._layout(pairs)
         under_way: deque[Future[Tensor]] = deque()
+        # Not kept: between steps memory is what is to be saved.
+        largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
+        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in layout[:2]]
         for index, chunk in enumerate(layout):
             if len(under_way) == 2:
                 under_way.popleft().wait()  # its memory is used again
-            flat = self._buffer(own[0].dtype, index % 2, chunk.numel * self._num_ranks)
+            flat = memory[index % 2][: chunk.numel * self._num_ranks]
             begins = [pair.spans[self._rank][0] for pair in pairs]
             slices = chunk.slices[self._rank]
             rows = self._rows(flat, chunk, self._rank)
@@ -151,13 +152,6 @@ class PartExchange:
         if key not in self._layouts:
             self._layouts[key] = chunks_of([pair.spans for pair in pairs], CHUNK_NUMEL // self._num_ranks)
         return self._layouts[key]
-
-    def _buffer(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
-        # The same memory in every step; of fp32, which checkpoints need, it is not kept.
-        key = (dtype, index)
-        if key not in self._buffers or self._buffers[key].numel() < numel:
-            self._buffers[key] = torch.zeros(numel, dtype=dtype, device=self._engine.device)
-        return self._buffers[key][:numel]
 
 
 def _begin_and_length(pair: MasterPart | WeightPart) -> tuple[int, int]:
