@@ -122,7 +122,8 @@ class CountsScattered(pl.Callback):
 
 def scattered(optimizer, precision, kwargs, options):
     counts = CountsScattered()
-    found, skipped = both(optimizer, precision, kwargs | {"options": options, "callbacks": [counts]})
+    callbacks = [counts, *kwargs.get("callbacks", ())]
+    found, skipped = both(optimizer, precision, kwargs | {"options": options, "callbacks": callbacks})
     return found, skipped, counts.num
 
 
@@ -152,7 +153,16 @@ def test_and_with_every_precision_accumulation_and_overflow(two_ranks, optimizer
         assert skipped == (2 if "num" in kwargs else 0)
 
 
-@pytest.mark.parametrize("kwargs", [{"gradient_clip_val": 0.01}, {}], ids=["clipping", "SGD in halves"])
+class Reads(pl.Callback):
+    """Remembers nothing, but might."""
+
+    def on_after_backward(self, trainer, pl_module):
+        """Read gradients."""
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"gradient_clip_val": 0.01}, {}, {"callbacks": [Reads()]}], ids=["clipping", "SGD in halves", "a hook"]
+)
 def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
     optimizer = LAYERWISE["LARS"] if kwargs else sgd
     for found, _, num in two_ranks.run(scattered, optimizer, "16-true", kwargs, SMALL_BUCKETS):
