@@ -29,14 +29,14 @@ Slice = tuple[int, int, int]  # a tensor by its place in a list, and its element
 
 
 @dataclass
-class Chunk:
+class PackedChunk:
     """The layout of a chunk: the slices of each rank, one after the other from `rank * numel` on."""
 
     numel: int = 0  # of one rank, with what fills it up
     slices: list[list[Slice]] = field(default_factory=list)  # by local rank
 
 
-def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Chunk]:
+def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
     """Lay out chunks of up to `numel` elements a rank for tensors whose `spans` are given: of each, by rank.
 
     >>> [chunk.slices for chunk in chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)]
@@ -47,7 +47,7 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Ch
     for index in range(max(map(len, by_rank))):
         slices = [found[index] if index < len(found) else [] for found in by_rank]
         longest = max(sum(end - begin for _, begin, end in some) for some in slices)
-        chunks.append(Chunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices))
+        chunks.append(PackedChunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices))
     return chunks
 
 
@@ -72,7 +72,7 @@ class PartExchange:
         self._engine, topology = engine, engine.topology
         self._rank, self._num_ranks = topology.local_rank, len(topology.node)
         self.is_first = topology.rank == 0
-        self._layouts: dict[tuple[int, ...], list[Chunk]] = {}
+        self._layouts: dict[tuple[int, ...], list[PackedChunk]] = {}
 
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks of the node, in place."""
@@ -134,7 +134,7 @@ class PartExchange:
             future.wait()
 
     @torch.no_grad()
-    def _put(self, flat: Tensor, *, chunk: Chunk, into: Sequence[Tensor] | None) -> Tensor:
+    def _put(self, flat: Tensor, *, chunk: PackedChunk, into: Sequence[Tensor] | None) -> Tensor:
         # Where the last stage ran: what others have sent goes to its places.
         for rank in range(self._num_ranks):
             slices = chunk.slices[rank]
@@ -143,11 +143,11 @@ class PartExchange:
                 torch._foreach_copy_(places, self._rows(flat, chunk, rank))
         return flat
 
-    def _rows(self, flat: Tensor, chunk: Chunk, rank: int) -> list[Tensor]:
+    def _rows(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
         numels = [end - begin for _, begin, end in chunk.slices[rank]]
         return list(flat[rank * chunk.numel :][: sum(numels)].split(numels)) if numels else []
 
-    def _layout(self, pairs: Sequence[MasterPart | WeightPart]) -> list[Chunk]:
+    def _layout(self, pairs: Sequence[MasterPart | WeightPart]) -> list[PackedChunk]:
         key = tuple(map(id, pairs))
         if key not in self._layouts:
             self._layouts[key] = chunks_of([pair.spans for pair in pairs], CHUNK_NUMEL // self._num_ranks)
