@@ -14,6 +14,16 @@ from lightning_hybrid.placement import BLOCK
 from tests import toy
 from tests.strategy.shared import SIZES, Sizes, adamw, batches, both, same, sgd
 
+# In every run of the tests a few of all cases; the others are long.
+LONG = pytest.mark.long
+
+
+def some(default, cases):
+    """The cases, those that are not in `default` marked as long."""
+    return [case if case in default else pytest.param(*case, marks=LONG) for case in cases]
+
+
+PRECISIONS = ("16-true", "bf16-true", "32-true")
 ALL_SAME = {"weights": True, "seen": True, "state": True, "skipped": True}
 
 
@@ -36,8 +46,12 @@ LAYERWISE = {
 }
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    some(
+        [(sgd, "16-true"), (adamw, "32-true")], [(one, precision) for one in (sgd, adamw) for precision in PRECISIONS]
+    ),
+)
 def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, precision):
     for found, _ in two_ranks.run(both, optimizer, precision):
         assert found == ALL_SAME
@@ -91,14 +105,19 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    some(
+        [("16-true", "accumulation"), ("32-true", "clipping by norm")],
+        [(precision, settings) for precision in ("16-true", "32-true") for settings in SETTINGS],
+    ),
+)
 def test_the_trainer_s_options_keep_their_bits(two_ranks, precision, settings):
     for found, _ in two_ranks.run(both, adamw, precision, SETTINGS[settings]):
         assert found == ALL_SAME
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(3, 3)], [(3, 3), (4, 4), (4, 2)]))
 def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_node):
     kwargs = {"options": {"ranks_per_node": ranks_per_node}}
     for found, _ in rank_pool.ranks(world_size).run(both, sgd, "16-true", kwargs):
@@ -122,14 +141,15 @@ class CountsScattered(pl.Callback):
 
 def scattered(optimizer, precision, kwargs, options):
     counts = CountsScattered()
-    found, skipped = both(optimizer, precision, kwargs | {"options": options, "callbacks": [counts]})
+    callbacks = [counts, *kwargs.get("callbacks", ())]
+    found, skipped = both(optimizer, precision, kwargs | {"options": options, "callbacks": callbacks})
     return found, skipped, counts.num
 
 
 SMALL_BUCKETS = {"algorithm": "two_level", "bucket_bytes": 64 * 1024}
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(4, 2)], [(2, 2), (3, 3), (4, 2)]))
 def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, world_size, ranks_per_node):
     options = SMALL_BUCKETS | {"ranks_per_node": ranks_per_node}
     for found, _, num in rank_pool.ranks(world_size).run(scattered, LAYERWISE["LARS"], "16-true", {}, options):
@@ -141,7 +161,7 @@ def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, world_size, rank
     ("optimizer", "precision", "kwargs"),
     [
         ("LAMB", "bf16-true", {"accumulate_grad_batches": 2}),
-        ("LAMB, lists", "32-true", {}),
+        pytest.param("LAMB, lists", "32-true", {}, marks=LONG),
         ("LARS", "16-true", {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}),
     ],
 )
@@ -152,7 +172,18 @@ def test_and_with_every_precision_accumulation_and_overflow(two_ranks, optimizer
         assert skipped == (2 if "num" in kwargs else 0)
 
 
-@pytest.mark.parametrize("kwargs", [{"gradient_clip_val": 0.01}, {}], ids=["clipping", "SGD in halves"])
+class Reads(pl.Callback):
+    """Remembers nothing, but might."""
+
+    def on_after_backward(self, trainer, pl_module):
+        """Read gradients."""
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"gradient_clip_val": 0.01}, pytest.param({}, marks=LONG), {"callbacks": [Reads()]}],
+    ids=["clipping", "SGD in halves", "a hook"],
+)
 def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
     optimizer = LAYERWISE["LARS"] if kwargs else sgd
     for found, _, num in two_ranks.run(scattered, optimizer, "16-true", kwargs, SMALL_BUCKETS):
@@ -183,7 +214,7 @@ def files_of_both(path, precision):
     return same(whole, shared)
 
 
-@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+@pytest.mark.parametrize("precision", ["16-true", pytest.param("32-true", marks=LONG)])
 def test_checkpoints_are_those_of_a_whole_update(two_ranks, precision, tmp_path):
     assert two_ranks.run(files_of_both, str(tmp_path), precision) == [True, True]
 
@@ -196,8 +227,17 @@ def resumed(path, precision, first, then):
     return same(weights, again), same(file, after)
 
 
-@pytest.mark.parametrize(("first", "then"), [("node", "node"), ("node", "off"), ("off", "node")])
-@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+@pytest.mark.parametrize(
+    ("precision", "first", "then"),
+    some(
+        [("16-true", "node", "node"), ("32-true", "node", "off")],
+        [
+            (precision, *settings)
+            for precision in ("16-true", "32-true")
+            for settings in (("node", "node"), ("node", "off"), ("off", "node"))
+        ],
+    ),
+)
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
     assert two_ranks.run(resumed, str(tmp_path), precision, first, then) == [(True, True)] * 2
 
@@ -205,8 +245,13 @@ def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, the
 # ---- LARS and LAMB -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
-@pytest.mark.parametrize("optimizer", LAYERWISE)
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    some(
+        [("LARS", "16-true"), ("LAMB", "32-true"), ("LARS, lists", "bf16-true")],
+        [(one, precision) for one in LAYERWISE for precision in PRECISIONS],
+    ),
+)
 def test_trust_ratios_are_those_of_whole_tensors(two_ranks, optimizer, precision):
     for found, _ in two_ranks.run(both, LAYERWISE[optimizer], precision):
         assert found == ALL_SAME

@@ -47,7 +47,7 @@ def averages_of_both(ema, path):
 
 
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
-@pytest.mark.parametrize("ema", [MasterWeightAveraging, AsIsThere])
+@pytest.mark.parametrize("ema", [MasterWeightAveraging, pytest.param(AsIsThere, marks=pytest.mark.long)])
 def test_averages_of_parts_are_those_of_whole_masters(two_ranks, ema, tmp_path):
     assert two_ranks.run(averages_of_both, ema, str(tmp_path)) == [[True] * 4] * 2
 
@@ -120,7 +120,7 @@ def ratios(kind, shard_update):
     return [value for name in names for value in keeps.column(name).values()]
 
 
-@pytest.mark.parametrize("kind", [LARS, LAMB])
+@pytest.mark.parametrize("kind", [pytest.param(LARS, marks=pytest.mark.long), LAMB])
 def test_trust_ratios_that_are_logged_are_those_of_whole_tensors(two_ranks, kind):
     whole, shared = (two_ranks.run(ratios, kind, setting)[0] for setting in ("off", "node"))
     assert len(whole) == 12
@@ -148,7 +148,7 @@ def written(shard_update, precision):
     return fit(sgd, precision, shard_update, callbacks=[Writes()])
 
 
-@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+@pytest.mark.parametrize("precision", ["16-true", pytest.param("32-true", marks=pytest.mark.long)])
 def test_writes_to_weights_reach_the_parts(two_ranks, precision):
     whole, shared = (two_ranks.run(written, setting, precision) for setting in ("off", "node"))
     assert same(whole, shared)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import lightning.pytorch as pl
@@ -109,7 +108,7 @@ def test_other_settings_are_refused(setting):
 
 
 def fails_on_one_rank(exchange, at, precision, optimizer, in_checkpoint=False):
-    """Rank 1 raises in this exchange when it comes there for the `at`-th time; the error of a fit, and its seconds."""
+    """Rank 1 raises in this exchange when it comes there for the `at`-th time; the error of a fit."""
     (before,) = stages.NODE_STAGES[exchange]
     calls = []
 
@@ -120,7 +119,6 @@ def fails_on_one_rank(exchange, at, precision, optimizer, in_checkpoint=False):
         before.run(job, group)
 
     stages.NODE_STAGES[exchange] = (stages.Stage(name=before.name, scope=before.scope, run=run),)
-    began_s = time.monotonic()
     try:
         scale = {"loss_scale": 1024} if precision == "16-true" else {}
         trainer = toy.trainer(
@@ -132,7 +130,7 @@ def fails_on_one_rank(exchange, at, precision, optimizer, in_checkpoint=False):
         error = toy.error_of(trainer.fit, module, batches(2))
     finally:
         stages.NODE_STAGES[exchange] = (before,)
-    return error, time.monotonic() - began_s
+    return error
 
 
 def lars(module):
@@ -150,9 +148,9 @@ FAULTS = {
 def test_a_fault_is_the_same_named_error_on_all_ranks_soon(two_ranks, where):
     exchange, at, precision, optimizer, stage = FAULTS[where]
     arguments = (exchange, at, precision, optimizer, exchange == "node_collect")
-    for error, elapsed_s in two_ranks.run(fails_on_one_rank, *arguments, grace_s=30.0):
+    # Soon: the time limit of a run here is a minute, that of the collectives half an hour.
+    for error in two_ranks.run(fails_on_one_rank, *arguments, grace_s=30.0):
         assert f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError" in error
-        assert elapsed_s < 30  # of the group's 30 minutes
 
 
 def save_while_failing():

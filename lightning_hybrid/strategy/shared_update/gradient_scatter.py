@@ -74,7 +74,6 @@ class GradientScatter:
         self._rank, self._num_ranks = engine.topology.local_rank, len(engine.topology.node)
         self._packings: dict[tuple[int, ...], Packing | None] = {}
         self._plan = engine.plan
-        self._free: list[Tensor] = []  # memory for packed tensors, used again: fresh pages cost more than the copy
         self.is_on = False
 
     def turn(self, is_unobserved: bool) -> None:
@@ -91,11 +90,10 @@ class GradientScatter:
         engine, index = self._engine, bucket.index()
         dtypes = (buffer.dtype, engine.dtype_across_nodes)
         before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
-        scratch = self._take(buffer, packing.numel)
-        packed = scratch[: packing.numel]
+        packed = buffer.new_zeros(packing.numel)  # and not kept: between steps memory is what is to be saved
         for moves in packing.moves:
             _copy_([packed[at : at + end - begin] for at, (begin, end) in moves], [buffer[b:e] for _, (b, e) in moves])
-        finish = partial(self._put, scratch=scratch, buffer=buffer, moves=packing.moves[self._rank], after=after)
+        finish = partial(_put_own, buffer=buffer, moves=packing.moves[self._rank], after=after)
         packed = packed.div_(before) if before > 1 else packed
         scattered = engine.submit(packed, bucket_index=index, finish=finish, keeps_shard=True)
         if not packing.rest:
@@ -138,22 +136,13 @@ class GradientScatter:
         chunks = chunk_numels(numel, plan.num_chunks, alignment=alignment) if plan.num_chunks > 1 else [numel]
         return packing_of(owned, rest, chunks)
 
-    def _take(self, buffer: Tensor, numel: int) -> Tensor:
-        for index, scratch in enumerate(self._free):
-            if scratch.numel() >= numel and scratch.dtype is buffer.dtype:
-                return self._free.pop(index)
-        return torch.zeros(numel, dtype=buffer.dtype, device=buffer.device)
 
-    def _put(
-        self, packed: Tensor, *, scratch: Tensor, buffer: Tensor, moves: list[tuple[int, Range]], after: float
-    ) -> Tensor:
-        own = [packed[at : at + end - begin] for at, (begin, end) in moves]
-        if after != 1 and own:
-            torch._foreach_div_(own, after)
-        _copy_([buffer[begin:end] for _, (begin, end) in moves], own)
-        if not buffer.is_cuda:  # there the allocator knows best what streams still use
-            self._free.append(scratch)
-        return buffer
+def _put_own(packed: Tensor, *, buffer: Tensor, moves: list[tuple[int, Range]], after: float) -> Tensor:
+    own = [packed[at : at + end - begin] for at, (begin, end) in moves]
+    if after != 1 and own:
+        torch._foreach_div_(own, after)
+    _copy_([buffer[begin:end] for _, (begin, end) in moves], own)
+    return buffer
 
 
 def _put_rest(rest: Tensor, *, buffer: Tensor, ranges: list[Range], after: float) -> Tensor:

@@ -22,21 +22,21 @@ from lightning_hybrid.comm.bucket_layout import NodeExchange
 from lightning_hybrid.comm.engine.node_exchange import PART_ALIGNMENT
 from lightning_hybrid.strategy.shared_update.part_pairs import MasterPart, WeightPart, flattened
 
-# Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
-CHUNK_NUMEL = 1 << 22
+# Elements of a chunk, of all ranks together. Two chunks are in memory: 8 MiB of half-precision weights.
+CHUNK_NUMEL = 1 << 21
 
 Slice = tuple[int, int, int]  # a tensor by its place in a list, and its elements from begin to end
 
 
 @dataclass
-class Chunk:
+class PackedChunk:
     """The layout of a chunk: the slices of each rank, one after the other from `rank * numel` on."""
 
     numel: int = 0  # of one rank, with what fills it up
     slices: list[list[Slice]] = field(default_factory=list)  # by local rank
 
 
-def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Chunk]:
+def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
     """Lay out chunks of up to `numel` elements a rank for tensors whose `spans` are given: of each, by rank.
 
     >>> [chunk.slices for chunk in chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)]
@@ -47,7 +47,7 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Ch
     for index in range(max(map(len, by_rank))):
         slices = [found[index] if index < len(found) else [] for found in by_rank]
         longest = max(sum(end - begin for _, begin, end in some) for some in slices)
-        chunks.append(Chunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices))
+        chunks.append(PackedChunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices))
     return chunks
 
 
@@ -72,8 +72,7 @@ class PartExchange:
         self._engine, topology = engine, engine.topology
         self._rank, self._num_ranks = topology.local_rank, len(topology.node)
         self.is_first = topology.rank == 0
-        self._layouts: dict[tuple[int, ...], list[Chunk]] = {}
-        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._layouts: dict[tuple[int, ...], list[PackedChunk]] = {}
 
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks of the node, in place."""
@@ -106,7 +105,6 @@ class PartExchange:
             for row, index in zip(rows or (), some, strict=False):
                 row.narrow(0, *_begin_and_length(pairs[index])).copy_(own[index])
             self._exchange("node_collect", [pairs[index] for index in some], [own[index] for index in some], into=rows)
-        self._buffers.clear()  # those of fp32 are not needed in a step
         return wholes
 
     def _exchange(
@@ -118,10 +116,13 @@ class PartExchange:
     ) -> None:
         layout = self._layout(pairs)
         under_way: deque[Future[Tensor]] = deque()
+        # Not kept: between steps memory is what is to be saved.
+        largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
+        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in layout[:2]]
         for index, chunk in enumerate(layout):
             if len(under_way) == 2:
                 under_way.popleft().wait()  # its memory is used again
-            flat = self._buffer(own[0].dtype, index % 2, chunk.numel * self._num_ranks)
+            flat = memory[index % 2][: chunk.numel * self._num_ranks]
             begins = [pair.spans[self._rank][0] for pair in pairs]
             slices = chunk.slices[self._rank]
             rows = self._rows(flat, chunk, self._rank)
@@ -133,7 +134,7 @@ class PartExchange:
             future.wait()
 
     @torch.no_grad()
-    def _put(self, flat: Tensor, *, chunk: Chunk, into: Sequence[Tensor] | None) -> Tensor:
+    def _put(self, flat: Tensor, *, chunk: PackedChunk, into: Sequence[Tensor] | None) -> Tensor:
         # Where the last stage ran: what others have sent goes to its places.
         for rank in range(self._num_ranks):
             slices = chunk.slices[rank]
@@ -142,22 +143,15 @@ class PartExchange:
                 torch._foreach_copy_(places, self._rows(flat, chunk, rank))
         return flat
 
-    def _rows(self, flat: Tensor, chunk: Chunk, rank: int) -> list[Tensor]:
+    def _rows(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
         numels = [end - begin for _, begin, end in chunk.slices[rank]]
         return list(flat[rank * chunk.numel :][: sum(numels)].split(numels)) if numels else []
 
-    def _layout(self, pairs: Sequence[MasterPart | WeightPart]) -> list[Chunk]:
+    def _layout(self, pairs: Sequence[MasterPart | WeightPart]) -> list[PackedChunk]:
         key = tuple(map(id, pairs))
         if key not in self._layouts:
             self._layouts[key] = chunks_of([pair.spans for pair in pairs], CHUNK_NUMEL // self._num_ranks)
         return self._layouts[key]
-
-    def _buffer(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
-        # The same memory in every step; of fp32, which checkpoints need, it is not kept.
-        key = (dtype, index)
-        if key not in self._buffers or self._buffers[key].numel() < numel:
-            self._buffers[key] = torch.zeros(numel, dtype=dtype, device=self._engine.device)
-        return self._buffers[key][:numel]
 
 
 def _begin_and_length(pair: MasterPart | WeightPart) -> tuple[int, int]:

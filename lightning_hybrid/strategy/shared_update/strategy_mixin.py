@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, HookState, Topology
-from lightning_hybrid.lightning_names import lightning_function, lightning_types
+from lightning_hybrid.lightning_names import is_overridden, lightning_function, lightning_types
 from lightning_hybrid.placement import BLOCK, is_split, spans
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -53,7 +53,7 @@ class SharedUpdate:
         self.exchange = PartExchange(engine)
         self.weights = WeightParts() if masters is None else masters
         self.has_masters = masters is not None
-        self._optimizers = list(optimizers)
+        self._optimizers, self._device = list(optimizers), device
         self._cut_parameters(engine.topology)
         self.weights.gather_ = self.exchange.gather_
         self.scatter: GradientScatter | None = None
@@ -100,9 +100,17 @@ class SharedUpdate:
 
     def is_unobserved(self, module: Any) -> bool:
         """Return whether nothing but the update looks at gradients, which then is right on parts of them."""
-        device = next(iter(self.weights.pairs.values())).low.device if self.weights.pairs else torch.device("cpu")
-        return module.automatic_optimization and not any(
-            grads_are_observed(one, module) or (self.has_masters and not supports_fused_master_step(one, device))
+        # Beyond what is promised unscaled gradients: hooks that find those of `backward`.
+        hooks = ("on_after_backward", "optimizer_step")
+        if not module.automatic_optimization or any(
+            is_overridden(hook, module, "pytorch.LightningModule") for hook in hooks
+        ):
+            return False
+        callbacks = module.trainer.callbacks
+        if any(is_overridden("on_after_backward", one, "pytorch.callbacks.Callback") for one in callbacks):
+            return False
+        return not any(
+            grads_are_observed(one, module) or (self.has_masters and not supports_fused_master_step(one, self._device))
             for one in self._optimizers
         )
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_hybrid  # noqa: F401  registers the strategy
+from lightning_hybrid import HybridAllReduceStrategy  # and registers the names
 from lightning_hybrid.optim import LAMB, LARS
 from recipes.cli import ranges
 
@@ -165,7 +165,8 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 class Census:
     """Setup of the measurement: `num_ranks` processes with `depth` layers of `width` squared weights.
 
-    `num_ranks` None is two, on CUDA no more than there are devices: one alone has no all-reduce to hold memory for.
+    `shard_update="node"`: the ranks share the update. `num_ranks` None is two, on CUDA no more than there are devices:
+    one alone has no all-reduce to hold memory for.
 
     Raises:
         ValueError: `device` is "cpu", and the system is not Linux, which lists what is mapped.
@@ -173,6 +174,7 @@ class Census:
 
     device: str = "cpu"
     num_ranks: ranges.CountOrZero | None = None
+    shard_update: Literal["off", "node"] | bool = "off"  # YAML reads `off` as a boolean
     width: ranges.Count = 512
     depth: ranges.Count = 8
 
@@ -187,6 +189,8 @@ class Census:
         """Measure bytes per parameter of rank zero, by owner; in fresh processes."""
         held = self._fit(precision, optimizer)
         strategy = "hybrid_allreduce" if _is_ours(precision) else "ddp"
+        if self.shard_update == "node":
+            strategy = 'hybrid_allreduce, shard_update="node"'
         return {"precision": precision, "strategy": strategy, "optimizer": optimizer, "bytes_per_parameter": held}
 
     def _fit(self, precision: str, optimizer: str) -> dict[str, float]:
@@ -201,7 +205,7 @@ class Census:
             trainer = pl.Trainer(
                 accelerator="cpu" if self.device == "cpu" else "gpu",
                 devices=self.num_ranks or most_ranks(self.device),
-                strategy=("hybrid_allreduce" if _is_ours(precision) else "ddp") + how,
+                strategy=self._strategy(precision, how),
                 max_steps=NUM_STEPS,
                 callbacks=[Count(path)],
                 logger=False,
@@ -213,6 +217,12 @@ class Census:
             trainer.fit(Layers(self.width, self.depth, optimizer))
             held: dict[str, float] = json.loads(path.read_text())
         return held
+
+    def _strategy(self, precision: str, how: str) -> Any:
+        if self.shard_update == "node":
+            start = "fork" if self.device == "cpu" else "spawn"
+            return HybridAllReduceStrategy(shard_update="node", start_method=start)
+        return ("hybrid_allreduce" if _is_ours(precision) else "ddp") + how
 
 
 def most_ranks(device: str) -> int:
