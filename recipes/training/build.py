@@ -14,6 +14,7 @@ from recipes.cli import config_check, launch
 from recipes.cli.world import batch_line, check_world
 from recipes.training import keys, mfu, resume, tracking
 from recipes.training.classifier import Classifier
+from recipes.training.fully_sharded import FullyShardedStrategy, ShardedClassifier
 
 launch.register_resolvers()  # here, since programs and tests that compose `train` import this module
 
@@ -40,8 +41,7 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     model = keys.model_for(data, cfg, trainer)
     correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
     mfu.fill_in(trainer, model, cfg)
-    # A strategy may ask for its own, and not the other way round: the import of FSDP2 takes seconds.
-    kind: type[Classifier] = getattr(trainer.strategy, "module_type", Classifier)
+    kind = ShardedClassifier if isinstance(trainer.strategy, FullyShardedStrategy) else Classifier
     module = kind(
         model=model,
         optimizer=optimizer,

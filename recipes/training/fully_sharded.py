@@ -38,8 +38,6 @@ class FullyShardedStrategy(ModelParallelStrategy):
         checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
     """
 
-    module_type = ShardedClassifier  # what `build` makes
-
     def __init__(
         self,
         reshard_after_forward: bool = True,

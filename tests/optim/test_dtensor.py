@@ -125,6 +125,7 @@ def distances_on_rank(rule, cases, path):
     return [steps_on_rank((dist.get_world_size(),), one, rule, options, path) for one, options in cases]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", PATHS)
 @every_rule
 def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four_ranks):
@@ -228,28 +229,31 @@ class Collectives:
         self.count += sum(by_dtensors.values())
 
 
-# Float32 gradients are added in another order than those of the whole batch: by 1e-7 each, and LAMB divides by roots of
-# their squares. What the optimizer does in another way is in the tests above.
+# Float32 gradients are added in another order than those of the whole batch; LAMB divides by roots of their squares,
+# which amplifies that in small ones. What the optimizer itself does in another way is in the tests above.
+ENGINE_BOUND = {LARS: 5e-6, LAMB: 5e-5}
 ENGINES = {"fsdp": (2, 1, {"Shard"}), "tensor parallel": (1, 2, {"Shard", "Replicate"})}
 
 
+@pytest.mark.sampled(2)
 @every_path
 @every_rule
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fully_shard_and_tensor_parallelism_train_as_one_process_on_the_whole_batch(engine, rule, path, two_ranks):
     data_size, tensor_size, expected = ENGINES[engine]
     for found, kinds, num_collectives, state in two_ranks.run(engines_on_rank, data_size, tensor_size, rule, path):
-        assert found <= 5e-6
+        assert found <= ENGINE_BOUND[rule]
         assert kinds == expected
         assert state == {True}  # so that checkpoints can gather it
         assert num_collectives <= (5 if path != PATHS["loop"] else 20)
 
 
-@every_path
+@pytest.mark.sampled(3)
 @every_rule
+@every_path
 def test_fully_shard_over_tensor_parallelism_on_two_by_two_ranks(rule, path, four_ranks):
     for found, kinds, num_collectives, _ in four_ranks.run(engines_on_rank, 2, 2, rule, path):
-        assert found <= 5e-6
+        assert found <= ENGINE_BOUND[rule]
         assert "_StridedShard" in kinds
         assert num_collectives <= (5 if path != PATHS["loop"] else 20)
 
@@ -412,6 +416,7 @@ def resumed_on_rank(rule, path):
     return [distance(expected, list(one.parameters())) for one in (ours, other)]
 
 
+@pytest.mark.sampled(2)
 @every_path
 @every_rule
 def test_state_is_saved_whole_and_goes_on_as_whole_tensors_and_as_shards(rule, path, two_ranks):

@@ -167,8 +167,11 @@ def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
         values = [checkpoint["callbacks"]["RunReport"]["curves"][key] for checkpoint in (found, expected)]
         for one, other in zip(*values, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
-    kill = "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 12}"
-    assert run(*common, kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}").returncode == -9
+    kill = [
+        "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 12}",
+        "strategy.checkpoint_io.in_background=false",
+    ]
+    assert run(*common, *kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}").returncode == -9
     assert last_checkpoint(tmp_path / "killed")["global_step"] == 9
     resumed = tmp_path / "resumed"
     succeed(*common, "strategy=fsdp2", f"resume={tmp_path}/killed/checkpoints/last.ckpt", f"hydra.run.dir={resumed}")
