@@ -159,7 +159,10 @@ class FailureReportMixin:
             os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
         super().setup_environment()  # type: ignore[misc]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._setup_watchdog = SetupWatchdog()
+            self._setup_watchdog = self._new_watchdog()
+
+    def _new_watchdog(self) -> SetupWatchdog:
+        return SetupWatchdog()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait as DDP, where the watchdog sees it."""
