@@ -13,6 +13,7 @@ from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    import torch.distributed as dist
     from lightning.pytorch.plugins.precision import Precision
 
 
@@ -26,6 +27,7 @@ class RunStatus:
     comm_trace: CommTrace | None = None  # counters of the communication, while a fit runs
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
+    replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
 
     @property
     def loss_scales(self) -> list[LossScale]:

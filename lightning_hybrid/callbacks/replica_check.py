@@ -90,6 +90,7 @@ class ReplicaCheck(Callback):
         if trainer.world_size < 2 or not dist.is_initialized():
             return
         assert self._fingerprint is not None
+        group = run_status(trainer).replica_group
         own = {name: self._fingerprint.of(tensor) for name, tensor in tensors_of_replica(trainer)}
         order = order_of(trainer.train_dataloader)
         # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
@@ -98,24 +99,33 @@ class ReplicaCheck(Callback):
         combined = self._fingerprint.combine([*own.values(), Fingerprint(names.device).of(names)])
         # One collective for minimum and maximum of all fingerprints: of complements the minimum is the maximum's.
         least = torch.stack([combined, ~combined])
-        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
         smallest, not_largest = least.tolist()
         if smallest != ~not_largest:
-            raise self._explain(own, order, step=trainer.global_step, equal_at=before)
+            raise self._explain(own, order, step=trainer.global_step, equal_at=before, group=group)
 
-    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, equal_at: int) -> RuntimeError:
+    def _explain(
+        self,
+        own: dict[str, Tensor],
+        order: dict[str, Any],
+        *,
+        step: int,
+        equal_at: int,
+        group: dist.ProcessGroup | None,
+    ) -> RuntimeError:
         # Collective: every rank has seen the difference, and makes the same error of it.
-        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
+        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size(group)
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
-        dist.all_gather_object(ranks, (host_identity()[0], values, order))
+        dist.all_gather_object(ranks, (host_identity()[0], values, order), group=group)
         hosts, values_of = [host for host, _, _ in ranks], [values for _, values, _ in ranks]
+        numbers = "" if group is None else f" Here ranks {dist.get_process_group_ranks(group)} are numbered from 0."
         since = "when training started" if equal_at < 0 else f"between steps {equal_at} and {step}"
         if all(values == values_of[0] for values in values_of):
             difference = differing([order for _, _, order in ranks])
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
                 f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
-                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}"
+                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}{numbers}"
             )
         cure = (
             "Give every rank the same checkpoint and the same code."
@@ -126,7 +136,7 @@ class ReplicaCheck(Callback):
         return ReplicaDriftError(
             f"The ranks no longer hold the same model; they parted {since} (`every_n_steps` (={self.every_n_steps})): "
             f"{first_difference(values_of, hosts)}. Their gradients are of different weights, so the averages are of "
-            f"no model at all. {cure}"
+            f"no model at all. {cure}{numbers}"
         )
 
 
@@ -139,7 +149,7 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     # No buffers: the running statistics of BatchNorm are each rank's own until the next forward.
     for name, parameter in module.named_parameters():
         # DDP does not average these: they are each rank's own.
-        if name in ignored:
+        if name in ignored or parameter.is_meta:  # or they belong to another stage of a pipeline
             continue
         yield f"`{name}`", parameter
         if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:

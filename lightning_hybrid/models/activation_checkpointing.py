@@ -38,13 +38,17 @@ def checkpointed(
     return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
 
 
+def stages_of(features: nn.Sequential) -> list[nn.Sequential]:
+    """Cut layers before each convolution but the first."""
+    starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
+    return [features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)]
+
+
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
     """Compute `features(x)`, if asked with one checkpoint per convolution and what follows it."""
     if not checkpoint_activations:
         return features(x)
-    starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
-    for start, end in zip(starts, [*starts[1:], len(features)], strict=True):
-        stage = features[start:end]
+    for stage in stages_of(features):
         x = checkpointed(stage, x, norms=stage)
     return x
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.lightning_names import misconfiguration
+from lightning_hybrid.pipeline.cuts import balanced_cuts
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -129,6 +130,11 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
             f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
             f"attribute: those with parameters are {', '.join(children) or 'none'}. Set strategy.of."
         ) from None
+    if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
+        raise ValueError(
+            f"`of` (={of!r}) must not be compiled as a whole: its stages run one by one. Compile its blocks, or leave "
+            "torch.compile out."
+        )
     if callable(getattr(net, "pipeline_blocks", None)):
         blocks = list(net.pipeline_blocks())  # type: ignore[operator]
     elif isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward:
@@ -156,48 +162,25 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     return blocks
 
 
-def cut_places(blocks: Sequence[nn.Module], cuts: Sequence[int] | None, num_stages: int) -> list[int]:
-    """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers.
+def cut_places(costs: Sequence[float], cuts: Sequence[int] | None, num_stages: int) -> list[int]:
+    """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
 
     Raises:
         ValueError: there are fewer blocks than stages, or a cut is behind the last block.
+
+    >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
+    ([0, 2, 5], [0, 1, 5])
     """
-    if len(blocks) < num_stages:
+    num_blocks = len(costs)
+    if num_blocks < num_stages:
         raise ValueError(
-            f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={len(blocks)}): a stage is "
+            f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={num_blocks}): a stage is "
             "one block at least. Set strategy.num_stages, or make more blocks of the network."
         )
-    if cuts is not None:
-        if cuts and cuts[-1] >= len(blocks):
-            raise ValueError(
-                f"`cuts` (={list(cuts)}) must be below the number of blocks (={len(blocks)}): the last stage would be "
-                "empty. Leave strategy.cuts out to balance them."
-            )
-        return [0, *cuts, len(blocks)]
-    return [0, *even_cuts([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages), len(blocks)]
-
-
-def even_cuts(sizes: Sequence[int], num_stages: int) -> list[int]:
-    """Return the cuts that make the largest stage, by the sum of its sizes, as small as possible.
-
-    >>> even_cuts([5, 1, 1, 1, 4], 2), even_cuts([0, 0, 9, 0], 3)
-    ([2], [1, 2])
-    """
-    num = len(sizes)
-    total = [0]
-    for size in sizes:
-        total.append(total[-1] + size)
-    # best[n][s]: the largest stage of the first n blocks in s stages, and where the last of these begins.
-    best = {(0, 0): (0, 0)}
-    for stages in range(1, num_stages + 1):
-        for end in range(stages, num + 1):
-            begins = [begin for begin in range(stages - 1, end) if (begin, stages - 1) in best]
-            if begins:
-                best[end, stages] = min(
-                    (max(best[begin, stages - 1][0], total[end] - total[begin]), begin) for begin in begins
-                )
-    places, end = [], num
-    for stages in range(num_stages, 1, -1):
-        end = best[end, stages][1]
-        places.append(end)
-    return places[::-1]
+    if cuts and cuts[-1] >= num_blocks:
+        raise ValueError(
+            f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "
+            "empty. Leave strategy.cuts out to balance them."
+        )
+    places = balanced_cuts(costs, [0.0] * num_blocks, num_stages) if cuts is None else list(cuts)
+    return [0, *places, num_blocks]

@@ -6,6 +6,7 @@ runs a real forward, which counts in BatchNorm's running statistics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,21 @@ def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device
                 )
     assert isinstance(value, Tensor)
     return boundary_of(value)
+
+
+def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
+    """Return what each block costs: operations of a forward on `example`, or its parameters where that is no tensor.
+
+    One operation for each element that a block returns is added, so that none is free.
+
+    >>> costs_of([nn.Linear(3, 5), nn.ReLU()], torch.zeros(2, 3)), costs_of([nn.Linear(3, 5), nn.ReLU()], None)
+    ([70.0, 10.0], [20.0, 0.0])
+    """
+    if not isinstance(example, Tensor):
+        return [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
+    costs, given = list[float](), boundary_of(example)
+    for block in blocks:
+        with FlopCounterMode(display=False) as counter:
+            given = output_of([block], given, torch.device("cpu"))
+        costs.append(float(counter.get_total_flops() + math.prod(given.shape)))
+    return costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,10 +32,12 @@ from lightning_hybrid.pipeline.arguments import (
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.placement import OtherStages, PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
 from lightning_hybrid.pipeline.training import Stages, TrainingStep
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
@@ -62,7 +65,8 @@ class HybridPipelineMixin(HybridAllReduceMixin):
             `"1f1b"`: backward as soon as it can; stage j keeps `num_stages - j`. `"interleaved"`: 1F1B with two stages
             on each rank: half the waiting, twice the messages.
         of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
-        cuts: first block of each stage after the first; None balances the stages.
+        cuts: first block of each stage after the first; None balances the stages, by operations where the module has
+            an `example_input_array` (the network's input), else by parameters.
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; `tune` is off.
@@ -121,6 +125,11 @@ class HybridPipelineMixin(HybridAllReduceMixin):
         """Counters of the communication between data ranks, while a fit runs."""
         return None if self._data_engine is None else self._data_engine.trace
 
+    @property
+    def run_status(self) -> RunStatus:
+        """What callbacks may know of the run."""
+        return dataclasses.replace(super().run_status, replica_group=self._data_group)
+
     def _new_watchdog(self) -> StageWatchdog:
         return StageWatchdog()
 
@@ -152,7 +161,8 @@ class HybridPipelineMixin(HybridAllReduceMixin):
             check_trainer(trainer, module, self.precision_plugin.precision)
         ranks = self._ranks = self.pipeline_ranks
         blocks = blocks_of(module, self.of)
-        places = cut_places(blocks, self.cuts, ranks.num_stages)
+        costs = costs_of(blocks, module.example_input_array)
+        places = cut_places(costs, self.cuts, ranks.num_stages)
         with self._waiting_for_ranks():
             self._compare(blocks, places)
             self._groups = PipelineGroups(ranks, timeout=self._timeout)

@@ -16,7 +16,15 @@ from tests import toy
 def state_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     """Weights and buffers, and the optimizer's state as far as this rank has it, by number of the parameter."""
     optimizer = trainer.optimizers[0].state_dict()["state"] if trainer.optimizers else {}
-    return {"weights": toy.weights(module), "optimizer": optimizer}
+    return {"weights": toy.weights(module), "optimizer": optimizer, "num_skipped": module.num_skipped}
+
+
+class CountsSkips(pl.Callback):
+    """Remembers how many steps were skipped."""
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Ask before teardown forgets it."""
+        module.num_skipped = getattr(trainer.precision_plugin, "num_skipped_steps", 0)
 
 
 def fit(
@@ -30,7 +38,8 @@ def fit(
 ) -> tuple[pl.Trainer, Any]:
     """Fit a new module, and return it with its trainer."""
     made = module()
-    trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
+    callbacks = [CountsSkips(), *settings.pop("callbacks", [])]
+    trainer = toy.trainer(strategy=strategy, precision=precision, callbacks=callbacks, **settings)
     trainer.fit(made, toy.loader(num_samples, batch_size))
     return trainer, made
 

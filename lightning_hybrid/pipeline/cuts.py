@@ -1,0 +1,130 @@
+"""Places at which a sequence of blocks is cut into the stages of a pipeline; no import of torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from lightning_hybrid.checks import require_whole
+
+
+def balanced_cuts(
+    seconds: Sequence[float],
+    bytes_: Sequence[float],
+    num_stages: int,
+    *,
+    most_bytes: float = math.inf,
+    activation_bytes: Sequence[float] | None = None,
+    num_alive: Sequence[int] | None = None,
+) -> list[int]:
+    """Cut blocks into stages so that the slowest stage is as fast as it can be, and each fits into memory.
+
+        minimise   max over stages j   sum of seconds[i] over blocks i of stage j
+        such that  sum of bytes_[i] + num_alive[j] * activation_bytes[i]  <=  most_bytes
+
+    A pipeline runs at the pace of its slowest stage. Of the cuts with the same slowest stage those with the least sum
+    of squares are taken, so that the other stages are even too. Exact, by dynamic programming over the ends of stages:
+    O(S n^2) for S stages and n blocks.
+
+    Args:
+        seconds: Forward and backward of each block, for one micro-batch, in any unit. All 0 counts blocks instead.
+        bytes_: What each block holds whatever the number of micro-batches: parameters, gradients, optimizer state.
+        num_stages: Stages; each gets one block at least.
+        most_bytes: Memory of a rank.
+        activation_bytes: What each block keeps of one micro-batch for backward; None: nothing.
+        num_alive: Micro-batches that each stage keeps at the same time: M in all stages for GPipe, min(M, S - j) in
+            stage j for 1F1B. None: one.
+
+    Returns:
+        The indices of the first blocks of stages 1 to S - 1, ascending.
+
+    Raises:
+        ValueError: There are fewer blocks than stages, the lengths differ, a number is negative or not finite, or no
+            cut fits into `most_bytes`.
+
+    Source: Kleinberg and Tardos, Algorithm Design, linear partitions; PipeDream's planner (Narayanan et al. 2019)
+    without replicas of single stages.
+
+    >>> balanced_cuts([1, 1, 1, 3, 1, 1], [0] * 6, 3)
+    [3, 4]
+    >>> balanced_cuts([1, 1, 1, 3, 1, 1], [6, 4, 4, 2, 2, 2], 3, most_bytes=8)    # the first two do not fit together
+    [1, 3]
+    """
+    num_blocks = len(seconds)
+    require_whole("num_stages", num_stages, "stages are counted. Set strategy.num_stages=2")
+    kept = [0.0] * num_blocks if activation_bytes is None else activation_bytes
+    alive = [1] * num_stages if num_alive is None else num_alive
+    for name, values, length, of in (
+        ("bytes_", bytes_, num_blocks, "blocks"),
+        ("activation_bytes", kept, num_blocks, "blocks"),
+        ("num_alive", alive, num_stages, "stages"),
+    ):
+        if len(values) != length:
+            raise ValueError(f"`{name}` (={len(values)} numbers) must have one for each of {length} {of}.")
+    for name, values in (("seconds", seconds), ("bytes_", bytes_), ("activation_bytes", kept), ("num_alive", alive)):
+        if not all(0 <= value < math.inf for value in values):
+            raise ValueError(f"`{name}` (={list(values)!r:.80}) must hold finite numbers, none negative.")
+    if num_blocks < num_stages:
+        raise ValueError(
+            f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}): a stage "
+            f"without one would compute nothing. Set strategy.num_stages={max(1, num_blocks)} or less, or "
+            "offer smaller blocks."
+        )
+    # Sums from the first block on: what blocks begin ... end - 1 take is a difference, and the same in both passes.
+    seconds_to, bytes_to, kept_to = (
+        [0.0, *itertools.accumulate(map(float, values))]
+        for values in (seconds if any(seconds) else [1.0] * num_blocks, bytes_, kept)
+    )
+
+    def time(begin: int, end: int) -> float:
+        return seconds_to[end] - seconds_to[begin]
+
+    def held(stage: int, begin: int, end: int) -> float:
+        return bytes_to[end] - bytes_to[begin] + alive[stage] * (kept_to[end] - kept_to[begin])
+
+    def time_if_it_fits(stage: int, begin: int, end: int) -> float:
+        return time(begin, end) if held(stage, begin, end) <= most_bytes else math.inf
+
+    slowest, _ = _best(num_blocks, num_stages, time_if_it_fits, max)
+    if slowest == math.inf:
+        least, _ = _best(num_blocks, num_stages, held, max)
+        raise ValueError(
+            f"`most_bytes` (={most_bytes:g}) must be {least:g} or more: of all cuts into {num_stages} stages the "
+            "most even one in memory has a stage of that size. Set more strategy.num_stages, or "
+            "strategy.checkpoint_activations=true."
+        )
+
+    def square_if_not_slower(stage: int, begin: int, end: int) -> float:
+        each = time_if_it_fits(stage, begin, end)
+        return each**2 if each <= slowest else math.inf
+
+    return _best(num_blocks, num_stages, square_if_not_slower, lambda one, other: one + other)[1]
+
+
+def _best(
+    num_blocks: int,
+    num_stages: int,
+    cost: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """Find the cuts of least joint cost; `cost(stage, begin, end)` is of one stage. Infinite: there are none."""
+    # least[end]: of all ways to deal the first `end` blocks to the stages so far, the least joint cost.
+    least = [0.0] + [math.inf] * num_blocks
+    begins: list[list[int]] = []
+    for stage in range(num_stages):
+        new, came_from = [math.inf] * (num_blocks + 1), [0] * (num_blocks + 1)
+        for end in range(stage + 1, num_blocks - (num_stages - stage - 1) + 1):
+            for begin in range(stage, end):
+                if least[begin] == math.inf:
+                    continue
+                joint = join(least[begin], cost(stage, begin, end))
+                if joint < new[end]:
+                    new[end], came_from[end] = joint, begin
+        least = new
+        begins.append(came_from)
+    cuts, end = [], num_blocks
+    for came_from in reversed(begins):
+        end = came_from[end]
+        cuts.append(end)
+    return least[num_blocks], cuts[-2::-1]

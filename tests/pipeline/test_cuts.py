@@ -1,0 +1,92 @@
+"""Cuts against every cut there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid.pipeline.cuts import balanced_cuts
+
+
+def stages(values, cuts):
+    return [values[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(values)])]
+
+
+def all_cuts(num_blocks, num_stages):
+    return [list(cuts) for cuts in itertools.combinations(range(1, num_blocks), num_stages - 1)]
+
+
+def is_within(cuts, bytes_, kept, alive, most_bytes):
+    parts = zip(stages(bytes_, cuts), stages(kept, cuts), alive, strict=True)
+    return all(sum(own) + count * sum(activations) <= most_bytes for own, activations, count in parts)
+
+
+WHOLE = st.integers(0, 20)  # exact sums, so that equal is equal
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_blocks=st.integers(1, 7), most_bytes=st.one_of(st.just(math.inf), st.integers(0, 120)))
+def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(data, num_blocks, most_bytes):
+    num_stages = data.draw(st.integers(1, num_blocks))
+    lists = st.lists(WHOLE, min_size=num_blocks, max_size=num_blocks)
+    seconds, bytes_, kept = data.draw(lists), data.draw(lists), data.draw(lists)
+    alive = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
+    more = {"most_bytes": most_bytes, "activation_bytes": kept, "num_alive": alive}
+    fitting = [cuts for cuts in all_cuts(num_blocks, num_stages) if is_within(cuts, bytes_, kept, alive, most_bytes)]
+    if not fitting:
+        with pytest.raises(ValueError, match=r"`most_bytes` \(=\d+\) must be \d+ or more") as error:
+            balanced_cuts(seconds, bytes_, num_stages, **more)
+        least = float(str(error.value).split("must be ")[1].split(" or more")[0])
+        assert balanced_cuts(seconds, bytes_, num_stages, **(more | {"most_bytes": least})) is not None
+        return
+    counted = seconds if any(seconds) else [1] * num_blocks
+
+    def unevenness(cuts):
+        sums = [sum(part) for part in stages(counted, cuts)]
+        return max(sums), sum(total**2 for total in sums)
+
+    found = balanced_cuts(seconds, bytes_, num_stages, **more)
+    assert found in fitting
+    assert unevenness(found) == min(map(unevenness, fitting))
+
+
+def test_blocks_without_times_are_counted():
+    assert balanced_cuts([0.0] * 8, [0.0] * 8, 4) == [2, 4, 6]
+
+
+def test_one_stage_has_no_cut_and_as_many_as_blocks_cut_everywhere():
+    assert balanced_cuts([1, 2, 3], [0, 0, 0], 1) == []
+    assert balanced_cuts([1, 2, 3], [0, 0, 0], 3) == [1, 2]
+
+
+def test_1f1b_keeps_most_in_the_first_stage_and_so_cuts_it_shorter():
+    """Four micro-batches are alive in the first stage of four, and one in the last."""
+    more = {"activation_bytes": [2.0] * 8, "most_bytes": 12.0}
+    assert balanced_cuts([1.0] * 8, [1.0] * 8, 4, num_alive=[4, 3, 2, 1], **more) == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"strategy\.checkpoint_activations=true"):
+        balanced_cuts([1.0] * 8, [1.0] * 8, 4, num_alive=[8] * 4, **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (([1.0], [0.0], 2), r"`num_stages` \(=2\) must not exceed the number of blocks \(1\)"),
+        (([1.0, 1.0], [0.0], 1), r"`bytes_` \(=1 numbers\) must have one for each of 2 blocks"),
+        (([1.0, math.nan], [0.0, 0.0], 1), r"`seconds` .* must hold finite numbers, none negative"),
+        (([1.0], [-1.0], 1), r"`bytes_` .* none negative"),
+        (([1.0], [0.0], 0), r"`num_stages` \(=0\) must be a whole number, 1 or more"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        balanced_cuts(*call)
+
+
+def test_many_blocks_take_no_time_that_one_would_notice():
+    """Counted in calls, not in seconds: O(S n^2)."""
+    cuts = balanced_cuts([1.0] * 120, [1.0] * 120, 8)
+    assert cuts == [15, 30, 45, 60, 75, 90, 105]
