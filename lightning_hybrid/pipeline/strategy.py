@@ -191,7 +191,7 @@ class HybridPipelineMixin(HybridAllReduceMixin):
             num_microbatches=self.num_microbatches,
         )
         self._blocks = blocks
-        with nullcontext() if is_fit else _ignored_by_ddp(module):
+        with nullcontext() if is_fit else _ignored_by_ddp(module, blocks):
             super().setup(trainer)
         for metric in single_metrics(module):
             if metric.process_group is None:
@@ -440,9 +440,10 @@ def _averages_of(trainer: Any, of: str) -> list[list[nn.Module]]:
 
 
 @contextmanager
-def _ignored_by_ddp(module: nn.Module) -> Iterator[None]:
-    # Lightning gives every rank the values of rank zero before it evaluates: those on the meta device have none.
-    names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+def _ignored_by_ddp(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    # Lightning gives every rank the values of rank zero before it evaluates, and each has other blocks than rank zero.
+    own = set(map(id, _tensors(blocks)))
+    names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in own]
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
     module._ddp_params_and_buffers_to_ignore = [*(before or ()), *names]  # type: ignore[assignment]
     try:

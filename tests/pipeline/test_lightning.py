@@ -109,7 +109,7 @@ class Photos(torch.utils.data.Dataset):
 
 NETS = {
     "resnet": lambda: ResNet(depth=18, num_classes=10, width=0.125, stem="small"),
-    "alexnet": lambda: AlexNetBN(num_classes=10, width=0.125, image_size=64, dropout=0.0),
+    "alexnet": lambda: AlexNetBN(num_classes=10, in_channels=3, width=0.125, image_size=64, dropout=0.0),
 }
 
 
