@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.placement import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
+from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
 
 
 def forward_through(
@@ -20,6 +22,7 @@ def forward_through(
     ranks: PipelineRanks,
     group: dist.ProcessGroup,
     device: torch.device,
+    watchdog: StageWatchdog,
 ) -> Tensor:
     """Send the parts of a batch through all stages; return the outputs of all of them on every rank.
 
@@ -30,10 +33,13 @@ def forward_through(
     sent: list[tuple[dist.Work | None, Tensor]] = []
     outputs: list[Tensor] = []
     for stage in ranks.stages:
-        for part in inputs:
+        for number, part in enumerate(inputs):
             if stage > 0:
+                watchdog.note(f"waiting for part {number} of the batch on stage {stage}", is_waiting=True)
                 part = boundaries[stage].empty(device)
-                dist.recv(part, src=peers[(stage - 1) % ranks.num_ranks], group=group)
+                receive = partial(dist.recv, part, src=peers[(stage - 1) % ranks.num_ranks], group=group)
+                watchdog.wait_for(receive)
+            watchdog.note(f"in forward of part {number} of the batch on stage {stage}")
             output = bodies[stage](part)
             if difference := boundaries[stage + 1].differs(output):
                 raise RuntimeError(
@@ -45,24 +51,30 @@ def forward_through(
             else:
                 message = output.contiguous()
                 sent.append((dist.isend(message, dst=peers[(stage + 1) % ranks.num_ranks], group=group), message))
+    watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
     for work, _ in sent:
         if work is not None:
-            work.wait()
-    return shared_output(torch.cat(outputs) if outputs else None, len(inputs), boundaries[-1], ranks, group, device)
+            watchdog.wait_for(work.wait)
+    output = torch.cat(outputs) if outputs else None
+    return shared_output(
+        output, len(inputs), boundaries[-1], ranks=ranks, group=group, device=device, watchdog=watchdog
+    )
 
 
 def shared_output(
     output: Tensor | None,
     num_parts: int,
     boundary: Boundary,
+    *,
     ranks: PipelineRanks,
     group: dist.ProcessGroup,
     device: torch.device,
+    watchdog: StageWatchdog,
 ) -> Tensor:
     """Give every rank of a pipeline the last stage's outputs (`output` there, None elsewhere). Collective."""
     if output is None:
         shape = (num_parts * boundary.shape[0], *boundary.shape[1:])
         output = torch.empty(shape, dtype=boundary.dtype, device=device)
-    output = output.detach().contiguous()
-    dist.broadcast(output, src=ranks.pipelines[ranks.data_rank][-1], group=group)
-    return output
+    shared = output.detach().contiguous()
+    watchdog.wait_for(lambda: dist.broadcast(shared, src=ranks.pipelines[ranks.data_rank][-1], group=group))
+    return shared

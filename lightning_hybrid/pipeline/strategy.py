@@ -131,7 +131,8 @@ class HybridPipelineMixin(HybridAllReduceMixin):
         return dataclasses.replace(super().run_status, replica_group=self._data_group)
 
     def _new_watchdog(self) -> StageWatchdog:
-        return StageWatchdog()
+        assert self._timeout is not None
+        return StageWatchdog(timeout=self._timeout, device=self.root_device)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data ranks: those of a pipeline hold the same values."""
@@ -260,6 +261,7 @@ class HybridPipelineMixin(HybridAllReduceMixin):
                 replicas=replicas,
                 group=self._groups.data,
             )
+            stages.watchdog.on_failure = self._data_engine.abort
             self._note_plan(self._plan)
             rank_zero_info(self.communication_plan)
             stages.wrapped = {index: self._wrapped(body) for index, body in stages.bodies.items()}
@@ -281,8 +283,9 @@ class HybridPipelineMixin(HybridAllReduceMixin):
         return wrapped
 
     def _largest_of_stages(self, found_inf: Tensor) -> Tensor:
-        assert self._groups is not None
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._groups.pipe)
+        assert self._groups is not None and self._stages is not None
+        group = self._groups.pipe
+        self._stages.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group))
         return found_inf
 
     # ---- step ------------------------------------------------------------------------------------------------------
@@ -405,7 +408,8 @@ class HybridPipelineMixin(HybridAllReduceMixin):
                 for metric in single_metrics(self.lightning_module):
                     if metric.process_group is self._groups.data:
                         metric.process_group = None
-                self._groups.destroy()
+                if self._stages is None or not self._stages.watchdog.is_stuck:
+                    self._groups.destroy()
             self._stages = self._training = self._groups = None
             # After a failure blocks of other ranks stay on the meta device: nothing could fill them.
             with self._hidden():

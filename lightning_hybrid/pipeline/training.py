@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline.outputs import (
 )
 from lightning_hybrid.pipeline.placement import PipelineGroups, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
-from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
+from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
 from lightning_hybrid.precision.master_weights import MasterWeights
 
 # Batches of each epoch whose labels are compared over a pipeline. Our choice: on CUDA it waits for the batch.
@@ -57,7 +57,7 @@ class Stages:
         """
         own = torch.tensor([digest])
         found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
-        dist.all_gather(found, own, group=self.groups.agree)
+        self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
         if len({int(each) for each in found}) > 1:
             words: list[Any] = [None] * self.ranks.num_ranks
             dist.all_gather_object(words, described(), group=self.groups.agree)
@@ -104,7 +104,13 @@ class Stages:
         boundaries = self.boundaries((given, num), lambda: boundary_of(parts[0]))
         with self.watchdog.in_schedule():
             return forward_through(
-                self.bodies, parts, boundaries, ranks=self.ranks, group=self.groups.pipe, device=self.device
+                self.bodies,
+                parts,
+                boundaries,
+                ranks=self.ranks,
+                group=self.groups.pipe,
+                device=self.device,
+                watchdog=self.watchdog,
             )
 
 
@@ -148,10 +154,17 @@ class TrainingStep:
         boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
         if shapes not in self._schedules:
             self._schedules[shapes] = self._new_schedule(boundaries)
-        with stages.watchdog.in_schedule():
+        with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
             output = self._schedules[shapes]()
+            stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
             output = shared_output(
-                output, stages.num_microbatches, boundaries[-1], stages.ranks, stages.groups.pipe, stages.device
+                output,
+                stages.num_microbatches,
+                boundaries[-1],
+                ranks=stages.ranks,
+                group=stages.groups.pipe,
+                device=stages.device,
+                watchdog=stages.watchdog,
             )
         self._parts = ()
         return output
