@@ -167,7 +167,7 @@ class ReplicaSets:
 
     @property
     def rank(self) -> int:
-        """This rank in the world."""
+        """Rank of this process in the world."""
         return self.world.rank
 
     @property
@@ -179,6 +179,11 @@ class ReplicaSets:
     def own(self) -> Topology:
         """The topology of this rank's set, whose ranks are numbered from 0."""
         return self._of(next(ranks for ranks in self.sets if self.rank in ranks))
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of this rank's set."""
+        return self.own.nodes
 
     def _of(self, ranks: tuple[int, ...]) -> Topology:
         nodes = (tuple(index for index, rank in enumerate(ranks) if rank in node) for node in self.world.nodes)

@@ -18,7 +18,8 @@ def checkpointed(
     """Compute `stage(x)` without storing its activations for backward, which computes them again.
 
     Values and gradients are those of `stage(x)` bit for bit, if its kernels are deterministic and draw no random
-    numbers: with `preserve_rng_state` they may (dropout), which costs a copy of the random state. Running statistics of the normalisation layers in `norms` move once, in forward. Shapes and
+    numbers: with `preserve_rng_state` they may (dropout), which costs a copy of the random state. Running statistics of
+    the normalisation layers in `norms` move once, in forward. Shapes and
     dtypes are those of `stage`; without autograd (`torch.no_grad`) it runs once, as always.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
@@ -38,7 +39,7 @@ def checkpointed(
     return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
 
 
-def stages_of(features: nn.Sequential) -> list[nn.Sequential]:
+def stages_of(features: nn.Sequential) -> list[nn.Module]:
     """Cut layers before each convolution but the first."""
     starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
     return [features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)]

@@ -60,8 +60,8 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         waiting = (num_stages - 1) / (most + num_stages - 1)
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}): with fewer, some "
-            f"stages always wait. Set strategy.num_microbatches={most}: with four times as many, {100 * waiting:.0f} % of "
-            "a step are waiting."
+            f"stages always wait. Set strategy.num_microbatches={most}: with four times as many, {100 * waiting:.0f} % "
+            "of a step are waiting."
         )
     rounds = max(1, num_microbatches // num_stages)
     if schedule == "interleaved" and num_microbatches % rounds:
@@ -141,7 +141,7 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         blocks = list(net)
     else:
         raise ValueError(
-            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns its modules in "
+            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns modules in "
             f"order, each taking the tensor that the one before returns; {type(net).__name__} is neither. Give it one."
         )
     owners: dict[int, int] = {}

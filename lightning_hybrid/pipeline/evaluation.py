@@ -43,8 +43,8 @@ def forward_through(
             output = bodies[stage](part)
             if difference := boundaries[stage + 1].differs(output):
                 raise RuntimeError(
-                    f"The output of stage {stage} (={difference}) must be that of the fake tensors that ran before: the "
-                    "next rank would take the message for something else. A block must not choose its shapes by values."
+                    f"The output of stage {stage} (={difference}) must be that of the fake tensors that ran before: "
+                    "the next rank would take the message for something else. A block must not choose shapes by values."
                 )
             if stage + 1 == ranks.num_stages:
                 outputs.append(output)

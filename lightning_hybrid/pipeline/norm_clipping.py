@@ -6,12 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_hybrid.pipeline.placement import PipelineRanks
 
-
-def clip_by_norm_over_stages(
-    optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup, ranks: PipelineRanks
-) -> None:
+def clip_by_norm_over_stages(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup) -> None:
     """Scale the gradients of this rank down where the norm over all stages is above `clip_val`. In place, collective.
 
         g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of all gradients, in the order of the parameters

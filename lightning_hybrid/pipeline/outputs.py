@@ -2,7 +2,7 @@
 
     first stage     training_step(micro-batch) up to the call of the network        -> its input
     last stage      training_step(micro-batch) with the stage's output at that call -> the loss, nothing logged
-    every rank      training_step(batch) with all outputs, once, without gradients  -> what is logged, and Lightning's loss
+    every rank      training_step(batch) with all outputs, once, without gradients  -> what is logged, the loss
 
 The three draw the same random numbers for the same micro-batch outside the network, as mixing images and labels does.
 """
@@ -129,8 +129,8 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     size = batch_size_of(batch)
     if size % num:
         raise ValueError(
-            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: micro-batches "
-            "are of equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
+            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: they are of "
+            "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
         )
 
     def part_of(leaf: Any, index: int) -> Any:

@@ -111,7 +111,8 @@ class OtherStages:
         self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         replaced: dict[int, Tensor] = {}
         for module in modules:
-            for table in (module._parameters, module._buffers):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for name, tensor in table.items():
                     if tensor is None:
                         continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,7 +62,7 @@ def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device
             }
             try:
                 value = functional_call(block, fake, (value,))
-            except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise ValueError(
                     f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
                     "stages agree on shapes before they compute. Move what depends on values out of the network."

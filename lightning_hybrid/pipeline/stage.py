@@ -164,7 +164,7 @@ def schedule_of(
     options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
     schedule: Any
     if name == "interleaved":
-        schedule = ScheduleInterleaved1F1B(list(stages), **options)  # type: ignore[arg-type]
+        schedule = ScheduleInterleaved1F1B(list(stages), **options)
     else:
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], **options)
     # The target of a micro-batch is its number.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightning_hybrid.pipeline.placement import PipelineRanks
 
@@ -98,8 +99,9 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def _on_host(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    moved: Callable[[Any], Any] = lambda value: value.cpu() if isinstance(value, Tensor) and not value.is_meta else value  # noqa: E731
-    from torch.utils._pytree import tree_map
-
     keys = {*_module_states(checkpoint), "optimizer_states"} & set(checkpoint)
-    return {key: tree_map(moved, dict(checkpoint[key]) if key != "optimizer_states" else checkpoint[key]) for key in keys}
+    return {key: tree_map(_moved_to_host, checkpoint[key]) for key in keys}
+
+
+def _moved_to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value

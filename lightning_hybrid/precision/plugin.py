@@ -264,7 +264,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
         # same decision with no further collective.
         assert isinstance(optimizer, Optimizer)
-        assert self._step is not None and self.masters is not None
+        assert self._step is not None
+        assert self.masters is not None
         state = self.optimizer_steps.of(optimizer)
         closure_result = closure()
         self.run_deferred_schedules()  # this step's rate may depend on how the last one ended: it is needed only now
@@ -305,9 +306,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             is_scaled = state.grad_scale is not None and self._is_automatic
             scale = state.grad_scale if is_scaled else torch.ones((), device=self._device)
         self._unscaled.unscale(parameters, scale, to_fp32=self.masters.gradient_fp32)
-        found_inf = self._unscaled.found_inf(parameters)
-        found_inf = torch.zeros((), device=self._device) if found_inf is None and scale is not None else found_inf
-        return self._agreed(found_inf)
+        return self._agreed(self._unscaled.found_inf(parameters), is_asked=scale is not None)
 
     @property
     def _is_automatic(self) -> bool:

@@ -169,6 +169,7 @@ class MicrobatchMixin:
     optimizer_steps: OptimizerStepStates
     _unscaled: UnscaledGradients
     _last_loss: Tensor | None
+    _device: torch.device
     _agree_on_overflow: Callable[[Tensor], Tensor] | None = None
 
     def connect_stages(self, agree_on_overflow: Callable[[Tensor], Tensor] | None) -> None:
@@ -188,10 +189,13 @@ class MicrobatchMixin:
         if self.loss_scale is not None:
             self._last_loss = loss.detach()
 
-    def _agreed(self, found_inf: Tensor | None) -> Tensor | None:
-        # Without a loss scale there is no verdict, on any stage.
-        alone = found_inf is None or self._agree_on_overflow is None
-        return found_inf if alone else self._agree_on_overflow(found_inf)  # type: ignore[misc,arg-type]
+    def _agreed(self, found_inf: Tensor | None, *, is_asked: bool) -> Tensor | None:
+        # A stage without gradients for this optimizer found none that are inf or nan, and the others wait for its word.
+        if found_inf is None and is_asked:
+            found_inf = torch.zeros((), device=self._device)
+        if found_inf is None or self._agree_on_overflow is None:
+            return found_inf
+        return self._agree_on_overflow(found_inf)
 
     @property
     def _decides_alone(self) -> bool:

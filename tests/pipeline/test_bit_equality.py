@@ -22,7 +22,7 @@ def assert_equal(ranks, plain, options, settings):
 
 class WithLars(toy.Toy):
     optimizer = LARS
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "trust_coefficient": 0.02}  # noqa: RUF012
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "trust_coefficient": 0.02}
 
     def configure_optimizers(self):
         optimizer = self.optimizer(self.parameters(), **self.options)
@@ -32,7 +32,7 @@ class WithLars(toy.Toy):
 
 class WithLamb(WithLars):
     optimizer = LAMB
-    options = {"lr": 0.01, "weight_decay": 0.01}  # noqa: RUF012
+    options = {"lr": 0.01, "weight_decay": 0.01}
 
 
 class Overflows(toy.Toy):
@@ -48,7 +48,6 @@ class Overflows(toy.Toy):
     def to_inf(self, module, gradients):
         self.num_calls += 1
         return tuple(g * float("inf") if self.num_calls == 6 else g for g in gradients)
-
 
 
 class OverflowsInTheMiddle(Overflows):

@@ -22,7 +22,8 @@ class Measured(toy.Toy):
     def __init__(self):
         super().__init__()
         self.num_seen = SumMetric()
-        self.both = MetricCollection({"acc": MulticlassAccuracy(toy.NUM_CLASSES, average="micro"), "mean": MeanMetric()})
+        acc = MulticlassAccuracy(toy.NUM_CLASSES, average="micro")
+        self.both = MetricCollection({"acc": acc, "mean": MeanMetric()})
 
     def training_step(self, batch, batch_idx):
         images, targets = batch["images"] * 2, batch["targets"]
@@ -32,7 +33,8 @@ class Measured(toy.Toy):
         self.both["acc"](logits, targets)
         self.log("num_seen", self.num_seen, on_step=False, on_epoch=True)
         self.log("acc", self.both["acc"], on_step=False, on_epoch=True)
-        self.log("sum", torch.tensor(float(len(targets))), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        counted = torch.tensor(float(len(targets)))
+        self.log("sum", counted, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return {"loss": loss, "logits": logits.detach()}
 
     def forward(self, images):
@@ -57,7 +59,11 @@ def fit_and_predict(strategy, size, accumulate):
     module, parameters = Measured(), None
     parameters = list(map(id, module.parameters()))
     trainer = toy.trainer(
-        strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=1, precision="16-true", callbacks=[ReplicaCheck()]
+        strategy=strategy,
+        accumulate_grad_batches=accumulate,
+        max_epochs=1,
+        precision="16-true",
+        callbacks=[ReplicaCheck()],
     )
     trainer.fit(module, cases.loader_of(Named(64), size), cases.loader_of(Named(20), 6))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}

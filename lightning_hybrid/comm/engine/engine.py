@@ -100,7 +100,8 @@ class CommEngine:
             warnings.warn(fallback, stacklevel=2)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
         alone, on_cuda = topology.world_size == 1, self._on_cuda
-        token, hosts, addresses = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group)
+        compared = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group)
+        token, hosts, addresses = compared
         self._watchdog = Watchdog(
             store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
             rank=topology.rank,

@@ -49,7 +49,7 @@ def compare_plans(
     dtype_across_nodes: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Compare software, plan and topology over all ranks of `group` (None: WORLD). Collective: all of them must call it.
+    """Compare software, plan and topology over all ranks of a group (None: WORLD). Collective: all must call it.
 
     Returns:
         A token that is the same on all ranks and new each time, the host of every rank, and the addresses under which
