@@ -61,7 +61,8 @@ class OverflowsInTheLast(Overflows):
 TWO = {"num_stages": 2, "num_microbatches": 4}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_two_stages_train_what_accumulation_trains(one_rank, two_ranks, schedule):
     assert_equal(two_ranks, one_rank, {**TWO, "schedule": schedule}, {})
 
@@ -77,7 +78,8 @@ def test_interleaved_stages_in_bf16_with_lamb(one_rank, two_ranks):
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("module", [Overflows, OverflowsInTheMiddle, OverflowsInTheLast])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("module", [OverflowsInTheMiddle, Overflows, OverflowsInTheLast])
 def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, module):
     options = {"num_stages": 4, "num_microbatches": 4}
     left = assert_equal(four_ranks, one_rank, options, {"precision": "16-true", "module": module})
@@ -99,3 +101,36 @@ def test_data_ranks_average(two_ranks, four_ranks):
     for each in piped:
         assert cases.same(each["weights"], expected[0]["weights"])
     assert cases.same(cases.joined(piped), expected[0]["optimizer"])
+
+
+PLACES = {"2 stages": (2, 1, (2, 3, 4, 8)), "2 stages x 2 data ranks": (2, 2, (2, 3, 4, 8)), "4 stages": (4, 1, (4, 8))}
+
+
+def all_of(num_stages, counts, precision):
+    """Every schedule and number of micro-batches; two steps of 24 samples on each data rank."""
+    return [
+        cases.by_pipeline({"num_stages": num_stages, "num_microbatches": num, "schedule": schedule}, short(precision))
+        for schedule in ("gpipe", "1f1b", "interleaved")
+        for num in counts
+    ]
+
+
+def all_by_accumulation(counts, precision):
+    return [cases.by_accumulation(num, short(precision)) for num in counts]
+
+
+def short(precision):
+    return {"precision": precision, "batch_size": 24, "max_epochs": 1, "num_samples": 96}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
+    num_stages, num_data_ranks, counts = PLACES[place]
+    piped = rank_pool.ranks(num_stages * num_data_ranks).run(all_of, num_stages, counts, precision, timeout_s=400)
+    expected = rank_pool.ranks(num_data_ranks).run(all_by_accumulation, counts, precision, timeout_s=400)[0] * 3
+    for number, one in enumerate(expected):
+        for each in piped:
+            assert cases.same(each[number]["weights"], one["weights"]), number
+        assert cases.same(cases.joined([each[number] for each in piped]), one["optimizer"]), number

@@ -52,6 +52,7 @@ def fit_with(strategy, path):
     return module.losses
 
 
+@pytest.mark.long
 def test_plain_ddp_goes_on_from_a_file_of_stages(two_ranks, tmp_path):
     path = str(tmp_path / "a.ckpt")
     two_ranks.run(fit_some, 2, path, 1, None, "32-true")
@@ -83,7 +84,8 @@ def fit_monitored(num_stages, folder, average):
     return toy.weights(module), logged, best.best_model_path
 
 
-@pytest.mark.parametrize("average", ["none", "ours", "lightning's"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("average", ["ours", "none", "lightning's"])
 def test_best_checkpoint_and_average_are_those_without_a_pipeline(one_rank, two_ranks, tmp_path, average):
     piped = two_ranks.run(fit_monitored, 2, str(tmp_path / "two"), average)
     (weights, _, path), *_ = one_rank.run(fit_monitored, 1, str(tmp_path / "one"), average)

@@ -67,6 +67,7 @@ def test_a_killed_rank_is_named(three_ranks, tmp_path):
         assert "comm: rank 1 does not answer: its process is dead, stopped or unreachable" in text
 
 
+@pytest.mark.long
 def test_an_error_in_a_block_stays_itself_and_is_reported_to_all(three_ranks, tmp_path):
     found, _ = errors(three_ranks, "failed", tmp_path)
     assert found[SICK] == "ZeroDivisionError: in the third micro-batch"

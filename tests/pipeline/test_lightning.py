@@ -82,6 +82,7 @@ def without_stages():
     return fit_and_predict(HybridAllReduceStrategy(), 4, 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, two_ranks, schedule):
     one, two = two_ranks.run(through_stages, schedule)
@@ -97,6 +98,7 @@ def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, t
         assert own[2] == pytest.approx(expected[2], abs=1e-3)
 
 
+@pytest.mark.long
 def test_metrics_count_once_over_data_ranks_as_well(four_ranks):
     found = four_ranks.run(through_stages)
     assert {each[0]["num_seen"] for each in found} == {64.0}
@@ -148,6 +150,7 @@ def photograph_alone(net):
     return photograph(net, HybridAllReduceStrategy(), 2, 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", NETS)
 def test_the_networks_of_the_recipes_offer_their_blocks(one_rank, four_ranks, net):
     (expected,) = one_rank.run(photograph_alone, net)

@@ -284,6 +284,7 @@ def message(what):
     return toy.error_of(trainer.fit, module(), cases.loader_of(data, size))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("what", "words"),
     [
