@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.flavours.lightning_pytorch import (
         DurableCheckpointIO,
         HybridAllReduceStrategy,
+        HybridPipelineStrategy,
         MasterWeightPrecision,
     )
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
@@ -25,6 +26,7 @@ __all__ = [
     "DurableCheckpointIO",
     "DynamicLossScale",
     "HybridAllReduceStrategy",
+    "HybridPipelineStrategy",
     "LossScale",
     "MasterWeightPrecision",
     "StaticLossScale",

@@ -17,6 +17,7 @@ from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    import torch.distributed as dist
     from lightning.pytorch.plugins.precision import Precision
 
 
@@ -34,6 +35,7 @@ class RunStatus:
     # While it is entered with an optimizer, that has what this rank updates in place of the parameters.
     update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
+    replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
 
     @property
     def loss_scales(self) -> list[LossScale]:

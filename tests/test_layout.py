@@ -18,8 +18,9 @@ PROGRAMS = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tests" /
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
-    "flavours": {"strategy", "precision", "checkpoint"},
+    "flavours": {"strategy", "pipeline", "precision", "checkpoint"},
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
+    "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
     "comm": set(),

@@ -96,7 +96,8 @@ class ReplicaCheck(Callback):
         if trainer.world_size < 2 or not dist.is_initialized():
             return
         assert self._fingerprint is not None
-        place, num_places = run_status(trainer).place_in_node
+        status = run_status(trainer)
+        group, (place, num_places) = status.replica_group, status.place_in_node
         own, parts = ({name: self._fingerprint.of(one) for name, one in some} for some in _sorted_by_owner(trainer))
         order = order_of(trainer.train_dataloader)
         # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
@@ -110,24 +111,33 @@ class ReplicaCheck(Callback):
             combined = self._fingerprint.combine(list(parts.values()))
             of_places[place] = torch.stack([combined, ~combined])
             least = torch.cat([least, of_places.flatten()])
-        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
         found = least.tolist()
         if any(smallest != ~not_largest for smallest, not_largest in zip(found[::2], found[1::2], strict=True)):
-            raise self._explain(own | parts, order, step=trainer.global_step, equal_at=before)
+            raise self._explain(own | parts, order, step=trainer.global_step, equal_at=before, group=group)
 
-    def _explain(self, own: dict[str, Tensor], order: dict[str, Any], *, step: int, equal_at: int) -> RuntimeError:
+    def _explain(
+        self,
+        own: dict[str, Tensor],
+        order: dict[str, Any],
+        *,
+        step: int,
+        equal_at: int,
+        group: dist.ProcessGroup | None,
+    ) -> RuntimeError:
         # Collective: every rank has seen the difference, and makes the same error of it.
-        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
+        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size(group)
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
-        dist.all_gather_object(ranks, (host_identity()[0], values, order))
+        dist.all_gather_object(ranks, (host_identity()[0], values, order), group=group)
         hosts, values_of = [host for host, _, _ in ranks], [values for _, values, _ in ranks]
+        numbers = "" if group is None else f" Here ranks {dist.get_process_group_ranks(group)} are numbered from 0."
         since = "when training started" if equal_at < 0 else f"between steps {equal_at} and {step}"
         if not names_that_differ(values_of):
             difference = differing([order for _, _, order in ranks])
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
                 f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
-                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}"
+                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}{numbers}"
             )
         cure = (
             "Give every rank the same checkpoint and the same code."
@@ -138,7 +148,7 @@ class ReplicaCheck(Callback):
         return ReplicaDriftError(
             f"The ranks no longer hold the same model; they parted {since} (`every_n_steps` (={self.every_n_steps})): "
             f"{first_difference(values_of, hosts)}. Their gradients are of different weights, so the averages are of "
-            f"no model at all. {cure}"
+            f"no model at all. {cure}{numbers}"
         )
 
 
@@ -156,8 +166,8 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     # No buffers: the running statistics of BatchNorm are each rank's own until the next forward.
     for name, parameter in module.named_parameters():
-        # DDP does not average these, and shards of a DTensor differ: they are each rank's own.
-        if name in ignored or is_dtensor(parameter):
+        # DDP does not average these, shards of a DTensor differ, and others belong to another stage of a pipeline.
+        if name in ignored or is_dtensor(parameter) or parameter.is_meta:
             continue
         yield f"`{name}`", parameter
         part = status.parts.get(id(parameter))

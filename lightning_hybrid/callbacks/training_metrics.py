@@ -90,7 +90,9 @@ class TrainingMetrics(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count; at a logged step, read and log."""
-        self._window_images += num_images(batch) * trainer.world_size
+        # The ranks of a pipeline read the same batch.
+        shares = trainer.distributed_sampler_kwargs  # None: a strategy of one device
+        self._window_images += num_images(batch) * (shares["num_replicas"] if shares else 1)
         if trainer.global_step == self._last_step:  # accumulating gradients
             return
         self._last_step = trainer.global_step

@@ -137,6 +137,66 @@ class Topology:
         return cls.from_identities(rank=dist.get_rank(group), identities=identities)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSets:
+    """Disjoint sets of ranks that cover the world; each set averages among itself, as the replicas of one stage.
+
+    >>> world = Topology.from_ranks_per_node(rank=3, world_size=8, ranks_per_node=4)
+    >>> sets = ReplicaSets(world=world, sets=((0, 2, 4, 6), (1, 3, 5, 7)))
+    >>> sets.own.rank, sets.own.nodes           # ranks of the own set, numbered from 0
+    (1, ((0, 1), (2, 3)))
+    >>> sets.partition("node")                  # ranks of the world
+    ((0, 2), (4, 6), (1, 3), (5, 7))
+
+    Raises:
+        ValueError: the sets do not hold every rank once, or are spread over nodes in different ways.
+    """
+
+    world: Topology
+    sets: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if sorted(rank for ranks in self.sets for rank in ranks) != list(range(self.world.world_size)):
+            raise ValueError(f"`sets` (={self.sets}) must hold every rank of the world exactly once")
+        if len({(each.num_nodes, each.ranks_per_node) for each in map(self._of, self.sets)}) > 1:
+            # Plans choose stages by the topology, and every rank takes part in making the groups of all sets.
+            raise ValueError(
+                f"`nodes` (={self.world.nodes}) must hold as many ranks of each of the sets {self.sets}: here they are "
+                "spread over nodes in different ways. Launch nodes of equal size, a multiple of the number of sets."
+            )
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the world."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the world."""
+        return self.world.world_size
+
+    @property
+    def own(self) -> Topology:
+        """The topology of this rank's set, whose ranks are numbered from 0."""
+        return self._of(next(ranks for ranks in self.sets if self.rank in ranks))
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of this rank's set."""
+        return self.own.nodes
+
+    def _of(self, ranks: tuple[int, ...]) -> Topology:
+        nodes = (tuple(index for index, rank in enumerate(ranks) if rank in node) for node in self.world.nodes)
+        rank = ranks.index(self.rank) if self.rank in ranks else 0
+        return Topology(rank=rank, nodes=tuple(sorted(node for node in nodes if node)))
+
+    def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
+        """Return the sets of ranks of the world that talk among themselves in this scope."""
+        return tuple(
+            tuple(ranks[index] for index in part) for ranks in self.sets for part in self._of(ranks).partition(scope)
+        )
+
+
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     """Check an explicit node size; needs no process group, so it can run before anything is launched.
 

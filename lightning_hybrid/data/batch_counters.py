@@ -31,3 +31,14 @@ def recounting(trainer: pl.Trainer | None) -> Callable[[int], None] | None:
     if trainer is None:
         return None
     return lambda before: recount_batches(trainer, accumulate_grad_batches_before=before)
+
+
+def share_of(trainer: pl.Trainer | None) -> dict[str, int]:
+    """Return into how many shares a strategy deals the data, and which is this rank's; one share without a trainer.
+
+    >>> share_of(None)
+    {'world_size': 1, 'rank': 0}
+    """
+    # Not the trainer's world size: the ranks of a pipeline read the same batches.
+    asked = None if trainer is None else trainer.distributed_sampler_kwargs  # None: a strategy of one device
+    return {"world_size": asked["num_replicas"], "rank": asked["rank"]} if asked else {"world_size": 1, "rank": 0}

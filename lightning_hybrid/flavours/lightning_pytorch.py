@@ -7,6 +7,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
+from lightning_hybrid.pipeline.strategy import HybridPipelineMixin
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
 
@@ -21,4 +22,9 @@ class MasterWeightPrecision(MasterWeightMixin, Precision):  # noqa: D101
 
 class HybridAllReduceStrategy(HybridAllReduceMixin, DDPStrategy):  # noqa: D101
     __doc__ = HybridAllReduceMixin.__doc__
+    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
+
+
+class HybridPipelineStrategy(HybridPipelineMixin, DDPStrategy):  # noqa: D101
+    __doc__ = HybridPipelineMixin.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

@@ -7,6 +7,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
+from lightning_hybrid.pipeline.strategy import HybridPipelineMixin
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
 
@@ -21,4 +22,9 @@ class MasterWeightPrecision(MasterWeightMixin, Precision):  # type: ignore[misc]
 
 class HybridAllReduceStrategy(HybridAllReduceMixin, DDPStrategy):  # type: ignore[misc] # noqa: D101
     __doc__ = HybridAllReduceMixin.__doc__
+    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
+
+
+class HybridPipelineStrategy(HybridPipelineMixin, DDPStrategy):  # type: ignore[misc] # noqa: D101
+    __doc__ = HybridPipelineMixin.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

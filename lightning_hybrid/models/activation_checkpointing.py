@@ -12,11 +12,14 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 
-def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Module) -> Tensor:
+def checkpointed(
+    stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Module, preserve_rng_state: bool = False
+) -> Tensor:
     """Compute `stage(x)` without storing its activations for backward, which computes them again.
 
     Values and gradients are those of `stage(x)` bit for bit, if its kernels are deterministic and draw no random
-    numbers (no dropout). Running statistics of the normalisation layers in `norms` move once, in forward. Shapes and
+    numbers: with `preserve_rng_state` they may (dropout), which costs a copy of the random state. Running statistics of
+    the normalisation layers in `norms` move once, in forward. Shapes and
     dtypes are those of `stage`; without autograd (`torch.no_grad`) it runs once, as always.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
@@ -32,17 +35,21 @@ def checkpointed(stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Modu
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _second_pass(norms)
 
-    # The only way that takes a `context_fn`. To save and restore the random state would cost time for nothing.
-    return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    # The only way that takes a `context_fn`.
+    return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
+
+
+def stages_of(features: nn.Sequential) -> list[nn.Module]:
+    """Cut layers before each convolution but the first."""
+    starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
+    return [features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)]
 
 
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
     """Compute `features(x)`, if asked with one checkpoint per convolution and what follows it."""
     if not checkpoint_activations:
         return features(x)
-    starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
-    for start, end in zip(starts, [*starts[1:], len(features)], strict=True):
-        stage = features[start:end]
+    for stage in stages_of(features):
         x = checkpointed(stage, x, norms=stage)
     return x
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from lightning_hybrid.checks import require_number, require_whole
-from lightning_hybrid.models.activation_checkpointing import run_stages
+from lightning_hybrid.models.activation_checkpointing import run_stages, stages_of
 
 BNPosition = Literal["before_relu", "after_pool"]
 
@@ -174,6 +174,11 @@ class AlexNetBN(nn.Module):
             hidden_std = math.sqrt(2 / layer.in_features) if fc_std is None else fc_std
             nn.init.normal_(layer.weight, std=0.01 if layer is self.fc8 else hidden_std)
             nn.init.zeros_(layer.bias)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        """Return the network as a sequence, for a pipeline: each convolution and what follows it, each hidden layer."""
+        hidden = [nn.Sequential(layer, self.relu, self.dropout) for layer in (self.fc6, self.fc7)]
+        return [*stages_of(self.features), nn.Flatten(1), *hidden, self.fc8]
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute the logits of a batch of normalised images."""

@@ -213,6 +213,12 @@ class ResNet(nn.Module):
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 
+    def pipeline_blocks(self) -> list[nn.Module]:
+        """Return the network as a sequence, for a pipeline: the stem, each residual block, the classifier."""
+        stem = nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool)
+        blocks = [block for layer in (self.layer1, self.layer2, self.layer3, self.layer4) for block in layer]
+        return [stem, *blocks, nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)]
+
     def forward(self, images: Tensor) -> Tensor:
         """Compute the logits of a batch of normalised images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))

@@ -167,7 +167,8 @@ class MasterWeights:
                 continue
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
-                if is_real and (self._frozen or parameter.requires_grad):
+                # One on the meta device belongs to another stage of a pipeline: here it has no values.
+                if is_real and not parameter.is_meta and (self._frozen or parameter.requires_grad):
                     if id(parameter) not in self.pairs:
                         self.pairs[id(parameter)] = self._convert_(parameter)
                     self.hooks.show_masters(child)

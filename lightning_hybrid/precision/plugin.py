@@ -34,7 +34,7 @@ from lightning_hybrid.precision.skipped_steps import (
     parameters_of,
     raise_if_stuck,
 )
-from lightning_hybrid.precision.unscaled_grads import UnscaledGradients
+from lightning_hybrid.precision.unscaled_grads import MicrobatchMixin, UnscaledGradients
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import Steppable
@@ -44,7 +44,7 @@ else:
     _Base = object
 
 
-class MasterWeightMixin(_Base):
+class MasterWeightMixin(MicrobatchMixin, _Base):
     """A plugin for an fp16 (or bf16) model and gradients with fp32 masters, optimizer state and normalisation layers.
 
     One step, with scale `s`, masters `w` and the loss `L`:
@@ -292,6 +292,7 @@ class MasterWeightMixin(_Base):
     def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (
             self._is_automatic
+            and self._decides_alone
             and supports_fused_master_step(optimizer, self._device)
             and not grads_are_observed(optimizer, model)
             and not any(self._unscaled.of(parameter) for parameter in parameters_of(optimizer))
@@ -305,8 +306,7 @@ class MasterWeightMixin(_Base):
             is_scaled = state.grad_scale is not None and self._is_automatic
             scale = state.grad_scale if is_scaled else torch.ones((), device=self._device)
         self._unscaled.unscale(parameters, scale, to_fp32=self.masters.gradient_fp32)
-        found_inf = self._unscaled.found_inf(parameters)
-        return torch.zeros((), device=self._device) if found_inf is None and scale is not None else found_inf
+        return self._agreed(self._unscaled.found_inf(parameters), is_asked=scale is not None)
 
     @property
     def _is_automatic(self) -> bool:

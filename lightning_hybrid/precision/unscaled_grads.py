@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.precision.loss_scale import unscale_
+
+if TYPE_CHECKING:
+    from lightning_hybrid.precision.skipped_steps import OptimizerStepStates
 
 
 @dataclass(eq=False)
@@ -152,3 +156,47 @@ class UnscaledGradients:
         """Forget all gradients."""
         self._held.clear()
         self._aside.clear()
+
+
+class MicrobatchMixin:
+    """Precision mixin: scale and sum the gradients of micro-batches, and agree with other stages whether to skip.
+
+    The gradients of a stage are unscaled and checked by its own ranks alone, so the verdict is the largest of all
+    stages', known before anything is written.
+    """
+
+    loss_scale: Any
+    optimizer_steps: OptimizerStepStates
+    _unscaled: UnscaledGradients
+    _last_loss: Tensor | None
+    _device: torch.device
+    _agree_on_overflow: Callable[[Tensor], Tensor] | None = None
+
+    def connect_stages(self, agree_on_overflow: Callable[[Tensor], Tensor] | None) -> None:
+        """Take what makes the verdicts of all stages one: 0-dim fp32 in, the largest of all stages out; None: alone."""
+        self._agree_on_overflow = agree_on_overflow
+
+    def begin_microbatches(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Make `p.grad` ready for the backward passes of a step; return the loss scale, None where there is none."""
+        for parameter in parameters:
+            parameter.grad = None
+        scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
+        self._unscaled.prepare_for_backward(scale)
+        return scale
+
+    def end_microbatches(self, loss: Tensor) -> None:
+        """Note the loss of the whole batch, for the error that ends endless overflow."""
+        if self.loss_scale is not None:
+            self._last_loss = loss.detach()
+
+    def _agreed(self, found_inf: Tensor | None, *, is_asked: bool) -> Tensor | None:
+        # A stage without gradients for this optimizer found none that are inf or nan, and the others wait for its word.
+        if found_inf is None and is_asked:
+            found_inf = torch.zeros((), device=self._device)
+        if found_inf is None or self._agree_on_overflow is None:
+            return found_inf
+        return self._agree_on_overflow(found_inf)
+
+    @property
+    def _decides_alone(self) -> bool:
+        return self._agree_on_overflow is None or self.loss_scale is None

@@ -44,11 +44,14 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 
 
 class SetupWatchdog:
-    """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective."""
+    """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective.
+
+    `give_up_after_s`: after which a wait is a failure; None: when the backend says so.
+    """
 
     # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
 
-    def __init__(self) -> None:
+    def __init__(self, *, give_up_after_s: float | None = None) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside = 0
         places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
@@ -62,6 +65,7 @@ class SetupWatchdog:
             watched=self,
             hosts=[host for host, _ in places],
             addresses=[addresses for _, addresses in places],
+            give_up_after_s=give_up_after_s,
         )
         self._watchdog.start()
 
@@ -159,7 +163,10 @@ class FailureReportMixin:
             os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
         super().setup_environment()  # type: ignore[misc]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._setup_watchdog = SetupWatchdog()
+            self._setup_watchdog = self._new_watchdog()
+
+    def _new_watchdog(self) -> SetupWatchdog:
+        return SetupWatchdog()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait as DDP, where the watchdog sees it."""

@@ -214,7 +214,7 @@ class HybridAllReduceMixin(
 
     def model_to_device(self) -> None:
         """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
-        super().model_to_device()
+        self._move_module()
         if self._half is not None:
             assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
@@ -222,6 +222,9 @@ class HybridAllReduceMixin(
                 self.setup_optimizers(self.lightning_module.trainer)
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
+
+    def _move_module(self) -> None:
+        super().model_to_device()
 
     def configure_ddp(self) -> None:
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 STRATEGY_NAME = "hybrid_allreduce"
+PIPELINE_NAME = "hybrid_pipeline"
 
 MISSPELT = (
     "hybrid",
@@ -40,17 +41,18 @@ def register_everywhere() -> None:
     sys.meta_path.insert(0, _RegisterWhenImported())
 
 
-def register_names(registry: Any, strategy: Any) -> None:
-    """Register `hybrid_allreduce` and the variants that `ddp` has; `strategy`: the class, or what makes one."""
+def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> None:
+    """Register a name and the variants that `ddp` has; `strategy`: the class, or what makes one."""
+    about = "Pipeline of stages" if name == PIPELINE_NAME else "Hybrid all-reduce data parallel"
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-        name = f"{STRATEGY_NAME}{suffix}"
-        if name in registry:
+        full = f"{name}{suffix}"
+        if full in registry:
             continue
-        description = f"Hybrid all-reduce data parallel, start_method={start_method}"
-        registry.register(name, strategy, description=description, start_method=start_method)
+        description = f"{about}, start_method={start_method}"
+        registry.register(full, strategy, description=description, start_method=start_method)
         for unused in (False, True):
             registry.register(
-                f"{name}_find_unused_parameters_{str(unused).lower()}",
+                f"{full}_find_unused_parameters_{str(unused).lower()}",
                 strategy,
                 description=f"{description}, find_unused_parameters={unused}",
                 find_unused_parameters=unused,
@@ -63,7 +65,9 @@ def _register(module: ModuleType) -> None:
     try:
         registry = getattr(module, attribute)
         # Not the class itself: Lightning is being imported, and our class needs more of it.
-        register_names(registry, partial(_strategy_of, flavour))
+        register_names(registry, partial(_strategy_of, flavour, "HybridAllReduceStrategy"))
+        if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run
+            register_names(registry, partial(_strategy_of, flavour, "HybridPipelineStrategy"), PIPELINE_NAME)
         for name in MISSPELT:
             if name not in registry:
                 registry.register(name, partial(_refuse, name), description=f"not a strategy: {STRATEGY_NAME} is")
@@ -71,8 +75,8 @@ def _register(module: ModuleType) -> None:
         warnings.warn(f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}", stacklevel=2)
 
 
-def _strategy_of(flavour: str, **options: Any) -> Any:
-    return import_module(flavour).HybridAllReduceStrategy(**options)
+def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
+    return getattr(import_module(flavour), strategy)(**options)
 
 
 def _refuse(name: str) -> Any:

@@ -39,7 +39,8 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     check_world(trainer)
     rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
     model = keys.model_for(data, cfg, trainer)
-    correct_momentum_(model, accumulate_grad_batches=trainer.accumulate_grad_batches)
+    num_parts = getattr(trainer.strategy, "num_microbatches", trainer.accumulate_grad_batches)
+    correct_momentum_(model, accumulate_grad_batches=num_parts)
     mfu.fill_in(trainer, model, cfg)
     kind = ShardedClassifier if isinstance(trainer.strategy, FullyShardedStrategy) else Classifier
     module = kind(

@@ -37,7 +37,7 @@ from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.link_bytes import Traffic, traffic_of
 from lightning_hybrid.comm.stats.trace import CommTrace
-from lightning_hybrid.comm.topology import Topology
+from lightning_hybrid.comm.topology import ReplicaSets, Topology
 
 if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
@@ -66,6 +66,9 @@ class CommEngine:
         dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's; inside the
             node they keep their own. None: their own everywhere.
         shares_update: whether `submit` is to carry what the ranks of a node exchange in the update, too.
+        replicas: where each of several sets of ranks has an engine of its own: all sets. `topology` is then that of the
+            own set. None: all ranks average together.
+        group: the ranks of the own set; None: WORLD.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -81,6 +84,8 @@ class CommEngine:
         trace: CommTrace | None = None,
         dtype_across_nodes: torch.dtype | None = None,
         shares_update: bool = False,
+        replicas: ReplicaSets | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.topology = topology
         self.plan = plan
@@ -100,7 +105,8 @@ class CommEngine:
             warnings.warn(fallback, stacklevel=2)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
         alone, on_cuda = topology.world_size == 1, self._on_cuda
-        token, hosts, addresses = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes)
+        compared = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group)
+        token, hosts, addresses = compared
         self._watchdog = Watchdog(
             store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
             rank=topology.rank,
@@ -111,7 +117,7 @@ class CommEngine:
             give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if on_cuda else None,
         )
         self._new_job = partial(Job, topology=topology, dtype_across=dtype_across_nodes, by_backend=on_cuda)
-        self._groups = CommGroups(topology=topology, timeout=timeout, share=on_cuda)
+        self._groups = CommGroups(topology=replicas or topology, timeout=timeout, share=on_cuda)
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time

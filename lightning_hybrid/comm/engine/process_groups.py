@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.health.abort import forget
-from lightning_hybrid.comm.topology import Scope, Topology
+from lightning_hybrid.comm.topology import ReplicaSets, Scope, Topology
 
 
 class CommGroups:
@@ -20,13 +20,13 @@ class CommGroups:
     `by_stage` has the group of this rank in each stage; None where it has no other rank to talk to.
 
     Args:
-        topology: seen from this rank.
+        topology: seen from this rank; or the sets that it is divided into, each with an engine of its own.
         timeout: of every collective. `dist.new_group` would not inherit that of the default group.
         share: whether stages of equal membership use one group, and the default group serves for all ranks. Only where
             a single thread issues everything in one order (CUDA streams); it saves communicators, hundreds of MiB each.
     """
 
-    def __init__(self, *, topology: Topology, timeout: timedelta, share: bool = False) -> None:
+    def __init__(self, *, topology: Topology | ReplicaSets, timeout: timedelta, share: bool = False) -> None:
         self.topology = topology
         self._timeout, self._share = timeout, share
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}

@@ -108,14 +108,14 @@ def _all_reduce_by_bytes(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
-        dist.reduce(job.flat, dst=job.topology.leader, group=group)
+        dist.reduce(job.flat, dst=dist.get_global_rank(group, 0), group=group)  # the node's leader is its first
     else:
         gloo_p2p.reduce_to_first_(job.flat, group)
 
 
 def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
-        dist.broadcast(job.flat, src=job.topology.leader, group=group)
+        dist.broadcast(job.flat, src=dist.get_global_rank(group, 0), group=group)
     else:
         gloo_p2p.broadcast_(job.flat, group)
 

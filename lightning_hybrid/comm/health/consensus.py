@@ -43,9 +43,13 @@ def software() -> dict[str, str]:
 
 
 def compare_plans(
-    plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
+    plan: CommPlan,
+    topology: Topology,
+    device: torch.device,
+    dtype_across_nodes: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Compare software, plan and topology over all ranks of WORLD. Collective: every rank of WORLD must call it.
+    """Compare software, plan and topology over all ranks of a group (None: WORLD). Collective: all must call it.
 
     Returns:
         A token that is the same on all ranks and new each time, the host of every rank, and the addresses under which
@@ -57,7 +61,8 @@ def compare_plans(
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(dtype_across_nodes)
     gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
-    dist.all_gather_object(gathered, (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses()))
+    values = (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses())
+    dist.all_gather_object(gathered, values, group=group)
     hosts = [host for *_, host, _ in gathered]
     if difference := differing([versions for _, versions, *_ in gathered]):
         raise ValueError(

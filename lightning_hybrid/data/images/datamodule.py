@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.batch_counters import recounting
+from lightning_hybrid.data.batch_counters import recounting, share_of
 from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.images.source import RowSource
 from lightning_hybrid.data.normalize import NormalizeOnDevice
@@ -83,8 +83,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             num_images=self.train_rows.num_images,
             global_batch_size=self.global_batch_size,
             seed=self.seed,
-            world_size=trainer.world_size if trainer else 1,
-            rank=trainer.global_rank if trainer else 0,
+            **share_of(trainer),
             accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
         )
         return ImageTrainLoader(
@@ -100,8 +99,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         trainer = self.trainer
         return ImageEvalLoader(
             self.eval_rows,
-            world_size=trainer.world_size if trainer else 1,
-            rank=trainer.global_rank if trainer else 0,
+            **share_of(trainer),
             batch_size_per_rank=self.eval_batch_size_per_rank,
             filler=self._filler(),
             on_device=self.on_device,

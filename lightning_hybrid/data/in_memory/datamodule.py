@@ -7,7 +7,7 @@ from abc import abstractmethod
 import lightning.pytorch as pl
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.batch_counters import recounting
+from lightning_hybrid.data.batch_counters import recounting, share_of
 from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 
 
@@ -61,12 +61,6 @@ class InMemoryDataModule(pl.LightningDataModule):
         # To the training images only: evaluation must not look at its own.
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
-    def _ranks(self) -> dict[str, int]:
-        trainer = self.trainer
-        if trainer is None:
-            return {"world_size": 1, "rank": 0}
-        return {"world_size": trainer.world_size, "rank": trainer.global_rank}
-
     def train_dataloader(self) -> TrainLoader:
         """Make the loader of this rank; Lightning sets its epoch."""
         trainer = self.trainer
@@ -78,7 +72,7 @@ class InMemoryDataModule(pl.LightningDataModule):
             shift_pixels=self.shift_pixels,
             normalize=self.normalize,
             on_other_accumulation=recounting(trainer),
-            **self._ranks(),
+            **share_of(self.trainer),
         )
 
     def _eval_loader(self, name: str) -> EvalLoader:
@@ -86,7 +80,7 @@ class InMemoryDataModule(pl.LightningDataModule):
             self.image_sets[name],
             batch_size_per_rank=self.eval_batch_size_per_rank,
             normalize=self.normalize,
-            **self._ranks(),
+            **share_of(self.trainer),
         )
 
     def val_dataloader(self) -> EvalLoader:

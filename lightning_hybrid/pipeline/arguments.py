@@ -1,0 +1,186 @@
+"""Checks of what a user gives a pipeline, and the blocks that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.lightning_names import misconfiguration
+from lightning_hybrid.pipeline.cuts import balanced_cuts
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+
+PRECISIONS = ("32-true", "16-true", "bf16-true")
+
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+
+_ASYNCHRONOUS = (
+    "PipeDream's own form updates weights between the forward and the backward of a batch and keeps one copy of them "
+    "per batch in flight (weight stashing), so it trains another function than the one you tune (arXiv:1806.03377). "
+    'schedule="1f1b" has its order and its memory, with a flush per step.'
+)
+_ZERO_BUBBLE = (
+    "torch's zero-bubble schedules run backward in two halves past DistributedDataParallel, whose hook is then not "
+    'called: gradients would not be averaged over data ranks, without an error. Use schedule="1f1b" or "interleaved".'
+)
+_REFUSED = {
+    "pipedream": _ASYNCHRONOUS,
+    "zb": _ZERO_BUBBLE,
+    "zerobubble": _ZERO_BUBBLE,
+    "zbv": _ZERO_BUBBLE,
+    "dualpipev": _ZERO_BUBBLE,
+    "interleavedzerobubble": _ZERO_BUBBLE,
+    "zbvzerobubble": _ZERO_BUBBLE,
+}
+
+
+def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts: Sequence[int] | None) -> None:
+    """Check the options of a pipeline that need no module.
+
+    Raises:
+        ValueError: names the option.
+
+    >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
+    Traceback (most recent call last):
+    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Set \
+strategy.num_microbatches=16: with four times as many, 16 % of a step are waiting.
+    """
+    name = str(schedule).lower().replace("_", "").replace("-", "").removeprefix("schedule")
+    if schedule not in get_args(Schedule):
+        why = _REFUSED.get(name, 'Use schedule="1f1b", which needs the least memory.')
+        raise ValueError(f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}")
+    why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Set strategy.num_stages"
+    require_whole("num_stages", num_stages, why, least=2)
+    require_whole("num_microbatches", num_microbatches, "they are counted. Set strategy.num_microbatches")
+    if num_microbatches < num_stages:
+        most = 4 * num_stages
+        waiting = (num_stages - 1) / (most + num_stages - 1)
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}): with fewer, some "
+            f"stages always wait. Set strategy.num_microbatches={most}: with four times as many, {100 * waiting:.0f} % "
+            "of a step are waiting."
+        )
+    rounds = max(1, num_microbatches // num_stages)
+    if schedule == "interleaved" and num_microbatches % rounds:
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
+            f"(=num_microbatches // num_stages = {rounds}) in an interleaved schedule, which takes them in rounds of "
+            f"equal size. Set strategy.num_microbatches={num_stages * rounds}."
+        )
+    total = num_stages * STAGES_PER_RANK[schedule]
+    if cuts is not None and (list(cuts) != sorted(set(cuts)) or len(cuts) != total - 1 or min(cuts, default=1) < 1):
+        raise ValueError(
+            f"`cuts` (={list(cuts)}) must be {total - 1} ascending places, the first block of each stage after the "
+            f"first: {num_stages} ranks hold {total} stages. Leave strategy.cuts out to balance them."
+        )
+
+
+def check_ranks(*, num_stages: int, world_size: int) -> None:
+    """Check that the ranks divide into pipelines.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if world_size % num_stages:
+        raise ValueError(
+            f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}): each pipeline has one rank "
+            f"per stage, and here {world_size % num_stages} would be left over. Launch a multiple of {num_stages}, or "
+            "set strategy.num_stages."
+        )
+
+
+def check_trainer(trainer: Any, module: Any, precision: str) -> None:
+    """Check what of Lightning a pipeline cannot carry out.
+
+    Raises:
+        MisconfigurationException: names the option.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        num = trainer.accumulate_grad_batches
+        raise misconfiguration(
+            f"`accumulate_grad_batches` (={num}) must be 1 in a pipeline: micro-batches are its accumulation, bit for "
+            f"bit. Set strategy.num_microbatches to {num} times what it is, and the batch of the loader too."
+        )
+    if not module.automatic_optimization:
+        raise misconfiguration(
+            "`automatic_optimization` (=False) must be True in a pipeline: the schedule runs forward and backward of "
+            "all micro-batches together, so a `training_step` cannot call them itself."
+        )
+    if precision not in PRECISIONS:
+        raise misconfiguration(
+            f"`precision` (={precision!r}) must be one of {', '.join(PRECISIONS)} in a pipeline: others were not "
+            "proved against accumulation. Set trainer.precision=16-true, which has fp32 masters."
+        )
+
+
+def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
+    """Return the blocks of the network `of` of a module, of which each takes one tensor and returns the next one's.
+
+    Raises:
+        ValueError: there is no such network, it has no blocks, or parameters are outside it or shared by two blocks.
+    """
+    try:
+        net = module.get_submodule(of)
+    except AttributeError:
+        children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+        raise ValueError(
+            f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
+            f"attribute: those with parameters are {', '.join(children) or 'none'}. Set strategy.of."
+        ) from None
+    if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
+        raise ValueError(
+            f"`of` (={of!r}) must not be compiled as a whole: its stages run one by one. Compile its blocks, or leave "
+            "torch.compile out."
+        )
+    if callable(getattr(net, "pipeline_blocks", None)):
+        blocks = list(net.pipeline_blocks())  # type: ignore[operator]
+    elif isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward:
+        blocks = list(net)
+    else:
+        raise ValueError(
+            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns modules in "
+            f"order, each taking the tensor that the one before returns; {type(net).__name__} is neither. Give it one."
+        )
+    owners: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            if owners.setdefault(id(parameter), index) != index:
+                raise ValueError(
+                    f"Parameter `{name}` of block {index} is also in block {owners[id(parameter)]}: tied weights "
+                    "could come to lie on two stages, which do not add their gradients. Untie them, or put both into "
+                    "one block."
+                )
+    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in owners]
+    if outside:
+        raise ValueError(
+            f"Parameters {', '.join(f'`{name}`' for name in outside[:3])} ({len(outside)} in all) must be in a block "
+            f"of `of` (={of!r}): what is outside belongs to no stage. Make them part of the network."
+        )
+    return blocks
+
+
+def cut_places(costs: Sequence[float], cuts: Sequence[int] | None, num_stages: int) -> list[int]:
+    """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
+
+    Raises:
+        ValueError: there are fewer blocks than stages, or a cut is behind the last block.
+
+    >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
+    ([0, 2, 5], [0, 1, 5])
+    """
+    num_blocks = len(costs)
+    if num_blocks < num_stages:
+        raise ValueError(
+            f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={num_blocks}): a stage is "
+            "one block at least. Set strategy.num_stages, or make more blocks of the network."
+        )
+    if cuts and cuts[-1] >= num_blocks:
+        raise ValueError(
+            f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "
+            "empty. Leave strategy.cuts out to balance them."
+        )
+    places = balanced_cuts(costs, [0.0] * num_blocks, num_stages) if cuts is None else list(cuts)
+    return [0, *places, num_blocks]

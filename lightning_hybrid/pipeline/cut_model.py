@@ -1,0 +1,93 @@
+"""A network of which a rank holds its own stages, until it is whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.pipeline.arguments import blocks_of
+from lightning_hybrid.pipeline.placement import OtherStages, PipelineRanks
+from lightning_hybrid.pipeline.whole_state import share_
+
+
+class CutModel:
+    """The blocks of a module and of its averages; those of other ranks are on the meta device.
+
+    Collective: every rank of WORLD must make it. Every rank begins with the values of rank zero, as under DDP.
+
+    Args:
+        module: the LightningModule, whose trainer's callbacks may keep averages of it.
+        of: name of its network.
+        places: first block of each stage, and the number of blocks.
+        ranks: place of this rank.
+        device: where tensors are sent from.
+    """
+
+    def __init__(
+        self, module: Any, of: str, *, places: Sequence[int], ranks: PipelineRanks, device: torch.device
+    ) -> None:
+        self._module, self._of, self._device = module, of, device
+        self._places, self.blocks = places, blocks_of(module, of)
+        share_(_tensors(self.blocks), owner=0, device=device)
+        self._owner_of = [
+            ranks.pipelines[0][stage % ranks.num_ranks]
+            for stage in range(ranks.num_stages)
+            for _ in range(places[stage], places[stage + 1])
+        ]
+        mine = ranks.pipelines[0][ranks.position]
+        self._others = [
+            OtherStages([each for block, owner in self._owned(some) if owner != mine for each in block.modules()])
+            for some in (self.blocks, *self._averages())
+        ]
+
+    def _owned(self, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, int]]:
+        return zip(blocks, self._owner_of, strict=True)
+
+    def _averages(self) -> list[list[nn.Module]]:
+        # Averages of the weights that callbacks keep are cut as the module is.
+        kinds = lightning_types("pytorch.callbacks.WeightAveraging")
+        callbacks = self._module.trainer.callbacks
+        models = [getattr(one, "_average_model", None) for one in callbacks if isinstance(one, kinds)]
+        return [blocks_of(model.module, self._of) for model in models if model is not None]
+
+    def stage(self, number: int) -> list[nn.Module]:
+        """Return the blocks of a stage."""
+        return self.blocks[self._places[number] : self._places[number + 1]]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the tensors of other ranks out of the module, so that it can be moved."""
+        with self._others[0].hidden():
+            yield
+
+    def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give every rank all values, in host memory. Collective: every rank of WORLD."""
+        for others in self._others:
+            others.restore([torch.empty_like(meta, device="cpu") for meta in others.tensors], optimizers)
+        for blocks in (self.blocks, *self._averages()):
+            for block, owner in self._owned(blocks):
+                share_(_tensors([block]), owner=owner, device=self._device)
+
+    @contextmanager
+    def ignored_by_ddp(self) -> Iterator[None]:
+        """Keep Lightning from giving every rank rank zero's values: each has other blocks."""
+        module, own = self._module, set(map(id, _tensors(self.blocks)))
+        names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in own]
+        before = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
+        module._ddp_params_and_buffers_to_ignore = [*(before or ()), *names]
+        try:
+            yield
+        finally:
+            del module._ddp_params_and_buffers_to_ignore
+            if before is not None:
+                module._ddp_params_and_buffers_to_ignore = before
+
+
+def _tensors(blocks: Sequence[nn.Module]) -> list[Tensor]:
+    return [tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())]

@@ -1,0 +1,65 @@
+"""What Lightning asks of ranks: those of one pipeline read the same batches and count once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.pipeline.arguments import STAGES_PER_RANK, check_ranks
+from lightning_hybrid.pipeline.placement import PipelineGroups, PipelineRanks
+from lightning_hybrid.run_status import RunStatus
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
+
+
+class DataRanksMixin(HybridAllReduceMixin):
+    """Strategy mixin: samplers, means over ranks and the state of a run by data ranks."""
+
+    num_stages: int
+    schedule: str
+    _groups: PipelineGroups | None = None
+
+    def set_world_ranks(self) -> None:
+        """Set ranks and world size, and refuse a world that does not divide into pipelines."""
+        super().set_world_ranks()
+        if self.cluster_environment is not None:
+            check_ranks(num_stages=self.num_stages, world_size=self.world_size)
+
+    @property
+    def pipeline_ranks(self) -> PipelineRanks:
+        """The place of this rank."""
+        per_rank = STAGES_PER_RANK[self.schedule]
+        return PipelineRanks(
+            rank=self.global_rank, world_size=self.world_size, num_ranks=self.num_stages, stages_per_rank=per_rank
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a pipeline read the same batches."""
+        return {"num_replicas": self.pipeline_ranks.num_data_ranks, "rank": self.pipeline_ranks.data_rank}
+
+    @property
+    def run_status(self) -> RunStatus:
+        """What callbacks may know of the run."""
+        return dataclasses.replace(super().run_status, replica_group=self._data_group)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data ranks: those of a pipeline hold the same values."""
+        return super().reduce(tensor, self._data_group if group is None else group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the data ranks: those of a pipeline hold the same values."""
+        return super().all_gather(tensor, self._data_group if group is None else group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide over all ranks."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @property
+    def _data_group(self) -> Any:
+        return None if self._groups is None else self._groups.data

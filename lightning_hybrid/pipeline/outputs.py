@@ -1,0 +1,230 @@
+"""The user's `training_step` around a stage: where the network's input comes from, and where its output goes.
+
+    first stage     training_step(micro-batch) up to the call of the network        -> its input
+    last stage      training_step(micro-batch) with the stage's output at that call -> the loss, nothing logged
+    every rank      training_step(batch) with all outputs, once, without gradients  -> what is logged, the loss
+
+The three draw the same random numbers for the same micro-batch outside the network, as mixing images and labels does.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric, MetricCollection
+
+
+class _InputFound(Exception):  # noqa: N818  not an error: it ends `training_step` at the call of the network
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+
+@contextmanager
+def forward_replaced(net: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `net(...)` call `forward(...)`; attributes, hooks and children stay."""
+    net.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del net.__dict__["forward"]
+
+
+def input_of_net(net: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """Return what `run` gives to `net`, which is not computed.
+
+    Raises:
+        ValueError: something else than one tensor is given to it, or it is never called.
+
+    >>> net = nn.Linear(1, 1)
+    >>> input_of_net(net, lambda: net(torch.ones(2, 1) / 2).sum())
+    tensor([[0.5000],
+            [0.5000]])
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise _InputFound(only_tensor(args, kwargs))
+
+    try:
+        with forward_replaced(net, forward):
+            run()
+    except _InputFound as found:
+        return found.tensor
+    raise ValueError(
+        "`training_step` must call the network that `of` names: it returned without. Set strategy.of to the network "
+        "that it calls."
+    )
+
+
+def only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the one tensor that a network was called with.
+
+    Raises:
+        ValueError: there is more, or something else.
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        given = ", ".join([*(type(each).__name__ for each in args), *kwargs])
+        raise ValueError(
+            f"The network that `of` names must be called with one tensor (was called with: {given}): it is what the "
+            "first stage gets. Join the inputs, or compute further ones inside a block."
+        )
+    return args[0]
+
+
+def loss_in(output: Any) -> Tensor:
+    """Return the loss in what `training_step` returned.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> loss_in({"loss": torch.tensor(2.0)})
+    tensor(2.)
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"`training_step` (returned {type(output).__name__}) must return a loss for every micro-batch in a "
+            "pipeline: a batch cannot be left out by one stage alone. Leave it out of the loader."
+        )
+    return loss
+
+
+# ---- micro-batches -------------------------------------------------------------------------------------------------
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the first dimension of the first tensor of a batch.
+
+    Raises:
+        ValueError: there is no tensor with a dimension.
+
+    >>> batch_size_of({"images": torch.zeros(8, 3), "labels": torch.zeros(8)})
+    8
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    raise ValueError(
+        f"The batch (of type {type(batch).__name__}) must hold a tensor whose first dimension counts samples: it is "
+        "cut into micro-batches there. Return tensors in lists, tuples or dictionaries from the loader."
+    )
+
+
+def microbatches(batch: Any, num: int) -> list[Any]:
+    """Cut a batch into `num` equal parts: tensors whose first dimension is the batch's; everything else is in each.
+
+    Raises:
+        ValueError: it does not divide.
+
+    >>> [part["x"].tolist() for part in microbatches({"x": torch.arange(4), "scale": 2.0}, 2)]
+    [[0, 1], [2, 3]]
+    """
+    size = batch_size_of(batch)
+    if size % num:
+        raise ValueError(
+            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: they are of "
+            "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
+        )
+
+    def part_of(leaf: Any, index: int) -> Any:
+        is_cut = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+        return leaf[index * size // num : (index + 1) * size // num] if is_cut else leaf
+
+    return [tree_map(lambda leaf, index=index: part_of(leaf, index), batch) for index in range(num)]
+
+
+def digest_of(batch: Any, *, with_values: bool) -> int:
+    """Return 63 bits that differ where two ranks of a pipeline have batches of different shapes, dtypes or labels.
+
+    Of the values, integers count, which are labels: images may differ, as each rank augments its own. Where a batch has
+    no integers, all values count.
+
+    >>> one, other = (digest_of((torch.rand(2), torch.tensor([3, label])), with_values=True) for label in (4, 5))
+    >>> one == other
+    False
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in leaves]).encode(), digest_size=8)
+    if with_values:
+        labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
+        for leaf in labels or leaves:
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+@contextmanager
+def random_state(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of `seed` inside; those outside go on as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed % 2**63)
+        yield
+
+
+# ---- logging and metrics -------------------------------------------------------------------------------------------
+
+
+class Muting:
+    """What keeps a micro-batch out of log and metrics: each batch counts once, as without a pipeline.
+
+    Metrics of the module are replaced by copies meanwhile, so that what the user computes with them works.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies = [(parent, name, metric, _copy_of(metric)) for parent, name, metric in metrics_in(module)]
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Mute `log`, `log_dict` and the metrics inside; refuse `all_gather`, which only one stage would call."""
+        with ExitStack() as stack:
+            for name in ("log", "log_dict"):
+                self._module.__dict__[name] = _nothing
+                stack.callback(self._module.__dict__.pop, name)
+            self._module.__dict__["all_gather"] = _refuse_gather
+            stack.callback(self._module.__dict__.pop, "all_gather")
+            for parent, name, metric, scratch in self._copies:
+                parent._modules[name] = scratch
+                stack.callback(parent._modules.__setitem__, name, metric)
+                stack.callback(scratch.reset)
+            yield
+
+
+def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return torchmetrics and their collections in a module, with parent and name; not those inside another."""
+    found: list[tuple[nn.Module, str, Any]] = []
+    for name, child in module.named_children():
+        if isinstance(child, Metric | MetricCollection):
+            found.append((module, name, child))
+        else:
+            found += metrics_in(child)
+    return found
+
+
+def single_metrics(module: nn.Module) -> list[Metric]:
+    """Return every torchmetric of a module, those of collections too."""
+    return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+def _copy_of(metric: Any) -> Any:
+    scratch = copy.deepcopy(metric)
+    for each in single_metrics(scratch):
+        each.dist_sync_on_step = each.sync_on_compute = False  # one rank alone updates it
+    return scratch
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _refuse_gather(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "`all_gather` cannot be called in `training_step` in a pipeline: the loss is computed on the ranks of the last "
+        "stage, and the others would not come. Gather in a hook such as `on_train_epoch_end`."
+    )

@@ -1,0 +1,158 @@
+"""Which ranks hold which stage, the process groups in which they talk, and parameters that are on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRanks:
+    """The place of one rank: rank = data_rank * num_ranks + position in its pipeline.
+
+    With several stages on each rank, rank position p holds the stages p, p + num_ranks, p + 2 num_ranks, ...
+
+    >>> ranks = PipelineRanks(rank=5, world_size=8, num_ranks=4, stages_per_rank=2)
+    >>> ranks.data_rank, ranks.position, ranks.stages, ranks.pipelines[1], ranks.replicas[1]
+    (1, 1, (1, 5), (4, 5, 6, 7), (1, 5))
+    """
+
+    rank: int
+    world_size: int
+    num_ranks: int
+    stages_per_rank: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of a pipeline."""
+        return self.num_ranks * self.stages_per_rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of pipelines, each with batches of its own."""
+        return self.world_size // self.num_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which pipeline."""
+        return self.rank // self.num_ranks
+
+    @property
+    def position(self) -> int:
+        """Place in it."""
+        return self.rank % self.num_ranks
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this rank holds, ascending."""
+        return tuple(range(self.position, self.num_stages, self.num_ranks))
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline, in the order of stages."""
+        return tuple(tuple(range(d * self.num_ranks, (d + 1) * self.num_ranks)) for d in range(self.num_data_ranks))
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same stages, by position."""
+        return tuple(tuple(range(p, self.world_size, self.num_ranks)) for p in range(self.num_ranks))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self.position == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.position == self.num_ranks - 1
+
+
+class PipelineGroups:
+    """The process groups of a pipeline: `pipe` for messages between stages, `agree` for words, `data` for replicas.
+
+    Collective: every rank of WORLD must make them, in the same order.
+    """
+
+    def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
+        # Messages have a group of their own: Gloo matches by order of arrival.
+        self.pipe = self._new(ranks.pipelines, ranks.data_rank, timeout, "stages")
+        self.agree = self._new(ranks.pipelines, ranks.data_rank, timeout, "agreement", backend="gloo")
+        # Made also where each stage has one rank: a torchmetric then counts over that one rank alone.
+        self.data = self._new(ranks.replicas, ranks.position, timeout, "data")
+
+    def _new(self, sets: Sequence[tuple[int, ...]], own: int, timeout: timedelta, name: str, **options: Any) -> Any:
+        made = [dist.new_group(list(each), timeout=timeout, group_desc=f"pipeline {name}", **options) for each in sets]
+        return made[own]
+
+    def destroy(self) -> None:
+        """Free the groups; ranks that still wait in one learn of it by an error."""
+        for group in (self.pipe, self.agree, self.data):
+            with suppress(ValueError):  # the default group is gone, and took them with it
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
+
+
+class OtherStages:
+    """Parameters and buffers of blocks that are on other ranks: on the meta device, until `restore`.
+
+    Those of the user stay the same objects: they are put aside, empty, and get their values back in the end.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        replaced: dict[int, Tensor] = {}
+        for module in modules:
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = _on_meta(tensor)
+                    self._kept.append((table, name, tensor, replaced[id(tensor)]))
+        for table, name, tensor, meta in self._kept:
+            table[name] = meta
+            tensor.grad = None
+            tensor.data = tensor.data.new_empty(0)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take them out of their modules: a module with tensors on the meta device cannot be moved."""
+        for table, name, _, _ in self._kept:
+            table[name] = None
+        try:
+            yield
+        finally:
+            for table, name, _, meta in self._kept:
+                table[name] = meta
+
+    def restore(self, values: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Put the users' own tensors back, with these values, in the order of `tensors`."""
+        given = dict(zip(map(id, self.tensors), values, strict=True))
+        own: dict[int, Tensor] = {}
+        for table, name, tensor, meta in self._kept:
+            tensor.data = given[id(meta)]
+            table[name] = own[id(meta)] = tensor
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [own.get(id(parameter), parameter) for parameter in group["params"]]
+        self._kept.clear()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors on the meta device, each once."""
+        return list({id(meta): meta for _, _, _, meta in self._kept}.values())
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

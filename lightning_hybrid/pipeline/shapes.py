@@ -1,0 +1,94 @@
+"""Shape and dtype of what goes from stage to stage, from fake tensors: no memory, no arithmetic, no message.
+
+Gloo takes a shorter message, or one of another dtype, without a word, and trains on. torch's own way to find shapes
+runs a real forward, which counts in BatchNorm's running statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What goes from one stage to the next: the tensor of one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
+        """Make such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+
+    def differs(self, tensor: Tensor) -> str:
+        """Say how a tensor differs from this; empty where it does not."""
+        if tuple(tensor.shape) == self.shape and tensor.dtype is self.dtype:
+            return ""
+        return f"{tuple(tensor.shape)} of {tensor.dtype}, where {self.shape} of {self.dtype} was agreed on"
+
+
+def boundary_of(tensor: Tensor) -> Boundary:
+    """Return shape and dtype of a tensor.
+
+    >>> boundary_of(torch.ones(2, 3)).shape
+    (2, 3)
+    """
+    return Boundary(tuple(tensor.shape), tensor.dtype)
+
+
+def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device) -> Boundary:
+    """Return what `blocks` make of `given`, in the autocast of the moment; running statistics stay as they are.
+
+    Raises:
+        ValueError: a block returns more than one tensor, or integers, or its shapes depend on values.
+
+    >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], Boundary((2, 3, 8, 8), torch.float32), torch.device("cpu"))
+    Boundary(shape=(2, 288), dtype=torch.float32)
+    """
+    with FakeTensorMode(), torch.no_grad():
+        value: object = given.empty(device)
+        for block in blocks:
+            fake = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                for name, tensor in [*block.named_parameters(), *block.named_buffers()]
+            }
+            try:
+                value = functional_call(block, fake, (value,))
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
+                    "stages agree on shapes before they compute. Move what depends on values out of the network."
+                ) from error
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                raise ValueError(
+                    f"Block {type(block).__name__} (returned {type(value).__name__}) must return one floating-point "
+                    "tensor, the input of the next block. Join what goes side by side, or put both into one block."
+                )
+    assert isinstance(value, Tensor)
+    return boundary_of(value)
+
+
+def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
+    """Return what each block costs: operations of a forward on `example`, or its parameters where that is no tensor.
+
+    One operation for each element that a block returns is added, so that none is free.
+
+    >>> costs_of([nn.Linear(3, 5), nn.ReLU()], torch.zeros(2, 3)), costs_of([nn.Linear(3, 5), nn.ReLU()], None)
+    ([70.0, 10.0], [20.0, 0.0])
+    """
+    if not isinstance(example, Tensor):
+        return [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
+    costs, given = list[float](), boundary_of(example)
+    for block in blocks:
+        with FlopCounterMode(display=False) as counter:
+            given = output_of([block], given, torch.device("cpu"))
+        costs.append(float(counter.get_total_flops() + math.prod(given.shape)))
+    return costs

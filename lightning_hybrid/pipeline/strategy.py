@@ -1,0 +1,360 @@
+"""The strategy `hybrid_pipeline`: wiring of stages, schedules and checkpoints into `hybrid_allreduce`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import CommEngine, CommTrace, HookState, average_bucket
+from lightning_hybrid.comm.health.diagnosis import differing
+from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.pipeline.arguments import (
+    Schedule,
+    blocks_of,
+    check_options,
+    check_trainer,
+    cut_places,
+)
+from lightning_hybrid.pipeline.cut_model import CutModel
+from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
+from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
+from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
+from lightning_hybrid.pipeline.placement import PipelineGroups
+from lightning_hybrid.pipeline.shapes import costs_of
+from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
+from lightning_hybrid.pipeline.training import Stages, TrainingStep
+from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
+from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
+from lightning_hybrid.strategy.comm_setup import trained_parameters
+from lightning_hybrid.strategy.registration import PIPELINE_NAME, register_names
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class HybridPipelineMixin(DataRanksMixin):
+    """A pipeline: the network of a module in stages, each on a rank of its own; `training_step` stays as it is.
+
+        ranks = num_stages * (data ranks)         batch of a data rank = num_microbatches * (micro-batch)
+        waiting part of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
+
+    It trains what `hybrid_allreduce` trains on the data ranks with `accumulate_grad_batches = num_microbatches`, to the
+    bit. Checkpoints are the same files: any number of stages, and plain `ddp`, can load them. More in this folder's
+    `README.md`.
+
+    Args:
+        num_stages: ranks of a pipeline; divides the ranks.
+        num_microbatches: parts into which the batch of a rank is cut, at least `num_stages`; four times as many and
+            more keep the waiting part below 20 %.
+        schedule: `"gpipe"`: all forwards, then all backwards; keeps `num_microbatches` micro-batches in memory.
+            `"1f1b"`: backward as soon as it can; stage j keeps `num_stages - j`. `"interleaved"`: 1F1B with two stages
+            on each rank: half the waiting, twice the messages.
+        of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
+        cuts: first block of each stage after the first; None balances the stages, by operations where the module has
+            an `example_input_array` (the network's input), else by parameters.
+        checkpoint_activations: whether to store only the input of each block and to compute its inside again in
+            backward: GPipe's second half, for about a third more arithmetic.
+        **options: as in `HybridAllReduceStrategy`, for the data ranks; `tune` is off.
+
+    Raises:
+        ValueError: an option cannot work; before any process group exists where it can be known by then.
+
+    Source: Huang et al. 2018 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473).
+    """
+
+    def __init__(
+        self,
+        num_stages: int = 2,
+        num_microbatches: int = 8,
+        schedule: Schedule = "1f1b",
+        of: str = "net",
+        cuts: Sequence[int] | None = None,
+        checkpoint_activations: bool = False,
+        **options: Any,
+    ) -> None:
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
+        self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
+        self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
+        self._stages: Stages | None = None
+        self._training: TrainingStep | None = None
+        self._data_engine: CommEngine | None = None
+        self._cut: CutModel | None = None
+        self._gradients: list[Tensor | None] = []
+        super().__init__(**{"tune": "off", **options})
+
+    @property
+    def comm_trace(self) -> CommTrace | None:
+        """Counters of the communication between data ranks, while a fit runs."""
+        return None if self._data_engine is None else self._data_engine.trace
+
+    @property
+    def _here(self) -> Stages:
+        assert self._stages is not None  # from setup to teardown
+        return self._stages
+
+    def _new_watchdog(self) -> StageWatchdog:
+        assert self._timeout is not None
+        return StageWatchdog(timeout=self._timeout, device=self.root_device)
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Keep this rank's stages, put the others on the meta device, and set up as `hybrid_allreduce`."""
+        module, watchdog, is_fit = self.lightning_module, self._setup_watchdog, trainer.state.fn == "fit"
+        assert module is not None
+        assert self._timeout is not None
+        assert isinstance(watchdog, StageWatchdog)
+        if is_fit:
+            check_trainer(trainer, module, self.precision_plugin.precision)
+        ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
+        places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
+        with self._waiting_for_ranks():
+            self._compare(blocks, places)
+            self._groups = PipelineGroups(ranks, timeout=self._timeout)
+            self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
+        bodies = {stage: self._body_of(self._cut.stage(stage)) for stage in ranks.stages}
+        self._stages = Stages(
+            module=module,
+            net=module.get_submodule(self.of),
+            bodies=bodies,
+            wrapped=bodies,
+            ranks=ranks,
+            groups=self._groups,
+            watchdog=watchdog,
+            device=self.root_device,
+            num_microbatches=self.num_microbatches,
+        )
+        with nullcontext() if is_fit else self._cut.ignored_by_ddp():
+            super().setup(trainer)
+        for metric in single_metrics(module):
+            if metric.process_group is None:
+                metric.process_group = self._groups.data
+        if is_fit:
+            self.precision_plugin.clip_grad_by_norm = partial(  # type: ignore[method-assign]
+                clip_by_norm_over_stages, group=self._groups.pipe
+            )
+        rank_zero_info(
+            f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
+            f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
+        )
+
+    def _body_of(self, blocks: Sequence[nn.Module]) -> nn.Module:
+        from lightning_hybrid.pipeline.stage import StageBody  # here: it imports torch's schedules
+
+        return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
+
+    def _compare(self, blocks: Sequence[nn.Module], places: Sequence[int]) -> None:
+        shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()] for block in blocks]
+        own = {
+            "num_stages": self.num_stages,
+            "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule,
+            "cuts": list(places[1:-1]),
+            "checkpoint_activations": self.checkpoint_activations,
+            "precision": self.precision_plugin.precision,
+            "blocks": f"{len(blocks)} of {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}",
+        }
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, own)
+        if difference := differing(found):
+            raise ValueError(
+                f"The plan of a pipeline must be the same on all ranks: {difference}. Stages would send what others do "
+                "not expect. Give every rank the same `strategy` options and the same network."
+            )
+
+    def _move_module(self) -> None:
+        assert self._cut is not None
+        with self._cut.hidden():
+            super()._move_module()
+
+    def configure_ddp(self) -> None:
+        """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
+        here = self._here
+        self._averaged_parameters, _ = trained_parameters(here.module)
+        if here.ranks.num_data_ranks > 1:
+            self._data_engine = self._engine_of_replicas(ReplicaSets(
+                world=self._discover_topology(), sets=here.ranks.replicas
+            ))  # fmt: skip
+            here.watchdog.on_failure = self._data_engine.abort
+            here.wrapped = {index: self._wrapped(body, self._data_engine) for index, body in here.bodies.items()}
+        if self._half is not None:
+            self._half.connect_stages(self._largest_of_stages)
+        seed = [int(torch.initial_seed()) % 2**32]
+        dist.broadcast_object_list(seed, src=0)
+        self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0])
+
+    def _engine_of_replicas(self, replicas: ReplicaSets) -> CommEngine:
+        assert self._timeout is not None
+        self._topology = replicas.own
+        engine = CommEngine(
+            topology=replicas.own,
+            plan=self._plan,
+            timeout=self._timeout,
+            device=self.root_device,
+            trace=CommTrace(keep_events=self._trace_dir is not None),
+            dtype_across_nodes=self._dtype_across_nodes,
+            replicas=replicas,
+            group=self._data_group,
+        )
+        self._note_plan(self._plan)
+        rank_zero_info(self.communication_plan)
+        return engine
+
+    def _wrapped(self, body: nn.Module, engine: CommEngine) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in body.parameters()):
+            return body
+        caps = bucket_caps_for_ddp(body, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
+        options = self._ddp_kwargs | caps | {"process_group": self._data_group, "init_sync": False}
+        wrapped = DistributedDataParallel(body, device_ids=self.determine_ddp_device_ids(), **options)
+        wrapped.register_comm_hook(HookState(engine=engine, comm_dtype=self._comm_dtype), average_bucket)
+        return wrapped
+
+    def _largest_of_stages(self, found_inf: Tensor) -> Tensor:
+        group = self._here.groups.pipe
+        self._here.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group))
+        return found_inf
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the schedule, then the user's `training_step` on the whole batch with the outputs, without gradients."""
+        assert self._training is not None
+        trainer = self._here.module.trainer
+        check_trainer(trainer, self._here.module, self.precision_plugin.precision)
+        (batch, *rest), parameters = (*args, *kwargs.values()), self._training.parameters
+        if self._half is not None:
+            scale = self._half.begin_microbatches(parameters)
+        else:
+            scale = None
+            for parameter in parameters:
+                parameter.grad = None
+        place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
+        with self.precision_plugin.train_step_context():
+            output = self._training.run(batch, tuple(rest), scale=scale, place=place)
+        # Lightning sets gradients to None between here and `backward`, which puts these back.
+        self._gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.no_grad(), forward_replaced(self._here.net, lambda *_, **__: output):
+            result: Any = super().training_step(batch, *rest)
+        if self._half is not None:
+            self._half.end_microbatches(result["loss"] if isinstance(result, Mapping) else result)
+        return result
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the hooks around backward, which the schedule has run; give the parameters their gradients."""
+        assert self._training is not None
+        # The half-precision plugin would scale the loss and sum gradients: the stages have done it.
+        hooks: Any = self.precision_plugin if self._half is None else super(MasterWeightMixin, self._half)
+        closure_loss = hooks.pre_backward(closure_loss, self._here.module)
+        for parameter, gradient in zip(self._training.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._gradients = []
+        result: Tensor = hooks.post_backward(closure_loss, self._here.module)
+        return result
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate with the network's output from all stages."""
+        with self._over_stages():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test with the network's output from all stages."""
+        with self._over_stages():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict with the network's output from all stages."""
+        with self._over_stages():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _over_stages(self) -> Iterator[None]:
+        with forward_replaced(self._here.net, self._here.evaluate):
+            yield
+
+    def on_validation_start(self) -> None:
+        """Give every data rank the running statistics of the first, as DDP does before a forward."""
+        super().on_validation_start()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        here = self._here
+        # The stages run under `no_sync`, where DDP shares none.
+        for body in here.bodies.values() if here.ranks.num_data_ranks > 1 else ():
+            owner = here.ranks.replicas[here.ranks.position][0]
+            share_(body.buffers(), owner=owner, device=here.device, group=here.groups.data)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
+        if self._data_engine is not None and self._data_engine.device.type == "cuda":
+            self._data_engine.raise_if_failed()
+        with self._waiting_for_ranks():
+            gather_checkpoint(checkpoint, self.pipeline_ranks)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of this rank's parameters."""
+        states = [
+            without_others(state, [p for group in optimizer.param_groups for p in group["params"]])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Report the error to all ranks; the sums in flight are given up."""
+        super().on_exception(exception)
+        if self._data_engine is not None:
+            self._data_engine.abort(f"{type(exception).__name__}: {exception}")
+
+    def teardown(self) -> None:
+        """Make the module whole again on every rank, unless the run has failed."""
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        engine, self._data_engine = self._data_engine, None
+        try:
+            if engine is not None:
+                engine.close()
+                if self._trace_dir is not None:
+                    engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
+            if self._masters is not None:
+                self._masters.restore()
+            # After a failure blocks of other ranks stay on the meta device: nothing could fill them.
+            if self._cut is not None and self._ended_by is None:
+                self._cut.make_whole(self.optimizers)
+                self._cut = None
+        finally:
+            if self._half is not None:
+                self._half.connect_stages(None)
+            if self._stages is not None:
+                self._release(self._stages)
+            self._stages = self._training = self._groups = None
+            cut, self._cut = self._cut, None
+            with nullcontext() if cut is None else cut.hidden():
+                super().teardown()
+
+    def _release(self, stages: Stages) -> None:
+        for metric in single_metrics(stages.module):
+            if metric.process_group is stages.groups.data:
+                metric.process_group = None
+        if not stages.watchdog.is_stuck:
+            stages.groups.destroy()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register `hybrid_pipeline` and the variants that `ddp` has."""
+        register_names(strategy_registry, cls, name=PIPELINE_NAME)

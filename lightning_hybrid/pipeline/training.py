@@ -1,0 +1,217 @@
+"""One step of training: the user's `training_step` on every micro-batch, carried out by a schedule over the stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
+from lightning_hybrid.pipeline.outputs import (
+    Muting,
+    batch_size_of,
+    digest_of,
+    forward_replaced,
+    input_of_net,
+    loss_in,
+    microbatches,
+    only_tensor,
+    random_state,
+)
+from lightning_hybrid.pipeline.placement import PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
+from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
+from lightning_hybrid.precision.master_weights import MasterWeights
+
+# Batches of each epoch whose labels are compared over a pipeline. Our choice: on CUDA it waits for the batch.
+NUM_COMPARED = 4
+
+
+@dataclass(kw_only=True)
+class Stages:
+    """The stages of this rank, and what connects them with those of others."""
+
+    module: Any  # the LightningModule
+    net: nn.Module
+    bodies: Mapping[int, nn.Module]  # `StageBody` by number of stage
+    wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
+    ranks: PipelineRanks
+    groups: PipelineGroups
+    watchdog: StageWatchdog
+    device: torch.device
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        self._boundaries: dict[Any, list[Boundary]] = {}
+
+    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
+        """Compare a digest over the pipeline before any message is sent. Collective.
+
+        Raises:
+            ValueError: on every rank, with what each of them has, as `described` says it.
+        """
+        own = torch.tensor([digest])
+        found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
+        self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
+        if len({int(each) for each in found}) > 1:
+            words: list[Any] = [None] * self.ranks.num_ranks
+            dist.all_gather_object(words, described(), group=self.groups.agree)
+            peers = self.ranks.pipelines[self.ranks.data_rank]
+            all_words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True))
+            raise ValueError(
+                f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
+                "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
+                "sampler that `trainer.strategy.distributed_sampler_kwargs` asks for."
+            )
+
+    def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
+        """Return the input of every stage and the output of the last. Collective where the key is new.
+
+        `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
+        """
+        if key not in self._boundaries:
+            peers, found = self.ranks.pipelines[self.ranks.data_rank], list[Boundary]()
+            for stage in range(-1, self.ranks.num_stages):
+                owner = peers[max(stage, 0) % self.ranks.num_ranks]
+                answer: list[Any] = [None]
+                if owner == self.ranks.rank:
+                    try:
+                        body = self.bodies[max(stage, 0)]
+                        answer = [given() if stage < 0 else output_of(body.blocks, found[-1], self.device)]  # type: ignore[arg-type]
+                    except Exception as error:
+                        answer = [f"{type(error).__name__}: {error}"]
+                dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
+                if isinstance(answer[0], str):
+                    raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
+                found.append(answer[0])
+            self._boundaries[key] = found
+        return self._boundaries[key]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
+        x = only_tensor(args, kwargs)
+        given = boundary_of(x)
+        digest = int.from_bytes(hashlib.blake2b(repr(given).encode(), digest_size=7).digest(), "little")
+        self.agree("The input of the network", digest, lambda: given)
+        # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
+        num = self.num_microbatches if self.ranks.stages_per_rank == 1 and len(x) % self.num_microbatches == 0 else 1
+        parts = x.chunk(num)
+        boundaries = self.boundaries((given, num), lambda: boundary_of(parts[0]))
+        with self.watchdog.in_schedule():
+            return forward_through(
+                self.bodies,
+                parts,
+                boundaries,
+                ranks=self.ranks,
+                group=self.groups.pipe,
+                device=self.device,
+                watchdog=self.watchdog,
+            )
+
+
+class TrainingStep:
+    """The micro-batches of a step, through all stages.
+
+    Args:
+        stages: of this rank.
+        schedule: `"gpipe"`, `"1f1b"` or `"interleaved"`.
+        masters: of a half-precision module, or None.
+        seed: for random numbers outside the network, the same on every rank of a pipeline.
+    """
+
+    def __init__(self, stages: Stages, *, schedule: str, masters: MasterWeights | None, seed: int) -> None:
+        self._stages, self._schedule, self._masters, self._seed = stages, schedule, masters, seed
+        self._schedules: dict[int, Callable[[], Tensor | None]] = {}
+        self._muting = Muting(stages.module)
+        self._parts: Sequence[Any] = ()
+        self._rest: tuple[Any, ...] = ()
+        self._scale: Tensor | None = None
+        self._step_seed = 0
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of this rank's stages."""
+        return [parameter for body in self._stages.bodies.values() for parameter in body.parameters()]
+
+    def run(self, batch: Any, rest: tuple[Any, ...], *, scale: Tensor | None, place: tuple[int, int]) -> Tensor:
+        """Run forward and backward of all micro-batches; return the outputs of the whole batch. Collective.
+
+        `rest`: further arguments of `training_step`. `scale`: of the loss. `place`: epoch and batch. Gradients are
+        those of the mean over micro-batches, averaged over data ranks, in `p.grad`.
+        """
+        stages = self._stages
+        self._parts, self._rest, self._scale = microbatches(batch, stages.num_microbatches), rest, scale
+        # A function of the place in the run: one that is resumed draws the same.
+        self._step_seed = self._seed + (place[0] << 40) + (place[1] << 16) + (stages.ranks.data_rank << 56)
+        shapes = digest_of(batch, with_values=False)
+        compared = digest_of(batch, with_values=place[1] < NUM_COMPARED)
+        stages.agree("The batch", compared, lambda: f"{batch_size_of(batch)} samples, labels and shapes {compared:x}")
+        boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
+        if shapes not in self._schedules:
+            self._schedules[shapes] = self._new_schedule(boundaries)
+        with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
+            output = self._schedules[shapes]()
+            stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
+            output = shared_output(
+                output,
+                stages.num_microbatches,
+                boundaries[-1],
+                ranks=stages.ranks,
+                group=stages.groups.pipe,
+                device=stages.device,
+                watchdog=stages.watchdog,
+            )
+        self._parts = ()
+        return output
+
+    def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
+        from lightning_hybrid.pipeline.stage import CheckedStage, StageSetting, schedule_of  # here: it takes a second
+
+        mine, made = self._stages, []
+        for index in mine.ranks.stages:
+            pairs = [self._masters.pair_of(p) for p in mine.bodies[index].parameters()] if self._masters else []
+            setting = StageSetting(
+                index=index,
+                num_stages=mine.ranks.num_stages,
+                device=mine.device,
+                group=mine.groups.pipe,
+                pairs=tuple(pair for pair in pairs if pair is not None),
+                note=mine.watchdog.note,
+            )
+            given, returned = boundaries[index], boundaries[index + 1]
+            body = mine.wrapped[index]
+            made.append(CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of))
+        return schedule_of(self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of)
+
+    def _input_of(self, number: int) -> Tensor:
+        module, part = self._stages.module, self._parts[number]
+        with torch.no_grad(), random_state(self._step_seed + number, self._stages.device), self._muting.muted():
+            return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
+
+    def _loss_of(self, output: Tensor, number: int) -> Tensor:
+        module, part, calls = self._stages.module, self._parts[number], list[int]()
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            calls.append(number)
+            if len(calls) > 1:
+                raise ValueError(
+                    "`training_step` must call the network that `of` names once: its stages compute each micro-batch "
+                    "once. Join the inputs of both calls into one."
+                )
+            return output
+
+        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
+        with (
+            random_state(self._step_seed + number, self._stages.device),
+            self._muting.muted(),
+            forward_replaced(self._stages.net, forward),
+        ):
+            loss = loss_in(module.training_step(part, *self._rest))
+        # In the order of accumulation: Lightning divides, then the loss is scaled.
+        loss = loss / self._stages.num_microbatches
+        return loss if self._scale is None else loss.float() * self._scale

@@ -1,0 +1,107 @@
+"""One checkpoint and one module, of what the stages hold in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_hybrid.pipeline.placement import PipelineRanks
+
+
+@torch.no_grad()
+def share_(
+    tensors: Iterable[Tensor], *, owner: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give every rank of `group` (None: WORLD) the values of rank `owner`, in place.
+
+    Collective: every rank of the group, with the same tensors in the same order.
+    """
+    for tensor in tensors:
+        # By way of the device, one at a time: its backend may know no others, and a whole model may not fit there.
+        on_device = tensor.detach().to(device).contiguous()
+        dist.broadcast(on_device, src=owner, group=group)
+        if on_device.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(on_device)
+
+
+def parts_of(checkpoint: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
+    """Return what a rank contributes to a checkpoint: `{path: value}` of module states and optimizer states."""
+    parts: dict[tuple[Any, ...], Any] = {}
+    for key in _module_states(checkpoint):
+        parts |= {(key, name): value for name, value in checkpoint[key].items() if not _is_elsewhere(value)}
+    for index, state in enumerate(checkpoint.get("optimizer_states", ())):
+        for number, value in _own_state(state).items():
+            parts["optimizer_states", index, number] = value
+    return parts
+
+
+def fill_(checkpoint: dict[str, Any], parts: Mapping[tuple[Any, ...], Any]) -> None:
+    """Put another stage's parts where this rank has nothing.
+
+    >>> checkpoint = {"state_dict": {"a": torch.zeros(1), "b": torch.empty(1, device="meta")}}
+    >>> fill_(checkpoint, parts_of({"state_dict": {"a": torch.empty(1, device="meta"), "b": torch.ones(1)}}))
+    >>> checkpoint["state_dict"]
+    {'a': tensor([0.]), 'b': tensor([1.])}
+    """
+    for path, value in parts.items():
+        if path[0] == "optimizer_states":
+            checkpoint[path[0]][path[1]]["state"].setdefault(path[2], value)
+        elif _is_elsewhere(checkpoint[path[0]][path[1]]):
+            checkpoint[path[0]][path[1]] = value
+
+
+def gather_checkpoint(checkpoint: dict[str, Any], ranks: PipelineRanks) -> None:
+    """Fill the checkpoint of rank 0 with the parts of its pipeline. Collective: every rank of that pipeline.
+
+    The others' tensors stay: only rank 0 writes a file.
+    """
+    if ranks.data_rank > 0:  # another pipeline: it holds the same values
+        return
+    if ranks.position > 0:
+        dist.send_object_list([parts_of(_on_host(checkpoint))], dst=0)
+        return
+    for rank in ranks.pipelines[0][1:]:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=rank)
+        fill_(checkpoint, received[0])
+    for state in checkpoint.get("optimizer_states", ()):  # in the order in which one rank alone would write it
+        state["state"] = dict(sorted(_own_state(state).items()))
+
+
+def without_others(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """Return an optimizer's state for the parameters that are here."""
+    own = {number: value for number, value in state["state"].items() if not parameters[number].is_meta}
+    return {**state, "state": own}
+
+
+def _module_states(checkpoint: Mapping[str, Any]) -> list[str]:
+    # The module's, and those of averages of it, which callbacks save under keys of their own.
+    names = set(checkpoint.get("state_dict", ()))
+    found = [key for key, value in checkpoint.items() if isinstance(value, Mapping) and names and set(value) == names]
+    return found or [key for key in ("state_dict",) if key in checkpoint]
+
+
+def _own_state(state: Mapping[str, Any]) -> dict[int, Any]:
+    return {
+        number: value
+        for number, value in state["state"].items()
+        if not any(_is_elsewhere(each) for each in (value.values() if isinstance(value, Mapping) else ()))
+    }
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _on_host(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {*_module_states(checkpoint), "optimizer_states"} & set(checkpoint)
+    return {key: tree_map(_moved_to_host, checkpoint[key]) for key in keys}
+
+
+def _moved_to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value

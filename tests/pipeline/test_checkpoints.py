@@ -1,0 +1,100 @@
+"""One file for any number of stages, and for no pipeline at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+from tests import toy
+from tests.pipeline import cases
+
+NUM = 4  # micro-batches
+
+
+def strategy_of(num_stages):
+    if num_stages == 1:
+        return HybridAllReduceStrategy(tune="off"), {"batch_size": 8 // NUM, "accumulate_grad_batches": NUM}
+    return HybridPipelineStrategy(num_stages=num_stages, num_microbatches=NUM), {}
+
+
+def fit_some(num_stages, path, epochs, resume=None, precision="16-true"):
+    strategy, settings = strategy_of(num_stages)
+    size = settings.pop("batch_size", 8)
+    module = toy.Toy()
+    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=epochs, **settings)
+    trainer.fit(module, toy.loader(64, size), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return cases.toy.weights(module)
+
+
+def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, two_ranks, four_ranks, tmp_path):
+    paths = [str(tmp_path / f"{name}.ckpt") for name in "abcd"]
+    one_rank.run(fit_some, 1, paths[0], 1)
+    four_ranks.run(fit_some, 4, paths[1], 2, paths[0])
+    on_two = two_ranks.run(fit_some, 2, paths[2], 3, paths[1])
+    whole = one_rank.run(fit_some, 1, paths[3], 3)
+    for each in on_two:
+        assert toy.same_bits(each, whole[0])
+    piped, plain = (torch.load(path, weights_only=True) for path in paths[2:])
+    assert list(piped["state_dict"]) == list(plain["state_dict"])
+    assert cases.same(piped["state_dict"], plain["state_dict"])
+    assert cases.same(piped["optimizer_states"], plain["optimizer_states"])
+    assert piped.keys() == plain.keys()
+
+
+def fit_with(strategy, path):
+    module = toy.Toy()
+    trainer = toy.trainer(strategy=strategy, max_epochs=2)
+    trainer.fit(module, toy.loader(), ckpt_path=path)
+    return module.losses
+
+
+@pytest.mark.long
+def test_plain_ddp_goes_on_from_a_file_of_stages(two_ranks, tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    two_ranks.run(fit_some, 2, path, 1, None, "32-true")
+    assert len(two_ranks.run(fit_with, "ddp", path)[0]) == 4
+
+
+class Monitored(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+def fit_monitored(num_stages, folder, average):
+    strategy, settings = strategy_of(num_stages)
+    size = settings.pop("batch_size", 8)
+    best = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, filename="best")
+    callbacks = [best, *([MasterWeightAveraging(decay=0.5)] if average == "ours" else [])]
+    callbacks += [EMAWeightAveraging(decay=0.5)] if average == "lightning's" else []
+    module = Monitored()
+    trainer = toy.trainer(
+        strategy=strategy, precision="16-true", enable_checkpointing=True, callbacks=callbacks, max_epochs=3, **settings
+    )
+    trainer.fit(module, toy.loader(64, size), toy.loader(32, size))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return toy.weights(module), logged, best.best_model_path
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("average", ["ours", "none", "lightning's"])
+def test_best_checkpoint_and_average_are_those_without_a_pipeline(one_rank, two_ranks, tmp_path, average):
+    piped = two_ranks.run(fit_monitored, 2, str(tmp_path / "two"), average)
+    (weights, _, path), *_ = one_rank.run(fit_monitored, 1, str(tmp_path / "one"), average)
+    assert len({str(logged) for _, logged, _ in piped}) == 1
+    for own, _, own_path in piped:
+        assert toy.same_bits(own, weights)
+        assert own_path.rpartition("/")[2] == path.rpartition("/")[2]
+    one, two = (torch.load(each, weights_only=False) for each in (path, piped[0][2]))
+    assert cases.same(one["state_dict"], two["state_dict"])
+    if average != "none":
+        assert cases.same(one["current_model_state"], two["current_model_state"])
+        assert not cases.same(one["current_model_state"], two["state_dict"])

@@ -1,0 +1,96 @@
+"""A rank that is dead, stopped or failed in a schedule is named on all others, with stage and micro-batch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hybrid import HybridPipelineStrategy
+from tests import toy
+from tests.rank_pool import RankError
+
+SICK = 1  # the rank
+
+# On a machine that is busy another rank may be late with its answer, and is named as well.
+SILENT = re.compile(r"comm: rank(s [0-9, ]*\b1\b[0-9, ]* do| 1 does) not answer")
+
+
+class Sick(torch.nn.Module):
+    """A block that has its way in the third micro-batch of the second step, in training."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.num_calls = what, 0
+
+    def forward(self, x):
+        if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor) or not self.training:
+            return x
+        self.num_calls += 1
+        if self.num_calls == 7:
+            if self.what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.what == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif self.what == "failed":
+                raise ZeroDivisionError("in the third micro-batch")
+            else:
+                time.sleep(60)
+        return x
+
+
+def error_of_a_fit(what, folder, timeout_s):
+    module = toy.Toy()
+    module.net.insert(3, Sick(what))
+    strategy = HybridPipelineStrategy(
+        num_stages=3, num_microbatches=4, cuts=[2, 6], timeout=timedelta(seconds=timeout_s)
+    )
+    error = toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module, toy.loader())
+    Path(folder, os.environ["RANK"]).write_text(error)
+    # Left as they are: what waits in Gloo cannot be called off, and the pool ends these processes.
+    raise AssertionError(error)
+
+
+def errors(ranks, what, tmp_path, *, timeout_s=30):
+    began_s = time.monotonic()
+    with pytest.raises(RankError):
+        ranks.run(error_of_a_fit, what, str(tmp_path), timeout_s, timeout_s=100, grace_s=45)
+    return {int(path.name): path.read_text() for path in tmp_path.iterdir()}, time.monotonic() - began_s
+
+
+def test_a_killed_rank_is_named(three_ranks, tmp_path):
+    found, _ = errors(three_ranks, "killed", tmp_path)
+    assert found.keys() == {0, 2}
+    for text in found.values():
+        assert SILENT.search(text)
+
+
+@pytest.mark.long
+def test_an_error_in_a_block_stays_itself_and_is_reported_to_all(three_ranks, tmp_path):
+    found, _ = errors(three_ranks, "failed", tmp_path)
+    assert found[SICK] == "ZeroDivisionError: in the third micro-batch"
+    for rank in (0, 2):
+        assert "comm: rank 1 gave up: ZeroDivisionError: in the third micro-batch" in found[rank]
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_named_long_before_the_timeout(three_ranks, tmp_path):
+    found, took_s = errors(three_ranks, "stopped", tmp_path, timeout_s=1000)
+    assert found.keys() == {0, 2}
+    for text in found.values():
+        assert SILENT.search(text)
+    assert took_s < 100  # of 1000
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path):
+    found, _ = errors(three_ranks, "hangs", tmp_path, timeout_s=10)
+    for rank in (0, 2):
+        assert "rank 1 does not come to the collective in which others wait" in found[rank]
+        assert "now in forward of micro-batch 2 on stage 1 of 3" in found[rank]

@@ -1,0 +1,333 @@
+"""What a pipeline refuses, before a message is sent, with a cure; and what a pipeline would do wrong in silence."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from lightning_hybrid import HybridPipelineStrategy
+from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
+from lightning_hybrid.pipeline.outputs import Muting, digest_of, input_of_net, loss_in, microbatches, random_state
+from lightning_hybrid.pipeline.placement import OtherStages, PipelineRanks
+from lightning_hybrid.pipeline.shapes import Boundary, output_of
+from tests import toy
+from tests.pipeline import cases
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "pipedream"}, "weight stashing"),
+        ({"schedule": "ZeroBubble"}, "past DistributedDataParallel"),
+        ({"schedule": "zb"}, "past DistributedDataParallel"),
+        ({"schedule": "dualpipe_v"}, "past DistributedDataParallel"),
+        ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
+        ({"num_stages": 1}, "one stage is no pipeline"),
+        ({"num_stages": 4, "num_microbatches": 2}, "must be at least `num_stages` (=4)"),
+        ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
+        ({"cuts": [3, 3]}, "must be 1 ascending places"),
+        ({"cuts": [1], "schedule": "interleaved"}, "must be 3 ascending places"),
+        ({"algorithm": "fastest"}, "algorithm"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
+    with pytest.raises(ValueError, match="`") as caught:
+        HybridPipelineStrategy(**options)
+    assert words in str(caught.value)
+
+
+def test_every_schedule_of_the_three_is_accepted():
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        check_options(num_stages=2, num_microbatches=8, schedule=schedule, cuts=None)
+
+
+def test_ranks_that_do_not_divide_into_pipelines_are_refused():
+    with pytest.raises(ValueError, match=r"`num_stages` \(=4\) must divide the number of ranks \(=6\)"):
+        check_ranks(num_stages=4, world_size=6)
+
+
+def test_the_names_are_registered_beside_those_of_the_all_reduce():
+    for name in ("hybrid_pipeline", "hybrid_pipeline_spawn", "hybrid_pipeline_fork"):
+        assert name in StrategyRegistry
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+class Module(pl.LightningModule):
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+def tied():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    return Module(net=nn.Sequential(first, second))
+
+
+def compiled():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net.compile()
+    return Module(net=net)
+
+
+class Own(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (lambda: Module(body=nn.Linear(1, 1)), "those with parameters are body"),
+        (lambda: Module(net=nn.Linear(1, 1)), "must be an nn.Sequential"),
+        (lambda: Module(net=Own(nn.Linear(1, 1))), "must be an nn.Sequential"),
+        (lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)), "Parameters `head.weight`"),
+        (tied, "is also in block 0: tied weights"),
+        (compiled, "must not be compiled as a whole"),
+    ],
+)
+def test_networks_that_cannot_be_cut_are_refused(module, words):
+    with pytest.raises(ValueError, match=r"`of`|tied|Parameter") as caught:
+        blocks_of(module(), "net")
+    assert words in str(caught.value)
+
+
+def test_cuts_behind_the_last_block_and_too_many_stages_are_refused():
+    with pytest.raises(ValueError, match="the last stage would be empty"):
+        cut_places([1.0, 1.0], [2], 2)
+    with pytest.raises(ValueError, match="at most the number of blocks"):
+        cut_places([1.0], None, 2)
+
+
+class Accumulates:
+    accumulate_grad_batches = 4
+
+
+class DoesNot:
+    accumulate_grad_batches = 1
+
+
+class Manual(Module):
+    automatic_optimization = False
+
+
+def test_accumulation_manual_optimization_and_unproved_precision_are_refused():
+    for trainer, module, precision, words in (
+        (Accumulates(), Module(), "32-true", "strategy.num_microbatches to 4 times"),
+        (DoesNot(), Manual(), "32-true", "must be True in a pipeline"),
+        (DoesNot(), Module(), "16-mixed", "must be one of 32-true, 16-true, bf16-true"),
+    ):
+        with pytest.raises(Exception, match="in a pipeline") as caught:
+            check_trainer(trainer, module, precision)
+        assert words in str(caught.value)
+        assert type(caught.value).__name__ == "MisconfigurationException"
+
+
+# ---- batches and calls -----------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"`batch_size` \(=6\) must be a multiple of `num_microbatches` \(=4\)"):
+        microbatches(torch.zeros(6, 2), 4)
+    with pytest.raises(ValueError, match="must hold a tensor"):
+        microbatches({"path": "a.jpg"}, 4)
+
+
+def test_micro_batches_are_those_of_a_smaller_loader():
+    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0)}
+    first, second = microbatches(batch, 2)
+    assert first["x"].tolist() == [[0, 1], [2, 3]]
+    assert second["x"].tolist() == [[4, 5], [6, 7]]
+    assert second["scale"] is batch["scale"]
+
+
+def test_labels_are_compared_and_augmented_images_are_not():
+    labels, others = torch.tensor([1, 2]), torch.tensor([1, 3])
+    same = [digest_of((torch.rand(2, 3), labels), with_values=True) for _ in range(2)]
+    assert same[0] == same[1]
+    assert digest_of((torch.rand(2, 3), others), with_values=True) != same[0]
+    assert digest_of((torch.rand(3, 3), labels), with_values=True) != same[0]
+    alone = [digest_of(torch.rand(2), with_values=True) for _ in range(2)]
+    assert alone[0] != alone[1]  # no labels: all values count
+
+
+def test_a_network_that_is_called_otherwise_than_with_one_tensor_is_refused():
+    net = nn.Identity()
+    with pytest.raises(ValueError, match="must be called with one tensor"):
+        input_of_net(net, lambda: net([torch.zeros(1)]))
+    with pytest.raises(ValueError, match="must call the network"):
+        input_of_net(net, lambda: torch.zeros(1))
+    assert "forward" not in vars(net)
+
+
+def test_a_loss_of_none_is_refused():
+    with pytest.raises(ValueError, match="must return a loss"):
+        loss_in(None)
+
+
+def test_blocks_with_several_tensors_or_shapes_by_value_are_refused():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class ByValue(nn.Module):
+        def forward(self, x):
+            return x[x > 0]
+
+    given, cpu = Boundary((2, 3), torch.float32), torch.device("cpu")
+    with pytest.raises(ValueError, match="must return one floating-point tensor"):
+        output_of([Two()], given, cpu)
+    with pytest.raises(ValueError, match="must have a shape that does not depend on values"):
+        output_of([ByValue()], given, cpu)
+
+
+def test_shapes_are_found_without_a_trace_in_running_statistics():
+    norm = nn.BatchNorm1d(3)
+    before = toy.weights(norm)
+    given = Boundary((2, 3), torch.float32)
+    assert output_of([nn.Sequential(norm, nn.Dropout())], given, torch.device("cpu")) == given
+    assert toy.same_bits(toy.weights(norm), before)
+
+
+def test_muted_metrics_and_logs_count_nothing_and_gathering_is_refused():
+    module = toy.Toy()
+    from torchmetrics import SumMetric
+
+    module.total = SumMetric()
+    muting = Muting(module)
+    with muting.muted():
+        assert module.total(torch.tensor(3.0)) == 3.0  # what the user computes with it works
+        module.log("a", 1.0)
+        with pytest.raises(RuntimeError, match="cannot be called in `training_step`"):
+            module.all_gather(torch.zeros(1))
+    module.total(torch.tensor(4.0))
+    assert module.total.compute() == 4.0
+    with muting.muted():
+        assert not module.total.update_called  # reset after each micro-batch
+
+
+def test_random_numbers_outside_the_network_are_those_of_the_micro_batch():
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    with random_state(7, torch.device("cpu")):
+        one = torch.rand(1)
+    assert torch.equal(torch.rand(1), expected)
+    with random_state(7, torch.device("cpu")):
+        assert torch.equal(torch.rand(1), one)
+
+
+def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
+    layer = nn.Linear(2, 3)
+    own, values = layer.weight, layer.weight.detach().clone()
+    others = OtherStages([layer])
+    assert layer.weight.is_meta
+    assert own.numel() == 0
+    assert [tensor.shape for tensor in others.tensors] == [(3, 2), (3,)]
+    with others.hidden():
+        layer.to(torch.float64)  # a module is moved without them
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    others.restore([values, torch.zeros(3)], [optimizer])
+    assert layer.weight is own
+    assert torch.equal(own, values)
+    assert optimizer.param_groups[0]["params"][0] is own
+
+
+def test_every_rank_has_its_place():
+    places = [PipelineRanks(rank=rank, world_size=4, num_ranks=2, stages_per_rank=2) for rank in range(4)]
+    assert [(each.data_rank, each.stages) for each in places] == [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
+    assert places[0].replicas == ((0, 2), (1, 3))
+
+
+# ---- ranks that differ -----------------------------------------------------------------------------------------------
+
+
+class Unshuffled(toy.Blobs):
+    """Other labels on other ranks."""
+
+    def __getitem__(self, index):
+        images, targets = super().__getitem__(index)
+        return images, (targets + dist.get_rank()) % toy.NUM_CLASSES
+
+
+class Wider(toy.Toy):
+    def __init__(self):
+        super().__init__()
+        self.net[5] = nn.Linear(4 * toy.NUM_FEATURES, 16, bias=dist.get_rank() == 0)
+
+
+def message(what):
+    options, module, data = {"num_stages": 2, "num_microbatches": 4}, toy.Toy, toy.Blobs(32)
+    if what == "cuts":
+        options["cuts"] = [2 + dist.get_rank()]
+    elif what == "num_microbatches":
+        options["num_microbatches"] = 4 * (1 + dist.get_rank())
+    elif what == "blocks":
+        module = Wider
+    elif what == "labels":
+        data = Unshuffled(32)
+    size = 8 + 8 * dist.get_rank() if what == "shapes" else 12 if what == "size" else 8
+    trainer = toy.trainer(strategy=HybridPipelineStrategy(**options), max_epochs=1, use_distributed_sampler=False)
+    if what == "size":
+        options["num_microbatches"] = 8
+        trainer = toy.trainer(strategy=HybridPipelineStrategy(**options), max_epochs=1)
+    return toy.error_of(trainer.fit, module(), cases.loader_of(data, size))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("cuts", "`cuts` is [2] on rank 0 and [3] on rank 1"),
+        ("num_microbatches", "`num_microbatches` is 4 on rank 0 and 8 on rank 1"),
+        ("blocks", "`blocks` is '9 of"),
+        ("labels", "The batch must be the same on all ranks of a pipeline"),
+        ("shapes", "The batch must be the same on all ranks of a pipeline"),
+        ("size", "must be a multiple of `num_microbatches`"),
+    ],
+)
+def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks, what, words):
+    found = two_ranks.run(message, what)
+    for text in found:
+        assert text.startswith("ValueError")
+        assert words in text
+
+
+class Mixes(toy.Toy):
+    """Images and labels are mixed by the same random numbers, outside the network."""
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        order = torch.randperm(len(targets))
+        self.orders.append(order.tolist())
+        return F.cross_entropy(self.net(images[order]).float(), targets[order])
+
+    def __init__(self):
+        super().__init__()
+        self.orders = []
+
+
+def orders_of_a_fit():
+    module = Mixes()
+    torch.manual_seed(dist.get_rank())  # blocks draw numbers of their own
+    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
+    toy.trainer(strategy=strategy, max_epochs=1, limit_train_batches=2).fit(module, toy.loader(64, 16))
+    # The last of each step is that of the whole batch.
+    return [order for order in module.orders if len(order) == 8]
+
+
+def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
+    first, last = two_ranks.run(orders_of_a_fit)
+    first = first[-4:]  # one more at the beginning, which finds the shape
+    assert first == last[-4:]
+    assert len({str(order) for order in first}) == 4
