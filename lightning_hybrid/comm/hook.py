@@ -63,6 +63,25 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         TypeError: for sparse gradients.
         RuntimeError: if the engine has failed or is closed.
     """
+    engine, buffer = engine_and_buffer(state, bucket)
+    # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
+    dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
+    before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
+    return engine.submit(
+        to_wire(buffer, state.comm_dtype, before=before),
+        bucket_index=bucket.index(),
+        is_last=bucket.is_last(),
+        finish=partial(from_wire, buffer=buffer, after=after),
+    )
+
+
+def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
+    """Return the engine that carries a bucket, and the bucket's flat tensor.
+
+    Raises:
+        TypeError: for sparse gradients.
+        RuntimeError: if the state has no engine.
+    """
     engine, buffer = state.engine, bucket.buffer()
     if engine is None:
         raise RuntimeError(
@@ -73,15 +92,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
-    # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
-    dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
-    before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
-    return engine.submit(
-        to_wire(buffer, state.comm_dtype, before=before),
-        bucket_index=bucket.index(),
-        is_last=bucket.is_last(),
-        finish=partial(from_wire, buffer=buffer, after=after),
-    )
+    return engine, buffer
 
 
 def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:

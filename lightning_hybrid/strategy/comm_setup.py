@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
+from lightning_hybrid.comm.adasum_hook import adasum_bucket
+from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
     Planner,
@@ -22,6 +24,7 @@ from lightning_hybrid.strategy.arguments import (
     plan_from,
     refuse_unknown_options,
 )
+from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
 
 class CommSetupMixin:
@@ -30,6 +33,8 @@ class CommSetupMixin:
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
     _work_group: dist.ProcessGroup | None = None
     _topology: Topology  # known when DDP is configured
+    _reduction: Literal["mean", "adasum"] = "mean"
+    _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
     cluster_environment: Any
     global_rank: int
     world_size: int
@@ -47,7 +52,9 @@ class CommSetupMixin:
         plan: CommPlan | Planner | str | None,
         comm_dtype: str | torch.dtype | None,
         comm_dtype_across_nodes: str | torch.dtype | None,
+        reduction: Any,
         loss_scale: str | float | LossScale | None,
+        tune: Any = "off",
     ) -> dict[str, Any]:
         # Returns the options for DDP. `own`: the strategy's, by name.
         refuse_unknown_options(ddp_kwargs, own=own)
@@ -58,6 +65,13 @@ class CommSetupMixin:
         self._comm_dtype = dtype_from(comm_dtype)
         self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
+        self._reduction = reduction_from(
+            reduction,
+            self._plan,
+            has_planner=self._planner is not None,
+            dtype_across_nodes=self._dtype_across_nodes,
+            tune=tune,
+        )
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
@@ -66,7 +80,9 @@ class CommSetupMixin:
     def _check_ranks_per_node(self) -> None:
         # Where ranks and world size are known first, before any process group.
         if self._ranks_per_node is not None and self.cluster_environment is not None:
-            self._discover_topology()
+            topology = self._discover_topology()
+            if self._reduction == "adasum":
+                refuse_odd_nodes(topology)
 
     def _discover_topology(self) -> Topology:
         # Collective, unless the user said it by `ranks_per_node`.
@@ -82,6 +98,8 @@ class CommSetupMixin:
         if self._planner is not None:
             dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
             self._plan = ask_planner(self._planner, module, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
+        if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
+            self._plan, self._bucket_hook = plan, adasum_bucket
 
     def _new_engine(self, *, keep_events: bool = False) -> CommEngine:
         """Make an engine for one module that DDP wraps. Collective."""
@@ -108,6 +126,11 @@ class CommSetupMixin:
             for one in sharing:
                 one.work_group = self._work_group  # type: ignore[attr-defined]
 
+    def _warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
+        # Once it is known whether there are several nodes.
+        if self._bucket_hook is adasum_bucket:
+            warn_of_trust_ratios(optimizers)
+
     def _end_shared_work(self, optimizers: Sequence[Optimizer]) -> None:
         group, self._work_group = self._work_group, None
         if group is not None:
@@ -117,6 +140,8 @@ class CommSetupMixin:
 
     def _note_plan(self, plan: CommPlan) -> None:
         self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+        if self._bucket_hook is adasum_bucket:
+            self.communication_plan += "; Adasum between nodes"
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:

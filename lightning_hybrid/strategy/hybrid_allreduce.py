@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, average_bucket
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -62,6 +62,8 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits.
+        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`: for each parameter the Adasum of the
+            nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
             noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
@@ -88,6 +90,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         plan: CommPlan | Planner | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
+        reduction: Literal["mean", "adasum"] = "mean",
         tune: Literal["auto", "on", "off"] | bool = "auto",
         tune_cache_dir: str | None = None,
         trace_dir: str | None = None,
@@ -113,10 +116,12 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             plan=plan,
             comm_dtype=comm_dtype,
             comm_dtype_across_nodes=comm_dtype_across_nodes,
+            reduction=reduction,
             loss_scale=loss_scale,
+            tune=tune,
         )
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
-        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
+        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and reduction == "mean"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
         self._engine: CommEngine | None = None
@@ -200,6 +205,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             super().setup(trainer)
         if self._engine is not None:
             self._share_work(self.optimizers)
+            self._warn_of_reduction(self.optimizers)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
@@ -233,7 +239,7 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), average_bucket)
+        self.model.register_comm_hook(HookState(engine=self._engine, comm_dtype=self._comm_dtype), self._bucket_hook)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.engine.adasum import refuse_cut_bucket
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
@@ -168,18 +169,21 @@ class CommEngine:
         bucket_index: int,
         is_last: bool = False,
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
+        adasum_numels: tuple[int, ...] = (),
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
+        `adasum_numels`: elements of the tensors in `flat`, which are then summed inside nodes only, and combined over
+        nodes by Adasum (adasum.py).
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
         and so does every later call. On CUDA a future only orders streams, and the next call raises.
 
         Raises:
-            ValueError: if `flat` has another shape.
+            ValueError: if `flat` has another shape, or Adasum cannot combine it.
         """
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(
@@ -188,6 +192,9 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
+        if adasum_numels:
+            refuse_cut_bucket(plan, self.topology, self.dtype_across_nodes)
+            bucket.adasum_numels = adasum_numels
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         with self._turn:
@@ -204,7 +211,8 @@ class CommEngine:
         # new gets `contents`, which are compared through the store before anything of it is sent.
         record, several = self._order.add(bucket.plan, is_last=bucket.is_last), self.topology.world_size > 1
         if record is not None and several:
-            text = f"{record}; all so far: {self._order.value:016x}"
+            reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
+            text = f"{record}{reduction}; all so far: {self._order.value:016x}"
             bucket.contents = f"order/{self._order.num_submitted}", text
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p
+from lightning_hybrid.comm.engine.adasum import adasum_
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope, Topology
 
@@ -50,6 +51,7 @@ class Job:
     dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
     shard: Tensor | None = None  # this rank's part of it between two-level stages
     by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
+    adasum_numels: tuple[int, ...] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,9 @@ def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
+    if job.adasum_numels:
+        adasum_(job.flat, job.adasum_numels, group, sum_=_ring if job.by_backend else _all_reduce_by_bytes)
+        return
     _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
 
 
