@@ -154,8 +154,8 @@ def refuse_odd_nodes(topology: Topology) -> None:
     """Check that Adasum's binary tree fits the nodes; needs no process group.
 
     Raises:
-        ValueError: their number is no power of two, or they hold different numbers of ranks, whose means would count
-            alike.
+        ValueError: their number is no power of two, or they hold different numbers of ranks, whose means would
+            count the same.
 
     >>> refuse_odd_nodes(Topology.from_ranks_per_node(rank=0, world_size=12, ranks_per_node=2))
     Traceback (most recent call last):
