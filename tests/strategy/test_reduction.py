@@ -181,4 +181,6 @@ def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
     expected = [sum(pair) / 2 for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)]
     for rank, (moved, found) in enumerate(two_ranks.run(warnings_of, None, {"ranks_per_node": 2})):
         assert all(map(torch.equal, moved, expected))
-        assert [text[:24] for text in found] == ["`reduction` (='adasum') "] * (rank == 0)
+        assert [text[:32] for text in found] == ["`reduction` (='adasum') combines"] * (rank == 0)
+    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, lars, {"ranks_per_node": 2})):
+        assert len(found) == (rank == 0)  # and no word of the trust ratio

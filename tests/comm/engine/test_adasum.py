@@ -117,6 +117,14 @@ def test_each_parameter_is_combined_by_itself(four_ranks):
         assert torch.equal(found, torch.cat([added, averaged]))
 
 
+def test_what_follows_the_parameters_is_summed(four_ranks):
+    """The checksum of a step's order, which must be the sum over ranks."""
+    rows = torch.stack([integers(rank, 128, torch.float16) for rank in range(4)])
+    for nodes in (((0, 1), (2, 3)), FOUR_NODES):
+        for (found,) in four_ranks.run(combine_rows, nodes, [rows], (50,)):
+            assert torch.equal(found[50:], rows.sum(0)[50:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_loss_scale_passes_through_to_the_bit(four_ranks, dtype):
     rows = torch.stack([reals(rank, 300, dtype) for rank in range(4)])
@@ -143,6 +151,20 @@ def test_a_sum_beyond_fp16_is_inf_and_no_large_number(four_ranks):
     rows[:2] = 40_000.0
     for (found,) in four_ranks.run(combine_rows, ((0, 1), (2, 3)), [rows], (64,)):
         assert not found.isfinite().any()
+
+
+def large_last_bucket():
+    engine = engine_over(((0,), (1,)), PLAN)
+    flat = torch.ones(1_200_000)
+    engine.submit(flat, bucket_index=0, is_last=True, adasum_numels=(500_000, 700_000)).wait()
+    engine.close()
+    return flat.unique()
+
+
+def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
+    """As one that is summed would be: what is cut off would be combined by itself, or added."""
+    for found in two_ranks.run(large_last_bucket):
+        assert found.tolist() == [1.0]
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -195,11 +217,10 @@ def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, is_other)
 
 
 def swapped():
-    """Rank 2 hands two buckets of one size over the other way round, in a step that all began alike before."""
+    """Rank 2 hands two buckets of one size over the other way round, after steps in which all did either."""
     engine = engine_over(((0, 1), (2, 3)), PLAN)
     text = ""
-    for step in range(2):
-        order = (1, 0) if step and dist.get_rank() == 2 else (0, 1)
+    for order in ((0, 1), (1, 0), (1, 0) if dist.get_rank() == 2 else (0, 1)):
         try:
             futures = [engine.submit(torch.ones(40), bucket_index=i, adasum_numels=(40,)) for i in order]
             futures += [engine.submit(torch.ones(8), bucket_index=2, is_last=True, adasum_numels=(8,))]
