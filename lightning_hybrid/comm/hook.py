@@ -51,6 +51,26 @@ class HookState:
         return {"engine": None, "comm_dtype": self.comm_dtype}
 
 
+def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
+    """Return the engine that carries a bucket, and the bucket's flat tensor.
+
+    Raises:
+        TypeError: for sparse gradients.
+        RuntimeError: if the state has no engine.
+    """
+    engine, buffer = state.engine, bucket.buffer()
+    if engine is None:
+        raise RuntimeError(
+            "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
+        )
+    if buffer.layout != torch.strided or not buffer.is_floating_point():
+        raise TypeError(
+            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
+            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
+        )
+    return engine, buffer
+
+
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket over all ranks, in place, in the background; for `register_comm_hook(state, average_bucket)`.
 
@@ -73,26 +93,6 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         is_last=bucket.is_last(),
         finish=partial(from_wire, buffer=buffer, after=after),
     )
-
-
-def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
-    """Return the engine that carries a bucket, and the bucket's flat tensor.
-
-    Raises:
-        TypeError: for sparse gradients.
-        RuntimeError: if the state has no engine.
-    """
-    engine, buffer = state.engine, bucket.buffer()
-    if engine is None:
-        raise RuntimeError(
-            "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
-        )
-    if buffer.layout != torch.strided or not buffer.is_floating_point():
-        raise TypeError(
-            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
-            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
-        )
-    return engine, buffer
 
 
 def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:

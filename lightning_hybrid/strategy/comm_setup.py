@@ -95,11 +95,11 @@ class CommSetupMixin:
     def _find_plan(self, module: nn.Module) -> None:
         """Find the topology and, where a planner was given, its plan for this module. Collective."""
         self._topology = self._discover_topology()
+        if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
+            self._plan, self._bucket_hook = plan, adasum_bucket
         if self._planner is not None:
             dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
             self._plan = ask_planner(self._planner, module, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
-        if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
-            self._plan, self._bucket_hook = plan, adasum_bucket
 
     def _new_engine(self, *, keep_events: bool = False) -> CommEngine:
         """Make an engine for one module that DDP wraps. Collective."""

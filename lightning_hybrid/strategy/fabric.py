@@ -54,8 +54,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             JSON, or a `Planner` that chooses one for each module.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only.
-        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: as in Fabric's `DDPStrategy`.
@@ -77,8 +77,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         plan: CommPlan | Planner | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
-        reduction: Literal["mean", "adasum"] = "mean",
         loss_scale: str | float | LossScale | None = None,
+        reduction: Literal["mean", "adasum"] = "mean",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,

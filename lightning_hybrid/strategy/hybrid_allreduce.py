@@ -62,13 +62,13 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
             JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits.
-        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`: for each parameter the Adasum of the
-            nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
             noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
+        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`: for each parameter the Adasum of the
+            nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
@@ -90,11 +90,11 @@ class HybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMix
         plan: CommPlan | Planner | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
-        reduction: Literal["mean", "adasum"] = "mean",
         tune: Literal["auto", "on", "off"] | bool = "auto",
         tune_cache_dir: str | None = None,
         trace_dir: str | None = None,
         link_bytes_per_s: float | None = None,
+        reduction: Literal["mean", "adasum"] = "mean",
         loss_scale: str | float | LossScale | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

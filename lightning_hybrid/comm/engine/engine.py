@@ -168,19 +168,20 @@ class CommEngine:
         *,
         bucket_index: int,
         is_last: bool = False,
-        finish: Callable[[Tensor], Tensor] = lambda flat: flat,
         adasum_numels: tuple[int, ...] = (),
+        finish: Callable[[Tensor], Tensor] = lambda flat: flat,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
-        `adasum_numels`: elements of the tensors in `flat`, which are then summed inside nodes only, and combined over
-        nodes by Adasum (adasum.py).
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
         and so does every later call. On CUDA a future only orders streams, and the next call raises.
+
+        With `adasum_numels`, the elements of each tensor in `flat`, it is summed inside nodes only, and its tensors are
+        combined over nodes by Adasum (adasum.py).
 
         Raises:
             ValueError: if `flat` has another shape, or Adasum cannot combine it.
@@ -192,11 +193,11 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
+        if self._on_cuda:
+            self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:
             refuse_cut_bucket(plan, self.topology, self.dtype_across_nodes)
             bucket.adasum_numels = adasum_numels
-        if self._on_cuda:
-            self._carrier.look()  # type: ignore[union-attr]
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:

@@ -109,12 +109,12 @@ class InFlightBucket:
         has_short_tail: bool = True,
     ) -> None:
         """Make the chunks; the checksum, if any, goes behind the last, which with `has_short_tail` is cut once more."""
+        has_short_tail = has_short_tail and not self.adasum_numels
         parts = [self.flat]
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
         numel = parts[-1].numel()
         # The chunk with the checksum is copied: one short message more takes less time than a copy of a long chunk.
-        has_short_tail = has_short_tail and not self.adasum_numels
         if has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
             parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]

@@ -48,10 +48,10 @@ class Job:
 
     flat: Tensor  # 1-D, contiguous; summed in place
     topology: Topology
+    adasum_numels: tuple[int, ...] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
     dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
     shard: Tensor | None = None  # this rank's part of it between two-level stages
     by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
-    adasum_numels: tuple[int, ...] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
 
 
 @dataclass(frozen=True, kw_only=True)
