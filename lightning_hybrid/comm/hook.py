@@ -60,6 +60,26 @@ class HookState:
         return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None}
 
 
+def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
+    """Return the engine that carries a bucket, and the bucket's flat tensor.
+
+    Raises:
+        TypeError: for sparse gradients.
+        RuntimeError: if the state has no engine.
+    """
+    engine, buffer = state.engine, bucket.buffer()
+    if engine is None:
+        raise RuntimeError(
+            "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
+        )
+    if buffer.layout != torch.strided or not buffer.is_floating_point():
+        raise TypeError(
+            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
+            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
+        )
+    return engine, buffer
+
+
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket over all ranks, in place, in the background; for `register_comm_hook(state, average_bucket)`.
 
@@ -72,16 +92,7 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         TypeError: for sparse gradients.
         RuntimeError: if the engine has failed or is closed.
     """
-    engine, buffer = state.engine, bucket.buffer()
-    if engine is None:
-        raise RuntimeError(
-            "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
-        )
-    if buffer.layout != torch.strided or not buffer.is_floating_point():
-        raise TypeError(
-            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
-            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
-        )
+    engine, buffer = engine_and_buffer(state, bucket)
     if state.scatter is not None and (future := state.scatter(bucket)) is not None:
         return future
     # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.

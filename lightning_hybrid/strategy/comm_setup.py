@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
+from lightning_hybrid.comm.adasum_hook import adasum_bucket
+from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
     Planner,
@@ -22,6 +24,7 @@ from lightning_hybrid.strategy.arguments import (
     plan_from,
     refuse_unknown_options,
 )
+from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
 
 class CommSetupMixin:
@@ -31,6 +34,8 @@ class CommSetupMixin:
     _work_group: dist.ProcessGroup | None = None
     _shares_update = False
     _topology: Topology  # known when DDP is configured
+    _reduction: Literal["mean", "adasum"] = "mean"
+    _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
     cluster_environment: Any
     global_rank: int
     world_size: int
@@ -48,7 +53,9 @@ class CommSetupMixin:
         plan: CommPlan | Planner | str | None,
         comm_dtype: str | torch.dtype | None,
         comm_dtype_across_nodes: str | torch.dtype | None,
+        reduction: Any,
         loss_scale: str | float | LossScale | None,
+        tune: Any = "off",
     ) -> dict[str, Any]:
         # Returns the options for DDP. `own`: the strategy's, by name.
         refuse_unknown_options(ddp_kwargs, own=own)
@@ -59,6 +66,13 @@ class CommSetupMixin:
         self._comm_dtype = dtype_from(comm_dtype)
         self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
+        self._reduction = reduction_from(
+            reduction,
+            self._plan,
+            has_planner=self._planner is not None,
+            dtype_across_nodes=self._dtype_across_nodes,
+            tune=tune,
+        )
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
@@ -67,7 +81,9 @@ class CommSetupMixin:
     def _check_ranks_per_node(self) -> None:
         # Where ranks and world size are known first, before any process group.
         if self._ranks_per_node is not None and self.cluster_environment is not None:
-            self._discover_topology()
+            topology = self._discover_topology()
+            if self._reduction == "adasum":
+                refuse_odd_nodes(topology)
 
     def _discover_topology(self) -> Topology:
         # Collective, unless the user said it by `ranks_per_node`.
@@ -80,6 +96,8 @@ class CommSetupMixin:
     def _find_plan(self, module: nn.Module) -> None:
         """Find the topology and, where a planner was given, its plan for this module. Collective."""
         self._topology = self._discover_topology()
+        if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
+            self._plan, self._bucket_hook = plan, adasum_bucket
         if self._planner is not None:
             dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
             self._plan = ask_planner(self._planner, module, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
@@ -110,6 +128,11 @@ class CommSetupMixin:
             for one in sharing:
                 one.work_group = self._work_group  # type: ignore[attr-defined]
 
+    def _warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
+        # Once it is known whether there are several nodes.
+        if self._bucket_hook is adasum_bucket:
+            warn_of_trust_ratios(optimizers)
+
     def _end_shared_work(self, optimizers: Sequence[Optimizer]) -> None:
         group, self._work_group = self._work_group, None
         if group is not None:
@@ -119,6 +142,8 @@ class CommSetupMixin:
 
     def _note_plan(self, plan: CommPlan) -> None:
         self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+        if self._bucket_hook is adasum_bucket:
+            self.communication_plan += "; Adasum between nodes"
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:

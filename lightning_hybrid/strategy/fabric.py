@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState, average_bucket
+from lightning_hybrid.comm import CommEngine, CommPlan, HookState
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.fabric_plugin import FabricMasterWeightMixin
@@ -55,6 +55,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: as in Fabric's `DDPStrategy`.
@@ -77,6 +78,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
         loss_scale: str | float | LossScale | None = None,
+        reduction: Literal["mean", "adasum"] = "mean",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -97,6 +99,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             plan=plan,
             comm_dtype=comm_dtype,
             comm_dtype_across_nodes=comm_dtype_across_nodes,
+            reduction=reduction,
             loss_scale=loss_scale,
         )
         self._engines: list[CommEngine] = []
@@ -156,7 +159,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
                 assert half.masters is not None
                 half.masters.broadcast_(module, ignored)
             engine = self._new_engine()
-        wrapped.register_comm_hook(HookState(engine=engine, comm_dtype=self._comm_dtype), average_bucket)
+        wrapped.register_comm_hook(HookState(engine=engine, comm_dtype=self._comm_dtype), self._bucket_hook)
         if not self._engines:
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
             # A Fabric has no end but the process's, in a child of `launch(function)` as well.
@@ -170,6 +173,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse an optimizer that cannot work with masters; load its state as fp32."""
+        self._warn_of_reduction([optimizer])
         if self._half is not None:
             self._half.connect_optimizer(optimizer)
         return optimizer

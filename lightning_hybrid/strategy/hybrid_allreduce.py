@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, average_bucket
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -71,6 +71,8 @@ class HybridAllReduceMixin(
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
+        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`: for each parameter the Adasum of the
+            nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
@@ -97,6 +99,7 @@ class HybridAllReduceMixin(
         tune_cache_dir: str | None = None,
         trace_dir: str | None = None,
         link_bytes_per_s: float | None = None,
+        reduction: Literal["mean", "adasum"] = "mean",
         loss_scale: str | float | LossScale | None = None,
         shard_update: Literal["off", "node"] = "off",
         accelerator: Accelerator | None = None,
@@ -119,11 +122,13 @@ class HybridAllReduceMixin(
             plan=plan,
             comm_dtype=comm_dtype,
             comm_dtype_across_nodes=comm_dtype_across_nodes,
+            reduction=reduction,
             loss_scale=loss_scale,
+            tune=tune,
         )
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
         self._shard_update = shard_update_from(shard_update)
-        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto"
+        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and reduction == "mean"
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
         self._engine: CommEngine | None = None
@@ -210,6 +215,7 @@ class HybridAllReduceMixin(
             self._share_work(self.optimizers)
             if self._shares_update:
                 self._begin_sharing(self._masters)
+            self._warn_of_reduction(self.optimizers)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
     def model_to_device(self) -> None:
@@ -248,7 +254,7 @@ class HybridAllReduceMixin(
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
         self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
-        self.model.register_comm_hook(self._hook_state, average_bucket)
+        self.model.register_comm_hook(self._hook_state, self._bucket_hook)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 

@@ -39,6 +39,28 @@ def bytes_sent():
     return sent["eth0:"], sent["lo:"]
 
 
+def adasums_and_bytes(dtypes):
+    """On every rank: dtype -> Adasum of ones, which are their mean, and bytes its host sent between hosts for it."""
+    engine = CommEngine(
+        topology=Topology.discover(),
+        plan=CommPlan(algorithm="hierarchical", chunk_bytes=2**50),
+        timeout=timedelta(seconds=30),
+        device=torch.device("cpu"),
+    )
+    found = {}
+    for dtype in dtypes:
+        flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
+        dist.barrier()
+        before, _ = bytes_sent()
+        dist.barrier()  # nobody starts before everybody has read
+        engine.submit(flat, bucket_index=0, is_last=True, adasum_numels=(1000, flat.numel() - 1000)).wait()
+        dist.barrier()  # everybody has sent
+        found[dtype] = flat.unique().tolist(), bytes_sent()[0] - before
+        dist.barrier()
+    engine.close()
+    return found
+
+
 def sums_and_bytes(algorithms, dtypes):
     """On every rank: (algorithm, dtype) -> sum of ones, bytes its host sent for it between hosts and inside."""
     topology = Topology.discover()
@@ -88,6 +110,20 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
     print(f"claimed {claim.across / NUM_BYTES:.4f} and {claim.inside / NUM_BYTES:.4f}")
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16  # barriers, where nothing else is sent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_skip, num_hosts):
+    """2 (N - 1) / N of the bytes; inner products of two tensors are part of the tolerance."""
+    with Cluster(num_hosts=num_hosts, ranks_per_host=2, mbit_per_s=2000) as cluster:
+        found = cluster.call(adasums_and_bytes, DTYPES, timeout_s=60)
+    claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across
+    for dtype in DTYPES:
+        assert [of_rank[dtype][0] for of_rank in found] == [[2.0]] * len(found)  # the sum in the node
+        across = max(of_rank[dtype][1] for of_rank in found)
+        print(f"{num_hosts} hosts, {dtype}: {across / NUM_BYTES:.4f} of the bucket; claimed {claim / NUM_BYTES:.4f}")
+        assert claim <= across <= claim * (1 + TOLERANCE)
 
 
 def test_the_kernels_counters_and_the_emulators_agree(measured):

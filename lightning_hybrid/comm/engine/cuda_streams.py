@@ -38,7 +38,7 @@ from torch.futures import Future
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, Stage, run_stage, stage_scopes, stages_of
+from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, Stage, run_stage, stage_scopes, stages_by_name
 from lightning_hybrid.comm.health.abort import abort_all
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.watchdog import Watchdog
@@ -121,7 +121,7 @@ class CudaStreams:
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
         """Cut a bucket into chunks: several only where there are two streams to overlap."""
         # No short tail for the checksum: on a device a copy costs less than one message more.
-        num_chunks = bucket.plan.num_chunks if len(stages_of(bucket.plan.algorithm)) > 1 else 1
+        num_chunks = bucket.plan.num_chunks if len(stages_by_name(bucket.plan.algorithm)) > 1 else 1
         bucket.split(job, num_chunks, checksum=checksum, alignment=self._alignment, has_short_tail=False)
 
     def accept(self, bucket: InFlightBucket) -> None:
@@ -139,7 +139,7 @@ class CudaStreams:
             raise RuntimeError(bucket.error) from bucket.cause
 
     def _issue(self, bucket: InFlightBucket, at: list[str]) -> Future[Tensor]:
-        flat, stages = bucket.flat, stages_of(bucket.plan.algorithm)
+        flat, stages = bucket.flat, stages_by_name(bucket.plan.algorithm)
         streams = [self._stream_of(stage) for stage in stages]
         issued = _Issued(bucket=bucket, ready=self._event(), done=self._event())
         bucket.compare_contents(self._watchdog)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
+from lightning_hybrid.comm.engine.adasum import refuse_cut_bucket
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
@@ -180,6 +181,7 @@ class CommEngine:
         *,
         bucket_index: int,
         is_last: bool = False,
+        adasum_numels: tuple[int, ...] = (),
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
         exchange: NodeExchange | None = None,
         keeps_shard: bool = False,
@@ -196,8 +198,11 @@ class CommEngine:
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
         and so does every later call. On CUDA a future only orders streams, and the next call raises.
 
+        With `adasum_numels`, the elements of each tensor in `flat`, it is summed inside nodes only, and its tensors are
+        combined over nodes by Adasum (adasum.py).
+
         Raises:
-            ValueError: if `flat` has another shape.
+            ValueError: if `flat` has another shape, or Adasum cannot combine it.
         """
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(
@@ -212,6 +217,9 @@ class CommEngine:
             new_job = partial(new_job, keeps_shard=True)
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
+        if adasum_numels:
+            refuse_cut_bucket(plan, self.topology, self.dtype_across_nodes)
+            bucket.adasum_numels = adasum_numels
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:
@@ -226,7 +234,8 @@ class CommEngine:
         # new gets `contents`, which are compared through the store before anything of it is sent.
         record, several = self._order.add(bucket.plan, is_last=bucket.is_last), self.topology.world_size > 1
         if record is not None and several:
-            text = f"{record}; all so far: {self._order.value:016x}"
+            reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
+            text = f"{record}{reduction}; all so far: {self._order.value:016x}"
             bucket.contents = f"order/{self._order.num_submitted}", text
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 

@@ -86,6 +86,7 @@ class InFlightBucket:
     plan: BucketPlan
     finish: Callable[[Tensor], Tensor]  # applied to the sum
     traffic: Traffic = NO_TRAFFIC
+    adasum_numels: tuple[int, ...] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
     contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
     is_last: bool = False  # of its step
     keeps_shard: bool = False  # `two_level` stops before the gather
@@ -111,6 +112,7 @@ class InFlightBucket:
         """Make the chunks; the checksum, if any, goes behind the last, which with `has_short_tail` is cut once more."""
         if self.keeps_shard:  # whole parts for each rank of the node, as the caller has packed them
             alignment = SHARD_ALIGNMENT * len(job(self.flat).topology.node)
+        has_short_tail = has_short_tail and not self.adasum_numels
         parts = [self.flat]
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
@@ -119,6 +121,7 @@ class InFlightBucket:
         if has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
             parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
+        self.chunks[-1].job.adasum_numels = self.adasum_numels
         self.chunks[-1].checksum = checksum
         self.chunks[-1].is_last = self.is_last
         self._num_open = len(self.chunks)  # counted down by `chunk_done`

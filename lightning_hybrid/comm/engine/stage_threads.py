@@ -22,7 +22,7 @@ from lightning_hybrid.comm.bucket_layout import is_node_exchange
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import CopyPool
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import Job, Stage, group_name, run_stage, stages_of
+from lightning_hybrid.comm.engine.stages import Job, Stage, group_name, run_stage, stages_by_name
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace
@@ -88,14 +88,14 @@ class StageThreads:
                         stage_thread.queue.put(None)
                     if stage_thread.thread is not None:
                         stage_thread.thread.join()
-                for stage in stages_of(algorithm):  # also those without a thread here: all ranks forget the same
+                for stage in stages_by_name(algorithm):  # also those without a thread here: all ranks forget the same
                     self._groups.forget_stage(group_name(stage, column))
             del found[num_used:]
 
     def _start(self, algorithm: Algorithm, column: int) -> list[StageThread]:
         stage_threads = [
             StageThread(stage=stage, column=column, group_name=group_name(stage, column))
-            for stage in stages_of(algorithm)
+            for stage in stages_by_name(algorithm)
             if self._groups.by_stage[group_name(stage, column)] is not None
         ]
         for index, each in enumerate(stage_threads):

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
+from lightning_hybrid.comm.engine.adasum import adasum_
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope, Topology
 
@@ -48,6 +49,7 @@ class Job:
 
     flat: Tensor  # 1-D, contiguous; summed in place
     topology: Topology
+    adasum_numels: tuple[int, ...] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
     dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
     shard: Tensor | None = None  # this rank's part of it between two-level stages
     keeps_shard: bool = False  # two-level stops before the gather: the shard stays in its place in `flat`
@@ -74,6 +76,9 @@ def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
+    if job.adasum_numels:
+        adasum_(job.flat, job.adasum_numels, group, sum_=_ring if job.by_backend else _all_reduce_by_bytes)
+        return
     _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
 
 
@@ -184,7 +189,7 @@ NODE_STAGES: dict[NodeExchange, tuple[Stage, ...]] = {
 }
 
 
-def stages_of(name: Any) -> tuple[Stage, ...]:
+def stages_by_name(name: Any) -> tuple[Stage, ...]:
     """Return the stages of an algorithm, or of an exchange in the node."""
     return NODE_STAGES[name] if name in NODE_STAGES else STAGES[name]
 
@@ -208,7 +213,7 @@ def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
         group_name(stage, column): stage.scope
         for algorithm, num_columns in columns.items()
         for column in range(num_columns)
-        for stage in stages_of(algorithm)
+        for stage in stages_by_name(algorithm)
     }
 
 

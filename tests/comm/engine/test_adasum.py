@@ -1,0 +1,314 @@
+"""Adasum between nodes: held against the formula in float64, and what it does to buckets, checksums and bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid.comm import CommPlan, HookState, Topology, traffic_of
+from lightning_hybrid.comm.adasum_hook import adasum_bucket
+from lightning_hybrid.comm.engine import adasum
+from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
+from tests.comm.engine.recording_cuda import CUDA, Cuda
+from tests.comm.layouts import engine_over, integers, name, reals
+from tests.reference.adasum import of_buckets
+from tests.toy import error_of
+
+PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
+TWO_NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1, 3))]
+FOUR_NODES = ((0,), (1,), (2,), (3,))
+NODES = [*TWO_NODES, FOUR_NODES]
+NUMELS = (3, 0, 1000, 1, 517, 70_000, 5)  # cut by halves and quarters, left whole by them, and empty
+
+
+def world_of(nodes):
+    return sum(map(len, nodes))
+
+
+def combine(nodes, buckets, *, like_cuda=False):
+    """Each bucket's (flat, numels), all in flight at once; what this rank holds afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = Cuda()
+        if like_cuda:
+            cuda.installed(patch)
+        engine = engine_over(nodes, PLAN, **({"device": CUDA} if like_cuda else {}))
+        buckets = [*buckets, (torch.ones(8), (8,))]  # with the checksum, which shifts where a bucket is halved
+        last = len(buckets) - 1
+        futures = [
+            engine.submit(flat, bucket_index=i, is_last=i == last, adasum_numels=numels)
+            for i, (flat, numels) in enumerate(buckets)
+        ]
+        *found, ones = [future.wait().clone() for future in futures]
+        assert torch.equal(ones, torch.full((8,), float(len(nodes[0]))))
+        engine.close()
+        assert cuda.found == []
+        return found
+
+
+def combine_reals(nodes, dtype, like_cuda=False):
+    rank = dist.get_rank()
+    return combine(nodes, [(reals(rank, sum(NUMELS), dtype), NUMELS) for _ in range(2)], like_cuda=like_cuda)
+
+
+def relative_errors(found, expected):
+    parts = zip(found.double().split(NUMELS), expected, strict=True)
+    return [float((part - right).norm() / right.norm()) for part, right in parts if part.numel()]
+
+
+# One rounding to the wire for what a node has summed, and one a level: at most 4 u, of which parts are random.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 4 * 2**-11)], ids=str)
+@pytest.mark.parametrize("nodes", NODES, ids=name)
+def test_every_rank_holds_the_tree_of_the_formula_in_float64(rank_pool, nodes, dtype, bound):
+    per_rank = rank_pool.ranks(world_of(nodes)).run(combine_reals, nodes, dtype)
+    expected = of_buckets([reals(rank, sum(NUMELS), dtype) for rank in range(world_of(nodes))], NUMELS, nodes)
+    for found in per_rank:
+        for bucket in found:
+            assert torch.equal(bucket, per_rank[0][0])
+            assert max(relative_errors(bucket, expected)) < bound
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
+def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nodes):
+    """By streams that record who waits for whom. Not run on a GPU."""
+    expected = of_buckets([reals(rank, sum(NUMELS), torch.float32) for rank in range(4)], NUMELS, nodes)
+    for found in four_ranks.run(combine_reals, nodes, torch.float32, True):
+        for bucket in found:
+            assert max(relative_errors(bucket, expected)) < 1e-6
+
+
+# ---- what it is for --------------------------------------------------------------------------------------------------
+
+
+def combine_rows(nodes, rows, numels):
+    """A bucket of each row of this rank."""
+    return combine(nodes, [(row[dist.get_rank()].clone(), numels) for row in rows])
+
+
+def rows_of(dtype):
+    """(name, what each of four nodes has, what it becomes), for one parameter of 80 elements; all exact."""
+    apart = torch.stack([integers(rank, 80, dtype) * (torch.arange(80) % 4 == rank) for rank in range(4)])
+    one = integers(7, 80, dtype)
+    parallel = torch.stack([one, 3 * one, 3 * one, one])
+    return [
+        ("orthogonal: the sum", apart, apart.sum(0)),
+        ("equal: the mean", one.expand(4, -1).clone(), one),
+        ("parallel: the mean", parallel, 2 * one),
+        ("one alone: itself", torch.stack([0 * one, 0 * one, one, 0 * one]), one),
+        ("zero: zero", torch.zeros(4, 80, dtype=dtype), torch.zeros(80, dtype=dtype)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_orthogonal_gives_the_sum_and_parallel_the_mean_to_the_bit(four_ranks, dtype):
+    cases = rows_of(dtype)
+    for found in four_ranks.run(combine_rows, FOUR_NODES, [given for _, given, _ in cases], (80,)):
+        for (case, _, expected), bucket in zip(cases, found, strict=True):
+            assert torch.equal(bucket, expected), case
+
+
+def test_each_parameter_is_combined_by_itself(four_ranks):
+    """Two in one bucket: equal ones are averaged next to orthogonal ones that are added."""
+    cases = rows_of(torch.float32)
+    (_, apart, added), (_, equal, averaged), *_ = cases
+    for (found,) in four_ranks.run(combine_rows, FOUR_NODES, [torch.cat([apart, equal], dim=1)], (80, 80)):
+        assert torch.equal(found, torch.cat([added, averaged]))
+
+
+def test_what_follows_the_parameters_is_summed(four_ranks):
+    """The checksum of a step's order, which must be the sum over ranks."""
+    rows = torch.stack([integers(rank, 128, torch.float16) for rank in range(4)])
+    for nodes in (((0, 1), (2, 3)), FOUR_NODES):
+        for (found,) in four_ranks.run(combine_rows, nodes, [rows], (50,)):
+            assert torch.equal(found[50:], rows.sum(0)[50:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_loss_scale_passes_through_to_the_bit(four_ranks, dtype):
+    rows = torch.stack([reals(rank, 300, dtype) for rank in range(4)])
+    for plain, scaled in four_ranks.run(combine_rows, FOUR_NODES, [rows, rows * 64], (100, 200)):
+        assert torch.equal(64 * plain, scaled)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
+def test_what_overflowed_on_one_rank_is_not_finite_on_any(four_ranks, nodes, value):
+    """In the parameter that overflowed; in the others all is as without."""
+    rows = torch.stack([integers(rank, 96, torch.float16) for rank in range(4)])
+    bad = rows.clone()
+    bad[3, 40] = value
+    for found, plain in four_ranks.run(combine_rows, nodes, [bad, rows], (32, 32, 32)):
+        assert not found[32:64].isfinite().any()
+        assert torch.equal(found[:32], plain[:32])
+        assert torch.equal(found[64:], plain[64:])
+
+
+def test_a_sum_beyond_fp16_is_inf_and_no_large_number(four_ranks):
+    """Orthogonal gradients add up: 40,000 of each of two ranks of a node."""
+    rows = torch.zeros(4, 64).half()
+    rows[:2] = 40_000.0
+    for (found,) in four_ranks.run(combine_rows, ((0, 1), (2, 3)), [rows], (64,)):
+        assert not found.isfinite().any()
+
+
+def large_last_bucket():
+    engine = engine_over(((0,), (1,)), PLAN)
+    flat = torch.ones(1_200_000)
+    engine.submit(flat, bucket_index=0, is_last=True, adasum_numels=(500_000, 700_000)).wait()
+    engine.close()
+    return flat.unique()
+
+
+def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
+    """As one that is summed would be: what is cut off would be combined by itself, or added."""
+    for found in two_ranks.run(large_last_bucket):
+        assert found.tolist() == [1.0]
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_sent(nodes, numel):
+    """What this rank sent of a bucket and of one with a checksum, by counting messages."""
+    sent, swap = [], adasum._swap
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counting(given, *others):
+            sent.append(given.numel() * given.element_size())
+            swap(given, *others)
+
+        patch.setattr(adasum, "_swap", counting)
+        combine(nodes, [(torch.ones(numel), (numel // 2, numel // 2))])
+    return sum(sent)
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
+def test_a_node_sends_what_the_formula_says(four_ranks, nodes):
+    """2 (N - 1) / N of the bytes; the step's last bucket has the 128 elements of the checksum besides."""
+    topology, numel = Topology(rank=0, nodes=nodes), 2**12
+    claim = traffic_of("hierarchical", topology, 4 * (numel + 8 + 128)).across
+    sent = four_ranks.run(bytes_sent, nodes, numel)
+    for leader, *others in nodes:
+        assert abs(sent[leader] - claim) <= 2 * 2 * 16 * 4  # halves are cut at multiples of 16 elements
+        assert [sent[rank] for rank in others] == [0] * len(others)
+
+
+# ---- what holds it safe ----------------------------------------------------------------------------------------------
+
+
+def with_other_steps(is_other):
+    """Rank 3 submits as if gradients were to be averaged; or a bucket of two parameters for one."""
+    engine = engine_over(FOUR_NODES, PLAN)
+    numels = (40, 40)
+    if dist.get_rank() == 3:
+        numels = () if is_other == "mean" else (80,)
+    text = error_of(lambda: engine.submit(torch.ones(80), bucket_index=0, is_last=True, adasum_numels=numels).wait())
+    engine.close()
+    return text
+
+
+@pytest.mark.parametrize("is_other", ["mean", "other parameters"])
+def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, is_other):
+    for text in four_ranks.run(with_other_steps, is_other):
+        assert "rank 3" in text
+        assert "Adasum of 2 tensors" in text
+
+
+def swapped():
+    """Rank 2 hands two buckets of one size over the other way round, after steps in which all did either."""
+    engine = engine_over(((0, 1), (2, 3)), PLAN)
+    text = ""
+    for order in ((0, 1), (1, 0), (1, 0) if dist.get_rank() == 2 else (0, 1)):
+        try:
+            futures = [engine.submit(torch.ones(40), bucket_index=i, adasum_numels=(40,)) for i in order]
+            futures += [engine.submit(torch.ones(8), bucket_index=2, is_last=True, adasum_numels=(8,))]
+            for future in futures:
+                future.wait()
+        except RuntimeError as error:
+            text = str(error)
+    engine.close()
+    return text
+
+
+def test_the_order_of_buckets_is_compared_as_for_sums(four_ranks):
+    for text in four_ranks.run(swapped):
+        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (CommPlan(algorithm="two_level"), {}),
+        (CommPlan(algorithm="hierarchical", chunk_bytes=2**16), {}),
+        (PLAN, {"dtype_across_nodes": torch.float16}),
+    ],
+    ids=["two_level", "chunks", "dtype across"],
+)
+def test_an_engine_that_would_cut_parameters_or_round_twice_refuses(four_ranks, plan, options):
+    for text in four_ranks.run(refusal, plan, options):
+        assert text.startswith("ValueError: bucket 0 (=")
+        assert "must be 'hierarchical' in one chunk and in its own dtype for Adasum" in text
+
+
+def refusal(plan, options):
+    engine = engine_over(((0, 1), (2, 3)), plan, **options)
+    text = error_of(engine.submit, torch.zeros(2**20), bucket_index=0, adasum_numels=(2**20,))
+    engine.close()
+    return text
+
+
+@pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2), (3,))], ids=name)
+def test_nodes_that_no_tree_fits_are_refused(nodes):
+    with pytest.raises(ValueError, match=r"`reduction` \(='adasum'\) needs .* use `strategy.reduction=mean`"):
+        refuse_odd_nodes(Topology(rank=0, nodes=nodes))
+
+
+# ---- under DistributedDataParallel -----------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    """A parameter of complex numbers between real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 40), nn.Linear(40, 3)
+        self.turn = nn.Parameter(torch.randn(40, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.last(torch.view_as_real(self.first(x).tanh() * self.turn).sum(-1))
+
+
+def gradients(nodes, comm_dtype, scale):
+    """Of this rank alone, and as the hook leaves them, by parameter."""
+    torch.manual_seed(0)
+    network = Complex()
+    batch = torch.randn(8, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+    (scale * network(batch).square().mean()).backward()
+    alone = [_flat(parameter.grad) for parameter in network.parameters()]
+    engine = engine_over(nodes, PLAN)
+    model = DistributedDataParallel(network, bucket_cap_mb=0.001)
+    model.register_comm_hook(HookState(engine=engine, comm_dtype=comm_dtype), adasum_bucket)
+    for _ in range(2):  # DDP rebuilds its buckets after the first
+        model.zero_grad()
+        (scale * model(batch).square().mean()).backward()
+    combined = [_flat(parameter.grad) for parameter in network.parameters()]
+    engine.close()
+    return alone, combined
+
+
+def _flat(gradient):
+    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten().clone()
+
+
+# fp16: gradients are cast once, sums in the node and each level are rounded; a subnormal keeps fewer digits.
+@pytest.mark.parametrize(("comm_dtype", "bound"), [(None, 1e-6), (torch.float16, 6 * 2**-11)], ids=str)
+@pytest.mark.parametrize("nodes", NODES, ids=name)
+def test_ddp_gets_the_adasum_of_the_nodes_means(rank_pool, nodes, comm_dtype, bound):
+    per_rank = rank_pool.ranks(world_of(nodes)).run(gradients, nodes, comm_dtype, 1024.0)
+    for place, first in enumerate(per_rank[0][1]):
+        (expected,) = of_buckets([alone[place] for alone, _ in per_rank], (first.numel(),), nodes)
+        for _, combined in per_rank:
+            assert torch.equal(combined[place], first)
+            assert (combined[place].double() - expected / len(nodes[0])).norm() <= bound * expected.norm()
