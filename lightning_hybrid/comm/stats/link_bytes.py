@@ -38,9 +38,9 @@ def traffic_of(
                                  + (k - 1) S                       gather
 
     `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
-    the checksum of a step, fractions of a KiB, and that chunks of few KiB, which nodes exchange whole
-    (`between_nodes_form`), cost N / 2 times `across`. These are the algorithms as they are on the CPU; NCCL chooses its
-    own rings.
+    the checksum of a step, fractions of a KiB, Adasum's inner products (else it sends as `hierarchical`), and that
+    chunks of few KiB, which nodes exchange whole (`between_nodes_form`), cost N / 2 times `across`. These are the
+    algorithms as they are on the CPU; NCCL chooses its own rings.
 
     Raises:
         ValueError: for `two_level` on nodes of different size, which has no shards there.
