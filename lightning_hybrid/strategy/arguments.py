@@ -253,6 +253,21 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
+def refuse_slices(module: nn.Module) -> None:
+    """Check that no layer is cut over ranks (`models/sliced.py`): every rank's slice would be taken for the whole.
+
+    Raises:
+        ValueError: names the layer.
+    """
+    for name, layer in module.named_modules():
+        if hasattr(layer, "slice_group"):
+            raise ValueError(
+                f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cannot train "
+                "slices yet, as its loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as "
+                "it is, or train with DistributedDataParallel in a loop of your own, as models/sliced.py shows."
+            )
+
+
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Check that `module` has every parameter that an optimizer trains: DDP would not average others.
 

@@ -22,6 +22,7 @@ from lightning_hybrid.strategy.arguments import (
     dtype_from,
     one_bucket_size,
     plan_from,
+    refuse_slices,
     refuse_unknown_options,
 )
 from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
@@ -95,6 +96,7 @@ class CommSetupMixin:
 
     def _find_plan(self, module: nn.Module) -> None:
         """Find the topology and, where a planner was given, its plan for this module. Collective."""
+        refuse_slices(module)
         self._topology = self._discover_topology()
         if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
             self._plan, self._bucket_hook = plan, adasum_bucket

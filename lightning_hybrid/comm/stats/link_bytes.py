@@ -42,9 +42,9 @@ def traffic_of(
         node_collect      inside = (k - 1) / k S                   to the node's leader
 
     `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
-    the checksum of a step, fractions of a KiB, and that chunks of few KiB, which nodes exchange whole
-    (`between_nodes_form`), cost N / 2 times `across`. These are the algorithms as they are on the CPU; NCCL chooses its
-    own rings.
+    the checksum of a step, fractions of a KiB, Adasum's inner products (else it sends as `hierarchical`), and that
+    chunks of few KiB, which nodes exchange whole (`between_nodes_form`), cost N / 2 times `across`. These are the
+    algorithms as they are on the CPU; NCCL chooses its own rings.
 
     Raises:
         ValueError: for `two_level` on nodes of different size, which has no shards there.
