@@ -114,7 +114,8 @@ class MemoryReport:
                 break
         else:
             tried += [
-                f"{' '.join(choice.settings)} ({_gb(choice.most_bytes)} GB, fits: the bubble is {choice.bubble:.1%})"
+                f"{' '.join(choice.settings)}, in batches of {choice.num_images:,} images "
+                f"({_gb(choice.most_bytes)} GB, fits: the bubble is {choice.bubble:.1%})"
                 for choice in pipelines[:1]
             ]
             if not pipelines:

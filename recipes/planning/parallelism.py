@@ -38,6 +38,7 @@ class PipelineChoice:
 
     Args:
         num_ranks: Ranks of a pipeline, all on one node.
+        num_images: Images of a pipeline in a step: those of as many data-parallel ranks.
         first_blocks: Names of the blocks with which stages begin, the first stage aside.
         step_s: Time of a step.
         bubble: Share of the step in which ranks wait for one another.
@@ -49,6 +50,7 @@ class PipelineChoice:
     schedule: str
     num_ranks: int
     stages_per_rank: int
+    num_images: int
     num_microbatches: int
     recomputes: bool
     first_blocks: tuple[str, ...]
@@ -173,6 +175,7 @@ class _Pipeline:
             schedule=self.schedule,
             num_ranks=self.num_ranks,
             stages_per_rank=per_rank,
+            num_images=self.num_ranks * scenario.batch_size_per_rank,
             num_microbatches=self.num_micro,
             recomputes=self.recomputes,
             first_blocks=tuple(self.blocks[cut].name for cut in cuts),
@@ -202,7 +205,8 @@ def what_pays(choices: Sequence[PipelineChoice], data_parallel_s: float) -> str:
     if best.step_s < (1 - CLEARLY_FASTER) * data_parallel_s:
         return (
             f"A pipeline pays: of {words}, it saves {1 - best.step_s / data_parallel_s:.1%} of a step, if small "
-            f"micro-batches are as efficient. To train with it: {' '.join(best.settings)}."
+            f"micro-batches are as efficient. To train with it: {' '.join(best.settings)}, in batches of "
+            f"{best.num_images:,} images."
         )
     if best.step_s <= data_parallel_s:
         return f"Data parallelism pays: the best pipeline, of {words}, saves less than {CLEARLY_FASTER:.0%} of a step."
