@@ -70,7 +70,8 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
 def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
     """Warn of optimizers that divide by the size of a gradient: of Adasum they keep the direction alone."""
     for optimizer in optimizers:
-        if any(group.get("trust_ratio") for group in optimizer.param_groups):
+        # Groups may say `trust_ratio` to an optimizer that has none: those of `optim.param_groups` do.
+        if "trust_ratio" in optimizer.defaults and any(group["trust_ratio"] for group in optimizer.param_groups):
             name = type(optimizer).__name__
             rank_zero_warn(
                 f"`reduction` (='adasum') with {name}: its trust ratio divides by the size of each parameter's "

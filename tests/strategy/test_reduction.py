@@ -168,8 +168,15 @@ def lamb(parameters):
     return LAMB(parameters, lr=1.0)
 
 
+def sgd_on_groups(parameters):
+    """As recipes make it: the groups say `trust_ratio`, and SGD has none."""
+    return torch.optim.SGD([{"params": list(parameters), "trust_ratio": True}], lr=1.0)
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "word"), [(lars, "LARS"), (lamb, "LAMB"), (None, "")], ids=["LARS", "LAMB", "SGD"]
+    ("optimizer", "word"),
+    [(lars, "LARS"), (lamb, "LAMB"), (None, ""), (sgd_on_groups, "")],
+    ids=["LARS", "LAMB", "SGD", "SGD on groups"],
 )
 def test_optimizers_that_throw_its_size_away_are_warned_of_once(two_ranks, optimizer, word):
     for rank, (_, found) in enumerate(two_ranks.run(warnings_of, optimizer, {"ranks_per_node": 1})):
