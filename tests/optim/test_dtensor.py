@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -38,6 +38,15 @@ every_rule = pytest.mark.parametrize("rule", [LARS, LAMB])
 LR = {LARS: 4.0, LAMB: 0.1}
 # Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.
 SHAPES = [(8, 5), (5, 7), (1, 6), (3,), (4, 5000), (2, 3, 2, 2)]
+
+
+def mesh_of(shape, names=None):
+    """A mesh, without what torch remembers of one in an earlier world of the pool.
+
+    torch 2.11 holds meshes of equal shape for equal, and gives out one whose process groups have ended.
+    """
+    _clear_sharding_prop_cache()
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def shards(params, mesh, placements):
@@ -83,7 +92,7 @@ def distance(params, others):
 
 def steps_on_rank(mesh_shape, placements, rule, options, path, num_steps=6, shapes=SHAPES):
     """The distance from whole tensors on the same path."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     ours = parameters(*shapes)
     theirs = shards(ours, mesh, placements)
     common = {"lr": LR[rule], "weight_decay": 0.01, **options}
@@ -131,7 +140,9 @@ def distances_on_rank(rule, cases, path):
 def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four_ranks):
     """Hybrid sharding has replicas: to add over them too would count every element twice."""
     placements = [[Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
-    for found in four_ranks.run(steps_on_rank, (2, 2), placements, rule, {}, PATHS[path]):
+    # In a quotient of two norms a factor of both would not be seen.
+    options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
+    for found in four_ranks.run(steps_on_rank, (2, 2), placements, rule, options, PATHS[path]):
         assert found <= BOUND[path]
 
 
@@ -178,7 +189,7 @@ def block_net():
 
 def engines_on_rank(data_size, tensor_size, rule, path):
     """The distance from one process on the whole batch, the kinds of placements and the collectives of a step."""
-    mesh = init_device_mesh("cpu", (data_size, tensor_size), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of((data_size, tensor_size), names=("data", "tensor"))
     ours, theirs = block_net(), block_net()
     if tensor_size > 1:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -260,7 +271,7 @@ def test_fully_shard_over_tensor_parallelism_on_two_by_two_ranks(rule, path, fou
 
 def sequence_on_rank(path):
     """Each rank normalises a half of the rows; the distance, and whether such gradients were there."""
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     ours, theirs = (nn.Sequential(*block_net()[0].children()) for _ in range(2))
     plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel()}
     parallelize_module(theirs, mesh, plan)
@@ -288,7 +299,7 @@ def test_gradients_that_are_sums_yet_to_be_made_are_added_up(path, two_ranks):
 
 
 def collectives_on_rank(mesh_shape, rule, options):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     whole_params = parameters(*[(4, 3)] * 20)
     params = shards(whole_params, mesh, [[Shard(0)] * len(mesh_shape)])
     optimizer = rule(params, lr=LR[rule], weight_decay=0.01, **options)
@@ -325,7 +336,7 @@ def test_the_counter_of_collectives_counts(two_ranks):
 
 
 def counted_on_rank():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with Collectives() as collectives:
         tensor.full_tensor()
@@ -338,7 +349,7 @@ def counted_on_rank():
 
 def overflow_on_rank(rule, path):
     """Whether an inf in rank one's shard alone left every bit on this rank; the distance after two good steps."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     ours = parameters(*SHAPES)
     theirs = shards(ours, mesh, [[Shard(0)], [Replicate()]])
     optimizers = [rule(groups_of(some), lr=LR[rule], **path) for some in (ours, theirs)]
@@ -379,7 +390,7 @@ def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all(rule, path, 
 
 def resumed_on_rank(rule, path):
     """Three steps, saved whole, loaded into whole tensors and into shards; two more steps of all three."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     ours, net, other = block_net(), block_net(), block_net()
     for sharded in (net, other):
         for block in sharded:
@@ -426,7 +437,7 @@ def test_state_is_saved_whole_and_goes_on_as_whole_tensors_and_as_shards(rule, p
 
 
 def written_on_rank(path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     (weight,) = shards(parameters((4, 3)), mesh, [[Shard(0)]])
     out = (weight * weight).sum()
     weight.grad = torch.ones_like(weight)
@@ -445,7 +456,7 @@ def test_autograd_sees_that_the_step_wrote(path, two_ranks):
 
 
 def ratios_on_rank():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     ours = parameters(*SHAPES)
     theirs = shards(ours, mesh, [[Shard(0)]])
     give_grads(ours, theirs, 1)
@@ -464,7 +475,7 @@ def test_the_trust_ratios_that_are_logged_are_of_whole_tensors(two_ranks):
 
 def half_on_rank(path):
     """bfloat16 parameters whose state is float32; and float32 ones with bfloat16 gradients and copies."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     halves = parameters((8, 5), (3,), dtype=torch.bfloat16)
     sharded = shards(halves, mesh, [[Shard(0)]])
     optimizers = [LARS(some, lr=4.0, **path) for some in (halves, sharded)]
@@ -497,7 +508,7 @@ def test_half_precision_parameters_gradients_and_copies(path, two_ranks):
 
 
 def refusals_on_rank():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     partial = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]))
     sharded, replicated = shards(parameters((4, 3), (4, 3)), mesh, [[Shard(0)], [Replicate()]])
     messages = []

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_hybrid.checkpoint.param_names import state_by_name
@@ -81,6 +82,7 @@ def whole(tensor):
 
 def fit_on_rank(module, strategy, **settings):
     """Weights at the end, whole, and what kinds of tensors they were."""
+    _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.test_dtensor.mesh_of`
     trainer = toy.trainer(strategy=strategy, **settings)
     trainer.fit(module, toy.loader())
     kinds = {type(param).__name__ for param in module.net.parameters()}
@@ -160,6 +162,7 @@ def resume_on_rank(kind, optimizer, path, is_named=False):
         states = zip(checkpoint["optimizer_states"], [plain.configure_optimizers()], strict=True)
         checkpoint["optimizer_states"] = [state_by_name(state, one, plain) for state, one in states]
         torch.save(checkpoint, path)
+    _clear_sharding_prop_cache()
     trainer = toy.trainer(strategy=strategy, **precision_of(kind))
     trainer.fit(module, toy.loader(), ckpt_path=path)
     assert trainer.global_step == 8

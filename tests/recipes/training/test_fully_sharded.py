@@ -1,0 +1,37 @@
+"""What `strategy=fsdp2` refuses, and which module it gets. That it trains as `ddp`: `test_train.py`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+
+from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+from recipes.training import keys
+from recipes.training.fully_sharded import FullyShardedStrategy
+from tests.test_readme import ROOT
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "16-mixed"])
+def test_a_precision_that_has_no_fp32_masters_or_no_loss_scale_is_refused(precision):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", ["strategy=fsdp2", f"precision={precision}"])
+    with pytest.raises(ValueError, match=r"`precision` \(='.*'\) and strategy=fsdp2 .* Set precision=bf16-mixed or"):
+        keys.check_precision(cfg)
+    for fits in ("bf16-mixed", "32-true"):
+        cfg.precision = fits
+        keys.check_precision(cfg)
+
+
+def test_kernels_in_channels_last_are_refused():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"`channels_last` \(=true\) and strategy=fsdp2 .* `0.weight` has strides"):
+        FullyShardedStrategy().shard_(network)
+
+
+def test_an_average_of_shards_is_refused():
+    trainer = SimpleNamespace(strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match=r"`strategy` \(=ModelParallelStrategy\) and MasterWeightAveraging exclude"):
+        MasterWeightAveraging().setup(trainer, nn.Linear(1, 1), "fit")
