@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.checks import require_choice, require_whole
+from lightning_hybrid.placement import is_split
 
 HALF_PRECISIONS = ("16-true", "bf16-true")
 STATE_BYTES = {"sgd": 4, "lars": 4, "adamw": 8, "lamb": 8}
@@ -23,9 +24,6 @@ REST_BYTES = 0.1
 
 USABLE_SHARE = 0.9
 """Of a device's memory; our choice. The rest is for its context, workspaces of convolutions and fragments."""
-
-PART_ELEMENTS = 2**14
-"""The smallest part of a tensor that the ranks of a node share: the block whose sums the optimizers' passes keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +94,11 @@ def shared_share(numels: Sequence[int], num_ranks: int) -> float:
 
     Smaller tensors stay whole on each rank.
 
-    >>> shared_share([8 * PART_ELEMENTS], 8), shared_share([7 * PART_ELEMENTS], 8)
+    >>> shared_share([8 * BLOCK], 8), shared_share([7 * BLOCK], 8)
     (0.125, 1.0)
     """
     require_whole("num_ranks", num_ranks, "ranks of a node are counted")
-    split = sum(numel for numel in numels if numel > (num_ranks - 1) * PART_ELEMENTS)
+    split = sum(numel for numel in numels if is_split(numel, num_ranks))
     sigma = split / max(1, sum(numels))
     return sigma / num_ranks + 1 - sigma
 

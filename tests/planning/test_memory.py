@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_hybrid.models import ResNet
+from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.planning.memory import (
-    PART_ELEMENTS,
     USABLE_SHARE,
     MemoryNeed,
     StateBytes,
@@ -64,12 +64,12 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
 
 
 def test_a_tensor_of_as_many_parts_as_ranks_is_shared():
-    assert shared_share([3 * PART_ELEMENTS + 1], 4) == 1 / 4
-    assert shared_share([3 * PART_ELEMENTS], 4) == 1.0
+    assert shared_share([3 * BLOCK + 1], 4) == 1 / 4
+    assert shared_share([3 * BLOCK], 4) == 1.0
 
 
 def test_what_to_try_comes_in_order_and_each_needs_what_it_should():
-    numels = [100 * PART_ELEMENTS]
+    numels = [100 * BLOCK]
     needs = memory_needs(
         HALF_LARS,
         numels,

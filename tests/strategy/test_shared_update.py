@@ -57,6 +57,12 @@ def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, preci
         assert found == ALL_SAME
 
 
+def test_two_nodes_combined_by_adasum_share_the_update_to_the_bit(four_ranks):
+    kwargs = {"options": {"reduction": "adasum", "ranks_per_node": 2}}
+    for found, _ in four_ranks.run(both, sgd, "16-true", kwargs):
+        assert found == ALL_SAME
+
+
 def numels_held(precision, ranks_per_node):
     """Elements of masters and of momentum on this rank, in training and after it; and of the weights."""
     seen = {}

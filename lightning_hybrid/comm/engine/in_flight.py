@@ -121,7 +121,8 @@ class InFlightBucket:
         if has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
             parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
-        self.chunks[-1].job.adasum_numels = self.adasum_numels
+        if self.adasum_numels:
+            self.chunks[-1].job.adasum_numels = self.adasum_numels
         self.chunks[-1].checksum = checksum
         self.chunks[-1].is_last = self.is_last
         self._num_open = len(self.chunks)  # counted down by `chunk_done`
