@@ -139,12 +139,12 @@ void encode_all(const float* from, int64_t numel, const int32_t* ids, const floa
 }
 
 template <int BITS>
-void add_all(const uint64_t* messages, int64_t num_messages, int64_t numel, const float* signs, float* to) {
+void add_all(const uint8_t* messages, int64_t num_messages, int64_t stride, int64_t numel, const float* signs, float* to) {
   const int64_t num_blocks = (numel + BLOCK - 1) / BLOCK;
   alignas(64) float sum[BLOCK];
   for (int64_t block = 0; block < num_blocks; ++block) {
     for (int64_t index = 0; index < num_messages; ++index) {
-      const auto* message = reinterpret_cast<const uint8_t*>(messages[index]);
+      const uint8_t* message = messages + index * stride;
       const float step = as_float(uint32_t(reinterpret_cast<const uint16_t*>(message)[block]) << 16);
       const uint8_t* codes = message + 2 * num_blocks + block * CODE_BYTES<BITS>;
       alignas(64) float values[BLOCK];
@@ -182,9 +182,11 @@ void encode(const float* from, int64_t numel, int64_t bits, const int32_t* ids, 
             : encode_all<4>(from, numel, ids, signs, key, sample_every, message, noise);
 }
 
-void add_messages(const uint64_t* messages, int64_t num_messages, int64_t numel, int64_t bits, const float* signs,
-                  float* to) {
-  bits == 8 ? add_all<8>(messages, num_messages, numel, signs, to) : add_all<4>(messages, num_messages, numel, signs, to);
+// Messages begin `stride` bytes after each other.
+void add_messages(const uint8_t* messages, int64_t num_messages, int64_t stride, int64_t numel, int64_t bits,
+                  const float* signs, float* to) {
+  bits == 8 ? add_all<8>(messages, num_messages, stride, numel, signs, to)
+            : add_all<4>(messages, num_messages, stride, numel, signs, to);
 }
 
 }  // extern "C"
