@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -17,6 +17,10 @@ from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from lightning_hybrid.cpp_library import CannotBuildError
 
 _MASK = 2**32 - 1
+
+
+def _nothing(*_: float) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,54 +60,49 @@ class Coder:
     """A codec on one device, and the place in the training that its noise is a function of.
 
     `step` is set by who knows it, so that a run that is resumed draws what it would have drawn; `turn` counts the sums
-    of all gradients since then. Its methods may be called by several threads at once.
+    of all gradients since then. Methods may be called by several threads at once.
+
+    `count_rounding`: called on the CPU, after each message of this rank, with two sums of squares over every 16th of its
+    blocks: of errors, and of what was encoded.
 
     >>> coder, flat = Coder(Codec(bits=8), torch.device("cpu")), torch.arange(300.0)
     >>> message = torch.empty(coder.codec.message_bytes(300), dtype=torch.uint8)
-    >>> coder.blocks(300).encode(flat, message, sender=0)
+    >>> coder.blocks(flat).encode(flat, message, sender=0)
     >>> coder.add(torch.stack([message, message]), flat)
     >>> flat[:3].tolist(), bool((flat / 2 - torch.arange(300.0)).abs().max() < 300 / 127)
     ([0.0, 2.0, 4.0], True)
     """
 
-    def __init__(self, codec: Codec, device: torch.device) -> None:
+    def __init__(
+        self, codec: Codec, device: torch.device, count_rounding: Callable[[float, float], None] = _nothing
+    ) -> None:
         self.codec = codec
         self.step = self.turn = 0
+        self._count_rounding = count_rounding
         signs = random_signs(BLOCK, codec.seed).to(device) / 16 if codec.bits == 4 else None
         self._passes = _passes_for(device, codec.bits, signs)
-        self._measures = device.type == "cpu"
-        self._noise = torch.zeros(2, dtype=torch.float64)
-        self._lock = threading.Lock()
+        self._measures = device.type == "cpu"  # on CUDA the host would have to wait for it
 
     def begin_step(self, step: int) -> None:
         """Set the place in the training."""
         self.step, self.turn = step, 0
 
-    def blocks(self, numel: int, ids: Tensor | None = None) -> Blocks:
-        """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on the device; None: from zero on."""
+    def blocks(self, flat: Tensor, ids: Tensor | None = None) -> Blocks:
+        """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on its device; None: from zero on."""
         if ids is None:
-            ids = torch.arange(num_blocks_of(numel), dtype=torch.int32)
+            ids = torch.arange(num_blocks_of(flat.numel()), dtype=torch.int32, device=flat.device)
         return Blocks(coder=self, ids=ids, step=self.step, turn=self.turn)
 
     def add(self, messages: Tensor, to: Tensor) -> None:
         """Write the sum of `messages`, one in each row, in their order and in float32, into `to` (1-D, float32)."""
         self._passes.add(messages, to)
 
-    def take_noise(self) -> tuple[float, float]:
-        """Return the sums of squares since the last call: of errors of rounding, and of what was rounded."""
-        # Of a sample of the blocks that this rank has sent to other nodes; on CUDA nothing is measured.
-        with self._lock:
-            error, power = self._noise.tolist()
-            self._noise.zero_()
-        return error, power
-
     def _encode(self, flat: Tensor, blocks: Blocks, message: Tensor, sender: int) -> None:
         noise = torch.zeros(2, dtype=torch.float64) if self._measures and sender != OF_A_SUM else None
         key = self.codec.seed & _MASK, blocks.step & _MASK, sender, blocks.turn & _MASK
         self._passes.encode(flat, blocks.ids, key, message, noise)
         if noise is not None:
-            with self._lock:
-                self._noise += noise
+            self._count_rounding(*noise.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,10 @@ class Blocks:
 
     def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
         """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8)."""
-        self.coder._encode(flat, self, message, sender)
+        missing = num_blocks_of(flat.numel()) - len(self.ids)
+        # Shards of equal size may go beyond the tensor: what is there are zeros, which every noise leaves zeros.
+        blocks = replace(self, ids=torch.nn.functional.pad(self.ids, (0, missing))) if missing > 0 else self
+        self.coder._encode(flat, blocks, message, sender)
 
 
 def _passes_for(device: torch.device, bits: int, signs: Tensor | None) -> Passes:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
@@ -61,8 +62,8 @@ class CommEngine:
         timeout: of every collective; a rank that waits longer for the others fails.
         device: where tensors will be. `cuda`: side streams carry them; else threads do.
         trace: counts what is submitted; None makes one.
-        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's; inside the
-            node they keep their own. None: their own everywhere.
+        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the codec
+            through which they do; inside the node they keep their own. None: their own everywhere.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -76,7 +77,7 @@ class CommEngine:
         timeout: timedelta,
         device: torch.device,
         trace: CommTrace | None = None,
-        dtype_across_nodes: torch.dtype | None = None,
+        dtype_across_nodes: torch.dtype | Codec | None = None,
     ) -> None:
         self.topology = topology
         self.plan = plan
@@ -105,7 +106,9 @@ class CommEngine:
             addresses=addresses,
             give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if on_cuda else None,
         )
-        self._new_job = partial(Job, topology=topology, dtype_across=dtype_across_nodes, by_backend=on_cuda)
+        self.coder = self._new_coder()
+        dtype = None if isinstance(dtype_across_nodes, Codec) else dtype_across_nodes
+        self._new_job = partial(Job, topology=topology, dtype_across=dtype, by_backend=on_cuda)
         self._groups = CommGroups(topology=topology, timeout=timeout, share=on_cuda)
         self._carrier = self._new_carrier()
         self._prepare()
@@ -124,6 +127,20 @@ class CommEngine:
         from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
         return StageThreads(**shared)
+
+    def _new_coder(self) -> Coder | None:
+        codec, topology = self.dtype_across_nodes, self.topology
+        if not isinstance(codec, Codec):
+            return None
+        if topology.num_nodes == 1:
+            if topology.rank == 0:
+                warnings.warn(
+                    f"`comm_dtype_across_nodes` (='int{codec.bits}') has nothing to do: all {topology.world_size} ranks "
+                    "are on one node, where sums keep their dtype",
+                    stacklevel=3,
+                )
+            return None
+        return Coder(codec, self.device, self.trace.count_rounding)
 
     @property
     def _on_cuda(self) -> bool:
@@ -168,11 +185,13 @@ class CommEngine:
         bucket_index: int,
         is_last: bool = False,
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
+        block_ids: Tensor | None = None,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
+        `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -188,16 +207,32 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
+        bucket.is_coded = self.coder is not None
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
-                self._carrier.split(bucket, self._new_job, self._record(bucket))
+                self._carrier.split(bucket, self._jobs_of(bucket, block_ids), self._record(bucket))
                 self._latch.in_flight[bucket] = None  # before it can fail or end
                 self._carrier.accept(bucket)
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
+
+    def _jobs_of(self, bucket: InFlightBucket, block_ids: Tensor | None) -> Callable[[Tensor], Job]:
+        if self.coder is None:
+            return self._new_job
+        flat, new_job = bucket.flat, self._new_job
+        blocks = self.coder.blocks(flat, block_ids)
+        if bucket.is_last:
+            self.coder.turn += 1  # a step may have several sums of all gradients
+
+        def job(part: Tensor) -> Job:
+            # The empty part is that of the checksum, which is exact: it travels as it is.
+            begin = part.storage_offset() - flat.storage_offset()
+            return new_job(part, blocks=blocks.since(begin) if part.numel() else None)
+
+        return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
         # Returns the checksum of the order that the bucket carries, if it is a step's last. A bucket whose record is
@@ -217,8 +252,15 @@ class CommEngine:
             plan = self.plan.bucket(
                 index=index, numel=numel, dtype=dtype, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
             )
-            across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
-            self._buckets[key] = plan, traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across)
+            is_coded = isinstance(narrow, Codec)
+            if isinstance(narrow, Codec):
+                across = narrow.message_bytes(numel)
+            else:
+                across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
+            traffic = traffic_of(
+                plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded
+            )
+            self._buckets[key] = plan, traffic
         return self._buckets[key]
 
     @property

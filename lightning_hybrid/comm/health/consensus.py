@@ -43,7 +43,7 @@ def software() -> dict[str, str]:
 
 
 def compare_plans(
-    plan: CommPlan, topology: Topology, device: torch.device, dtype_across_nodes: torch.dtype | None = None
+    plan: CommPlan, topology: Topology, device: torch.device, across_nodes: object = None
 ) -> tuple[str, list[str], list[list[str]]]:
     """Compare software, plan and topology over all ranks of WORLD. Collective: every rank of WORLD must call it.
 
@@ -55,7 +55,7 @@ def compare_plans(
         ValueError: on every rank, naming what differs.
     """
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
-    own["dtype_across_nodes"] = str(dtype_across_nodes)
+    own["dtype_across_nodes"] = str(across_nodes)  # a dtype, or a codec
     gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
     dist.all_gather_object(gathered, (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses()))
     hosts = [host for *_, host, _ in gathered]

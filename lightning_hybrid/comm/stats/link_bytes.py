@@ -21,7 +21,12 @@ NO_TRAFFIC = Traffic()
 
 
 def traffic_of(
-    algorithm: Algorithm, topology: Topology, num_bytes: float, *, num_bytes_across: float | None = None
+    algorithm: Algorithm,
+    topology: Topology,
+    num_bytes: float,
+    *,
+    num_bytes_across: float | None = None,
+    is_ring: bool = True,
 ) -> Traffic:
     """Count the bytes on the links of the busiest node, for one all-reduce of `num_bytes`.
 
@@ -37,9 +42,14 @@ def traffic_of(
                           inside = (k - 1) S                       scatter: each rank keeps one shard of k
                                  + (k - 1) S                       gather
 
+    A codec has no ring (`is_ring` False): each rank sends each other one its part, and then its sum of its own part.
+    Nothing changes with one rank of each node in a group; `flat` and `parallel_flat` with several ranks on a node send
+
+        across = 2 k (P - k) / P A            inside = 2 k (k - 1) / P A
+
     `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
     the checksum of a step, fractions of a KiB, and that chunks of few KiB, which nodes exchange whole
-    (`between_nodes_form`), cost N / 2 times `across`. These are the algorithms as they are on the CPU; NCCL chooses its
+    (`between_nodes_form`), cost N / 2 times `across`, and the last block of a codec's messages. These are the algorithms as they are on the CPU; NCCL chooses its
     own rings.
 
     Raises:
@@ -59,6 +69,10 @@ def traffic_of(
     most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
+    if algorithm in ("flat", "parallel_flat") and not is_ring and num_nodes > 1:
+        part = 2 / num_ranks * wire  # what one rank sends to one other
+        across, inside = most_ranks * (num_ranks - most_ranks) * part, most_ranks * (most_ranks - 1) * part
+        return Traffic(least_across=least_across, across=across, inside=inside)
     if algorithm in ("flat", "parallel_flat"):
         edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring
         # On each node, the edges of the ring 0 -> 1 -> ... -> 0 that leave it, and those that stay inside.
