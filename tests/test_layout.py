@@ -23,7 +23,7 @@ ARROWS = {
     "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.stats", "comm.engine"} | OF_COMM,
     "comm": set(),
-    "comm.tuning": {"comm.engine", "comm.health", "comm.stats"} | OF_COMM,
+    "comm.tuning": {"comm.codec", "comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.codec", "comm.health", "comm.stats"} | OF_COMM,
     "comm.codec": set(),
     "comm.health": OF_COMM,

@@ -7,19 +7,19 @@
     4 bits     y = H (signs * x) / 16      elements i and i + 128 in the lower and upper half of byte i
 
 H is the Walsh-Hadamard matrix of order 256: H H / 256 is the identity, so that |y| = |x|. It spreads a few large
-elements over their block, whose maximum, and with it the step, is then about 3 times the root of the mean square
-whatever the gradients are. Its entries are sums and differences only, and 16 is a power of two.
+elements over their block, whose maximum, and with it the scale, is then about 3 roots of the mean square, whatever the
+gradients are. Its entries are sums and differences only, and 16 is a power of two.
 
-u is a function of (seed, step, sum in the step, sender, block, element): Philox-4x32-10, whose counter is these numbers.
+u is a function of (seed, step, sum in the step, sender, block, element): Philox-4x32-10, whose key and counter these are.
 So there is no state of a generator, and a run that is resumed draws what it would have drawn. A code is unbiased:
 E[scale * code] = y but for 2^-23 of a scale, as the quotient is cut to 23 bits after the point; |scale * code - y| is
-below one scale (half a scale for the nearest). Blocks whose maximum is below 2^-96 count as zeros.
+below one scale, or half of one for the nearest. Blocks whose maximum is below 2^-96 count as zeros.
 
 A decoded element, scale * code, is exact in float32: 8 bits by 8 bits. All else that is rounded is one operation at a
 time. So C++, torch and Triton give the same bits, with fused multiply-adds and without.
 
-Why 256: an element costs 258 / 256 and 130 / 256 bytes. Scales of 128 elements would cost twice as much, and the squared
-error would be 0.86 times as large; 1,024 save 0.6 and 1.2 % of the bytes and cost 1.3 times the error. As parts of the
+Why 256: an element costs 258 / 256 and 130 / 256 bytes. Scales of 128 elements would cost twice as much, and squared
+errors would be 0.86 times as large; 1,024 save 0.6 and 1.2 % of the bytes and cost 1.3 times the error. As parts of the
 sum of squares, on 2^20 normal numbers, errors are 9.8e-5 with 8 bits and 3.2e-2 with 4, half of that to the nearest; on
 Student's t with 3 degrees of freedom 4 bits have 2.9e-2, and without the rotation 0.17.
 

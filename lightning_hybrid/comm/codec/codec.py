@@ -62,7 +62,7 @@ class Coder:
     `step` is set by who knows it, so that a run that is resumed draws what it would have drawn; `turn` counts the sums
     of all gradients since then. Methods may be called by several threads at once.
 
-    `count_rounding`: called on the CPU, after each message of this rank, with two sums of squares over every 16th of its
+    `count_rounding`: called on the CPU, after each message of this rank, with two sums of squares over each 16th of its
     blocks: of errors, and of what was encoded.
 
     >>> coder, flat = Coder(Codec(bits=8), torch.device("cpu")), torch.arange(300.0)
@@ -84,8 +84,9 @@ class Coder:
         self._measures = device.type == "cpu"  # on CUDA the host would have to wait for it
 
     def begin_step(self, step: int) -> None:
-        """Set the place in the training."""
-        self.step, self.turn = step, 0
+        """Set the place in the training, where it is another."""
+        if step != self.step:
+            self.step, self.turn = step, 0
 
     def blocks(self, flat: Tensor, ids: Tensor | None = None) -> Blocks:
         """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on its device; None: from zero on."""

@@ -6,7 +6,6 @@ import ctypes
 import functools
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lightning_hybrid.cpp_library import ADDRESS, COUNT, CppSource

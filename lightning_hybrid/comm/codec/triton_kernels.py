@@ -26,12 +26,12 @@ def _hadamard(y):
 
 @triton.jit
 def _addends(ids, block, key, sender, turn):
-    """Draw 23 bits for each element: word w of lane j is that of element 64 w + j."""
+    """Draw 23 bits for each element: word w of counter j is that of element 64 w + j."""
     lanes = tl.arange(0, _LANES)
     number = (lanes * 0 + tl.load(ids + block)).to(tl.uint32)
     sender, turn = (lanes * 0 + sender).to(tl.uint32), (lanes * 0 + turn).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, lanes.to(tl.uint32), number, sender, turn)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # (lane, lower bit of the word, upper bit)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # (counter, lower bit of the word, upper bit)
     return (tl.reshape(tl.permute(words, (2, 1, 0)), [_BLOCK]) >> 9).to(tl.int32)
 
 
@@ -69,9 +69,10 @@ def encode_block(
     fixed = (tl.where(is_coded, y, 0.0) * steps).to(tl.int32)
     fixed = tl.minimum(tl.maximum(fixed, -MOST * 8388608), MOST * 8388608)
     if IS_NEAREST:
-        code = (fixed + 4194304) >> 23
+        fixed += 4194304
     else:
-        code = (fixed + _addends(ids, block, key, sender, turn)) >> 23
+        fixed += _addends(ids, block, key, sender, turn)
+    code = fixed >> 23
     tl.store(scales + block, tl.where(is_finite, upper, 0x7FC0).to(tl.int16))
     if MOST == 7:
         lower, higher = tl.split(tl.permute(tl.reshape(code, [2, _BLOCK // 2]), (1, 0)))

@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool) -> None:
     """Sum `flat` over the group in place; see above.
 
-    `sender`: of which the noise of this rank's messages is a function. `by_backend`: by collectives of the backend's, and
+    `sender`: of which the noise of this rank's messages is a function. `by_backend`: by the backend's collectives, and
     no messages of our own.
     """
     values = flat
@@ -47,9 +47,7 @@ def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender
         flat.copy_(values)
 
 
-def _sum_by_parts_(
-    values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
-) -> None:
+def _sum_by_parts_(values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool) -> None:
     coder, size, me = blocks.coder, dist.get_world_size(group), dist.get_rank(group)
     numel = -(-num_blocks_of(values.numel()) // size) * BLOCK
     parts = [values[rank * numel : (rank + 1) * numel] for rank in range(size)]  # the last may be shorter, or empty

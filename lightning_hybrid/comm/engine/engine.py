@@ -62,8 +62,8 @@ class CommEngine:
         timeout: of every collective; a rank that waits longer for the others fails.
         device: where tensors will be. `cuda`: side streams carry them; else threads do.
         trace: counts what is submitted; None makes one.
-        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the codec
-            through which they do; inside the node they keep their own. None: their own everywhere.
+        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the
+            codec through which they do; inside the node they keep their own. None: their own everywhere.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -135,8 +135,8 @@ class CommEngine:
         if topology.num_nodes == 1:
             if topology.rank == 0:
                 warnings.warn(
-                    f"`comm_dtype_across_nodes` (='int{codec.bits}') has nothing to do: all {topology.world_size} ranks "
-                    "are on one node, where sums keep their dtype",
+                    f"`comm_dtype_across_nodes` (='int{codec.bits}') has nothing to do: all {topology.world_size} "
+                    "ranks are on one node, where sums keep their dtype",
                     stacklevel=3,
                 )
             return None
@@ -229,7 +229,7 @@ class CommEngine:
 
         def job(part: Tensor) -> Job:
             # The empty part is that of the checksum, which is exact: it travels as it is.
-            begin = part.storage_offset() - flat.storage_offset()
+            begin = int(part.storage_offset() - flat.storage_offset())
             return new_job(part, blocks=blocks.since(begin) if part.numel() else None)
 
         return job
@@ -257,9 +257,7 @@ class CommEngine:
                 across = narrow.message_bytes(numel)
             else:
                 across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
-            traffic = traffic_of(
-                plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded
-            )
+            traffic = traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded)
             self._buckets[key] = plan, traffic
         return self._buckets[key]
 

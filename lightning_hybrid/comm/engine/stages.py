@@ -144,7 +144,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     if not job.by_backend:
         gloo_p2p.scatter_reduce_(job.flat, group, alignment)
         job.shard = gloo_p2p.part_of(job.flat, group, alignment)
-        job.shard_begin = job.shard.storage_offset() - job.flat.storage_offset()
+        job.shard_begin = int(job.shard.storage_offset() - job.flat.storage_offset())
         return
     num_shards = dist.get_world_size(group)
     numel_shard = -(-job.flat.numel() // (num_shards * alignment)) * alignment

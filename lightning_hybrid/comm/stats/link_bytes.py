@@ -49,8 +49,8 @@ def traffic_of(
 
     `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
     the checksum of a step, fractions of a KiB, and that chunks of few KiB, which nodes exchange whole
-    (`between_nodes_form`), cost N / 2 times `across`, and the last block of a codec's messages. These are the algorithms as they are on the CPU; NCCL chooses its
-    own rings.
+    (`between_nodes_form`), cost N / 2 times `across`; with a codec, that the last part of a chunk may be shorter. These
+    are the algorithms as they are on the CPU; NCCL chooses its own rings.
 
     Raises:
         ValueError: for `two_level` on nodes of different size, which has no shards there.

@@ -1,16 +1,15 @@
-"""Sums between nodes in 8 and 4 bits: the same bits on every rank, whatever carries them, and the bytes of the formula."""
+"""Sums between nodes in 8 and 4 bits: the same bits on every rank, whatever carries them; the bytes of the formula."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommPlan, Topology, traffic_of
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
-from lightning_hybrid.comm.engine import gloo_p2p
-from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals
+from tests.comm.layouts import engine_over, integers, is_even, layouts, name
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 BLOCKS = 40

@@ -167,7 +167,9 @@ def test_many_at_once_each_load_a_whole_file(tmp_path):
     libraries, threads = [], []
     for _ in range(3):
         threads.append(
-            threading.Thread(target=lambda: libraries.append(build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path)))
+            threading.Thread(
+                target=lambda: libraries.append(build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path))
+            )
         )
         threads[-1].start()
     for thread in threads:
