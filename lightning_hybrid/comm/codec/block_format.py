@@ -10,7 +10,7 @@ H is the Walsh-Hadamard matrix of order 256: H H / 256 is the identity, so that 
 elements over their block, whose maximum, and with it the scale, is then about 3 roots of the mean square, whatever the
 gradients are. Its entries are sums and differences only, and 16 is a power of two.
 
-u is a function of (seed, step, sum in the step, sender, block, element): Philox-4x32-10, whose key and counter these are.
+u is a function of (seed, step, sum in the step, sender, block, element): Philox-4x32-10 of these words.
 So there is no state of a generator, and a run that is resumed draws what it would have drawn. A code is unbiased:
 E[scale * code] = y but for 2^-23 of a scale, as the quotient is cut to 23 bits after the point; |scale * code - y| is
 below one scale, or half of one for the nearest. Blocks whose maximum is below 2^-96 count as zeros.

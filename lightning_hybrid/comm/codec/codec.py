@@ -70,7 +70,7 @@ class Coder:
     >>> coder.blocks(flat).encode(flat, message, sender=0)
     >>> coder.add(torch.stack([message, message]), flat)
     >>> flat[:3].tolist(), bool((flat / 2 - torch.arange(300.0)).abs().max() < 300 / 127)
-    ([0.0, 2.0, 4.0], True)
+    ([0.0, 4.03125, 4.03125], True)
     """
 
     def __init__(

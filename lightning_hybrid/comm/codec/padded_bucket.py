@@ -61,8 +61,9 @@ class PaddedBucket:
 class BlockNumbers:
     """The number of the first block of each parameter's gradient: in the order of `parameters`, and then as they come.
 
-    >>> numbers = BlockNumbers([torch.zeros(3), bias := torch.zeros(300)])
-    >>> numbers.first_of(bias), numbers.first_of(torch.zeros(1))
+    >>> weight, bias, other = torch.zeros(3), torch.zeros(300), torch.zeros(1)
+    >>> numbers = BlockNumbers([weight, bias])
+    >>> numbers.first_of(bias), numbers.first_of(other)
     (1, 3)
     """
 

@@ -33,7 +33,7 @@ class TorchPasses:
         """
         num_blocks, most = num_blocks_of(flat.numel()), most_code(self._bits)
         scales = message[: 2 * num_blocks].view(torch.int16)
-        codes = message[2 * num_blocks :].view(num_blocks, -1)
+        codes = message[2 * num_blocks :].view(num_blocks, BLOCK * self._bits // 8)
         for first in range(0, num_blocks, _SLAB):
             last = min(first + _SLAB, num_blocks)
             y = _blocks(flat[first * BLOCK : last * BLOCK])
@@ -62,9 +62,10 @@ class TorchPasses:
             last = min(first + _SLAB, num_blocks)
             total: Tensor | None = None
             for message in messages:
+                codes = message[2 * num_blocks :].view(num_blocks, BLOCK * self._bits // 8)
                 upper = message[: 2 * num_blocks].view(torch.int16)[first:last].to(torch.int32)
                 scale = (upper << 16).view(torch.float32)[:, None]
-                code = _unpacked(message[2 * num_blocks :].view(num_blocks, -1)[first:last], self._bits)
+                code = _unpacked(codes[first:last], self._bits)
                 total = code * scale if total is None else total.add_(code * scale)
             assert total is not None
             if self._signs is not None:

@@ -4,9 +4,9 @@
     more            scatter_reduce    every rank sends part r, encoded, to rank r, which adds them up in float32
                     gather            the owner of a part encodes its sum, and sends it to all others
 
-Sums are in rank order. What is added up are decoded messages only, a rank's own one too, and what stands in the tensor
-afterwards is decoded from the messages that all ranks have: so all hold the same bits, whoever owns a part. An element
-is rounded once, or twice with more than two ranks; sums that are only partly made are never rounded, as a ring would.
+Sums are in rank order. Only decoded messages are added up, a rank's own one too, and what the tensor holds afterwards is
+decoded from messages that all ranks have: so all hold the same bits, and none depends on which rank owns a part. An
+element is rounded once, or twice with more than two ranks. Sums of some of the ranks are never rounded, as in a ring.
 
 Collective: every rank of the group must call it, in the same order, with tensors of the same size and dtype, in place.
 """
