@@ -1,6 +1,5 @@
 """`comm_dtype_across_nodes="int8"` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
 
-
 import pytest
 
 from lightning_hybrid import HybridAllReduceStrategy
@@ -31,7 +30,7 @@ def fit_on_rank(codec, plans, ranks_per_node, precision):
 @CODECS
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 def test_no_bit_depends_on_buckets_chunks_or_groups(two_ranks, codec, precision):
-    """Blocks and their noise belong to a gradient: tuning, and DDP's buckets of a resumed first step, change nothing."""
+    """Blocks and their noise belong to a gradient: tuning, and DDP's buckets in a resumed step, change nothing."""
     plans = [None, CommPlan(bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1)]
     ranks = two_ranks.run(fit_on_rank, codec, plans, 1, precision)
     (one, losses), (other, _) = ranks[0]
