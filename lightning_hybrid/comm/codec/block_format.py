@@ -29,6 +29,8 @@ the rotation, Suresh et al. 2017 (arXiv:1611.00429).
 
 from __future__ import annotations
 
+import struct
+
 BLOCK = 256
 SCALE_BYTES = 2
 
@@ -40,6 +42,10 @@ FRACTION_BITS = 23
 
 # Blocks of which no element reaches this count as zeros: all that is computed from their maximum stays normal.
 LEAST_MAXIMUM = 2.0**-96
+
+
+# The bits of inf in float32, and of that number.
+INFINITE_BITS, LEAST_MAXIMUM_BITS = 0x7F800000, 31 << 23
 
 
 def num_blocks_of(numel: int) -> int:
@@ -58,6 +64,15 @@ def most_code(bits: int) -> int:
     (127, 7)
     """
     return (1 << (bits - 1)) - 1
+
+
+def reciprocal_of(most: int) -> float:
+    """Return 1 / MOST, rounded to float32: by it a maximum is multiplied.
+
+    >>> reciprocal_of(7) == 1 / 7, abs(reciprocal_of(7) * 7 - 1) < 2**-24
+    (False, True)
+    """
+    return float(struct.unpack("f", struct.pack("f", 1 / most))[0])
 
 
 def message_bytes(numel: int, bits: int) -> int:

@@ -39,6 +39,10 @@ class Codec:
     def __str__(self) -> str:
         return f"int{self.bits} (seed {self.seed})"
 
+    def signs(self, device: torch.device) -> Tensor | None:
+        """Return the signs of the rotation by 16, float32; None where blocks are not rotated."""
+        return random_signs(BLOCK, self.seed).to(device) / 16 if self.bits == 4 else None
+
     def message_bytes(self, numel: int) -> int:
         """Return the bytes of a message of `numel` elements."""
         return block_format.message_bytes(numel, self.bits)
@@ -79,8 +83,7 @@ class Coder:
         self.codec = codec
         self.step = self.turn = 0
         self._count_rounding = count_rounding
-        signs = random_signs(BLOCK, codec.seed).to(device) / 16 if codec.bits == 4 else None
-        self._passes = _passes_for(device, codec.bits, signs)
+        self._passes = _passes_for(device, codec)
         self._measures = device.type == "cpu"  # on CUDA the host would have to wait for it
 
     def begin_step(self, step: int) -> None:
@@ -127,7 +130,8 @@ class Blocks:
         self.coder._encode(flat, blocks, message, sender)
 
 
-def _passes_for(device: torch.device, bits: int, signs: Tensor | None) -> Passes:
+def _passes_for(device: torch.device, codec: Codec) -> Passes:
+    bits, signs = codec.bits, codec.signs(device)
     if device.type == "cuda":
         try:
             from lightning_hybrid.comm.codec.triton_passes import TritonPasses  # needs triton

@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.codec.block_format import BLOCK, FRACTION_BITS, LEAST_MAXIMUM, most_code, num_blocks_of
+from lightning_hybrid.comm.codec.block_format import (
+    BLOCK,
+    FRACTION_BITS,
+    INFINITE_BITS,
+    LEAST_MAXIMUM_BITS,
+    most_code,
+    num_blocks_of,
+    reciprocal_of,
+)
 from lightning_hybrid.comm.codec.philox import philox
 
 _ONE = 1 << FRACTION_BITS
-_INFINITE = 0x7F800000  # bits of inf in float32
 _NAN_SCALE = 0x7FC0
 _SLAB = 1 << 10  # blocks at a time: what is computed on the way has 8 bytes an element
 
@@ -40,10 +47,10 @@ class TorchPasses:
             if self._signs is not None:
                 y = hadamard(y * self._signs)
             maximum = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)  # of bits: inf and nan are the largest
-            is_finite = maximum < _INFINITE
-            maximum = maximum.view(torch.float32).where(is_finite & (maximum >= _bits_of(LEAST_MAXIMUM)), 0.0)
+            is_finite = maximum < INFINITE_BITS
+            maximum = maximum.view(torch.float32).where(is_finite & (maximum >= LEAST_MAXIMUM_BITS), 0.0)
             # Rounded up to bfloat16, so that no code is above the largest.
-            upper = (maximum * _reciprocal(most)).view(torch.int32) + 0xFFFF >> 16
+            upper = (maximum * reciprocal_of(most)).view(torch.int32) + 0xFFFF >> 16
             scale = (upper << 16).view(torch.float32)
             is_coded = scale > 0
             steps = (float(_ONE) / scale).where(is_coded, 0.0)
@@ -100,14 +107,6 @@ def hadamard(y: Tensor) -> Tensor:
 def _blocks(flat: Tensor) -> Tensor:
     missing = -flat.numel() % BLOCK
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
-
-
-def _reciprocal(most: int) -> float:
-    return float(torch.tensor(1.0) / most)  # in float32
-
-
-def _bits_of(value: float) -> int:
-    return int(torch.tensor(value).view(torch.int32))
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:

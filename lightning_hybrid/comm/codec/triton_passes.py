@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.codec import triton_kernels
-from lightning_hybrid.comm.codec.block_format import LEAST_MAXIMUM, most_code, num_blocks_of
+from lightning_hybrid.comm.codec.block_format import LEAST_MAXIMUM_BITS, most_code, num_blocks_of, reciprocal_of
 
 # A block is 8 elements for each thread of a warp; the fusion of products and sums changes no bit, and triton warns
 # until one is chosen.
@@ -21,8 +21,6 @@ class TritonPasses:
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
         self._most, self._signs = most_code(bits), signs
-        self._reciprocal = float(torch.tensor(1.0) / self._most)  # in float32
-        self._least = int(torch.tensor(LEAST_MAXIMUM).view(torch.int32))
 
     def encode(
         self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
@@ -36,8 +34,8 @@ class TritonPasses:
                 *(seed | step << 32, sender, turn),
                 *(message[: 2 * num_blocks].view(torch.int16), message[2 * num_blocks :]),
                 MOST=self._most,
-                RECIPROCAL=self._reciprocal,
-                LEAST=self._least,
+                RECIPROCAL=reciprocal_of(self._most),
+                LEAST=LEAST_MAXIMUM_BITS,
                 IS_NEAREST=key is None,
                 **_LAUNCH,
             )

@@ -4,7 +4,7 @@
     more            scatter_reduce    every rank sends part r, encoded, to rank r, which adds them up in float32
                     gather            the owner of a part encodes its sum, and sends it to all others
 
-Sums are in rank order. Only decoded messages are added up, a rank's own one too, and what the tensor holds at the end is
+Sums are in rank order. Only decoded messages are added up, a rank's own one too, and what the tensor holds at last is
 decoded from messages that all ranks have: so all hold the same bits, and none depends on which rank owns a part. An
 element is rounded once, or twice with more than two ranks. Sums of some of the ranks are never rounded, as in a ring.
 

@@ -210,4 +210,4 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"^`comm_dtype_across_nodes` \(='int8'\) on a CPU needs a C\+\+ compiler"):
         coder = Coder(Codec(bits=8), torch.device("cpu"))
     assert isinstance(coder._passes, TorchPasses)
-    assert isinstance(codecs._passes_for(torch.device("meta"), 8, None), TorchPasses)
+    assert isinstance(codecs._passes_for(torch.device("meta"), Codec(bits=8)), TorchPasses)
