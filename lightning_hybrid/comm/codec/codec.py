@@ -147,7 +147,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         except CannotBuildError as error:
             warnings.warn(
                 f"`comm_dtype_across_nodes` (='int{bits}') on a CPU needs a C++ compiler to be fast, and {error}: "
-                "operations of torch do the same, bit for bit, at about a tenth of the speed. Install one "
+                "operations of torch do the same, bit for bit, several times slower. Install one "
                 "(`apt install g++`), or name it in the environment variable CXX.",
                 RuntimeWarning,
                 stacklevel=2,

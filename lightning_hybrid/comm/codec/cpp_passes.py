@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid.cpp_library import ADDRESS, COUNT, CppSource
 
-# The error of each so-manieth block of a message is measured: of all it would take a tenth of the time.
+# The error of every 16th block of a message is measured: that of all would take time.
 SAMPLE_EVERY = 16
 
 SOURCE = CppSource(

@@ -200,6 +200,10 @@ def test_the_measured_error_is_that_of_the_format(bits, least, most):
         exact = float((out - flat).double().square().sum() / flat.double().square().sum())
         assert error / power == pytest.approx(exact, rel=0.2)  # of a sample of the blocks
         assert (least if flat is not tailed else 0.027) < exact < most
+    if bits == 4:
+        message = encoded(TorchPasses(4, None), tailed, 4)
+        TorchPasses(4, None).add(message[None], out)
+        assert 0.15 < float((out - tailed).double().square().sum() / tailed.double().square().sum()) < 0.19
 
 
 def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
