@@ -106,7 +106,7 @@ def test_through_a_codec_the_busiest_host_sends_what_the_algorithm_claims(measur
     wire = codec.message_bytes(NUM_BYTES // 4)
     claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES, num_bytes_across=wire, is_ring=False)
     across, inside = (max(of_rank[algorithm, codec][place] for of_rank in found) for place in (1, 2))
-    print(f"{algorithm} {codec}: {across / NUM_BYTES:.4f} of the buffer between hosts, {inside / NUM_BYTES:.4f} inside")
+    print(f"{algorithm} {codec}: {across / NUM_BYTES:.4f} of it between hosts, {inside / NUM_BYTES:.4f} inside")
     print(f"claimed {claim.across / NUM_BYTES:.4f} and {claim.inside / NUM_BYTES:.4f}")
     # These buffers are smaller, so that barriers and the checksum of the order, 13 kB, are more than tolerated otherwise.
     assert claim.across <= across <= claim.across * (1 + TOLERANCE) + 2**14

@@ -10,6 +10,7 @@ from lightning_hybrid.strategy.arguments import plan_for_codec
 from tests import toy
 
 CODECS = pytest.mark.parametrize("codec", ["int8", "int4"])
+CASES = [("int8", "16-true"), ("int8", "32-true"), ("int4", "32-true"), ("int4", "16-true")]
 
 
 class Toy(toy.Toy):
@@ -40,8 +41,8 @@ def fit_by_plans(codec, plans, precision):
     return found
 
 
-@CODECS
-@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
     """Blocks and their noise belong to a gradient: tuning, and DDP's buckets in a resumed step, change nothing."""
     small = CommPlan(bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1)
@@ -61,8 +62,8 @@ def fit_and_resume(codec, path, precision):
     return toy.same_bits(whole, resumed), toy.same_bits(whole, other)
 
 
-@CODECS
-@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(two_ranks, tmp_path, codec, precision):
     assert two_ranks.run(fit_and_resume, codec, tmp_path / "last.ckpt", precision) == [(True, False)] * 2
 
