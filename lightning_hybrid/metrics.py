@@ -27,6 +27,7 @@ COMM_BYTES = "comm/bytes"
 COMM_LINK_BYTES = "comm/link_bytes"
 COMM_LEAST_LINK_BYTES = "comm/least_link_bytes"
 COMM_NODE_BYTES = "comm/node_bytes"
+COMM_QUANTISATION_NMSE = "comm/quantisation_nmse"
 COMM_BUSY_S = "comm/busy_s"
 COMM_EXPOSED_S = "comm/exposed_s"
 COMM_EXPOSED_SHARE = "comm/exposed_share"
@@ -87,6 +88,11 @@ _TABLE = (
         name=COMM_NODE_BYTES,
         unit="B",
         meaning="Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
+    ),
+    Metric(
+        name=COMM_QUANTISATION_NMSE,
+        unit="1",
+        meaning="Mean squared error of what rank zero rounded to 8 or 4 bits for other nodes, by its mean square.",
     ),
     _timed(
         name=COMM_BUSY_S,

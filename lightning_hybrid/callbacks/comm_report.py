@@ -14,13 +14,15 @@ MOST_BARS = 40
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
-    """Return bytes per step; those between nodes only where there are several."""
+    """Return bytes per step, those between nodes only where there are several; and what a codec there lost."""
     if not comm.num_steps:
         return {}
     values = {m.COMM_BYTES: comm.num_bytes / comm.num_steps, m.COMM_NODE_BYTES: comm.bytes_inside / comm.num_steps}
     if comm.least_bytes_across:
         values[m.COMM_LINK_BYTES] = comm.bytes_across / comm.num_steps
         values[m.COMM_LEAST_LINK_BYTES] = comm.least_bytes_across / comm.num_steps
+    if comm.quantisation_nmse is not None:
+        values[m.COMM_QUANTISATION_NMSE] = comm.quantisation_nmse
     return values
 
 
@@ -58,6 +60,7 @@ def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, A
         "link_bytes": comm.bytes_across,
         "least_link_bytes": comm.least_bytes_across,
         "node_bytes": comm.bytes_inside,
+        "quantisation_nmse": comm.quantisation_nmse,
         "busy_s": comm.busy_s,
         "exposed_s": comm.exposed_s,
         "exposed_s_per_step": _mean(comm.exposed_s, comm.num_steps),

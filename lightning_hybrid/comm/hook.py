@@ -12,7 +12,7 @@ rounded once: what was measured of accuracy on CPUs does not hold on GPUs. Overf
 ranks any part of a sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, PaddedBucket, num_reals
 from lightning_hybrid.comm.engine.engine import CommEngine
 
 # No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
@@ -33,6 +34,8 @@ class HookState:
 
     `scatter`: where ranks share the update, it may average a bucket in its own way; None: `average_bucket` does.
     `comm_dtype`: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
+    `parameters`: of the module, in its order, by which a codec numbers its blocks; without them, in the order of the
+    first buckets.
 
     Raises:
         ValueError: for another dtype.
@@ -44,6 +47,7 @@ class HookState:
         engine: CommEngine,
         comm_dtype: torch.dtype | None = None,
         scatter: Callable[[dist.GradBucket], Future[Tensor] | None] | None = None,
+        parameters: Iterable[Tensor] = (),
     ) -> None:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
@@ -53,6 +57,20 @@ class HookState:
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
         self.scatter = scatter
+        self._blocks = BlockNumbers(parameters)
+        self._padded: dict[int, tuple[list[int], PaddedBucket]] = {}  # by index of the bucket, with what it is made for
+
+    def padded(self, bucket: dist.GradBucket) -> PaddedBucket:
+        """Return the memory in which a codec carries this bucket."""
+        parameters = bucket.parameters()
+        made_for = [id(parameter) for parameter in parameters]
+        if (found := self._padded.get(bucket.index())) is None or found[0] != made_for:  # DDP makes its buckets again
+            numels = [num_reals(parameter) for parameter in parameters]
+            firsts = [self._blocks.first_of(parameter) for parameter in parameters]
+            dtype, device = self.comm_dtype or bucket.buffer().dtype, bucket.buffer().device
+            found = made_for, PaddedBucket(numels, firsts, dtype=dtype, device=device)
+            self._padded[bucket.index()] = found
+        return found[1]
 
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
@@ -98,6 +116,15 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
     dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
     before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
+    if engine.coder is not None:
+        padded = state.padded(bucket)
+        return engine.submit(
+            padded.load(buffer, before=before),
+            bucket_index=bucket.index(),
+            is_last=bucket.is_last(),
+            finish=partial(padded.store, buffer=buffer, after=after),
+            block_ids=padded.ids,
+        )
     return engine.submit(
         to_wire(buffer, state.comm_dtype, before=before),
         bucket_index=bucket.index(),

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.bucket_layout import ddp_limits
+from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.lightning_names import is_overridden, misconfiguration
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
@@ -163,8 +164,10 @@ def bucket_caps_for_ddp(
     return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
 
 
-def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -> torch.dtype | None:
-    """Return the dtype that an option names.
+def dtype_from(
+    setting: str | torch.dtype | None, *, name: str = "comm_dtype", more: tuple[str, ...] = ()
+) -> torch.dtype | None:
+    """Return the dtype that an option names; `more`: what else it may name, for the error.
 
     Raises:
         ValueError: it names no dtype of a gradient.
@@ -176,7 +179,51 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str = "comm_dtype") -
         return setting
     if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
         return _DTYPES[setting.removeprefix("torch.")]
-    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join(_DTYPES)}.")
+    cure = ""
+    if str(setting).removeprefix("torch.") in ("int8", "int4"):
+        cure = f" Sums have to hold them as they are: 8 and 4 bits are for comm_dtype_across_nodes={setting!r}."
+    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}")
+
+
+def across_nodes_from(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:
+    """Return what `comm_dtype_across_nodes` names: a dtype or a codec.
+
+    Raises:
+        ValueError: it names neither.
+
+    >>> across_nodes_from("fp16"), across_nodes_from("int8").bits, across_nodes_from(None)
+    (torch.float16, 8, None)
+    """
+    name = str(setting).removeprefix("torch.")
+    if name not in ("int8", "int4"):
+        return dtype_from(setting, name="comm_dtype_across_nodes", more=("int8", "int4"))
+    return Codec(bits=8 if name == "int8" else 4)
+
+
+def plan_for_codec(plan: CommPlan, topology: Topology, *, bits: int, on_cuda: bool) -> CommPlan:
+    """Return a plan in which the ranks of a node add up before their sum is rounded; `plan` itself where it is one.
+
+    Raises:
+        ValueError: the algorithm was asked for by name, and rounds the gradient of each rank.
+
+    >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
+    >>> plan_for_codec(CommPlan(), topology, bits=8, on_cuda=True).algorithm
+    'two_level'
+    """
+    if topology.num_nodes == 1 or topology.ranks_per_node == 1:
+        return plan
+    has_shards = topology.ranks_per_node is not None
+    if plan.algorithm == "auto":
+        # On CUDA `auto` leaves the hierarchy to NCCL, which knows no codec.
+        return dataclasses.replace(plan, algorithm="two_level" if has_shards else "hierarchical") if on_cuda else plan
+    if plan.algorithm == "hierarchical" or (plan.algorithm == "two_level" and has_shards):
+        return plan
+    what = "needs nodes of equal size" if plan.algorithm == "two_level" else "has no stage between nodes"
+    raise ValueError(
+        f"`algorithm` (={plan.algorithm!r}) {what}, and `comm_dtype_across_nodes` (='int{bits}') is for the sums that "
+        "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
+        "send as many bytes. Leave `strategy.algorithm` out, or set it to hierarchical."
+    )
 
 
 def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:

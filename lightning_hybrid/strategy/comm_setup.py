@@ -14,13 +14,16 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
 from lightning_hybrid.comm.adasum_hook import adasum_bucket
+from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
     Planner,
+    across_nodes_from,
     ask_planner,
     dtype_from,
     one_bucket_size,
+    plan_for_codec,
     plan_from,
     refuse_slices,
     refuse_unknown_options,
@@ -65,7 +68,7 @@ class CommSetupMixin:
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
         self._comm_dtype = dtype_from(comm_dtype)
-        self._dtype_across_nodes = dtype_from(comm_dtype_across_nodes, name="comm_dtype_across_nodes")
+        self._dtype_across_nodes = across_nodes_from(comm_dtype_across_nodes)
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
         self._reduction = reduction_from(
             reduction,
@@ -103,6 +106,9 @@ class CommSetupMixin:
         if self._planner is not None:
             dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
             self._plan = ask_planner(self._planner, module, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
+        if isinstance(codec := self._dtype_across_nodes, Codec):
+            on_cuda = self.root_device.type == "cuda"
+            self._plan = plan_for_codec(self._plan, self._topology, bits=codec.bits, on_cuda=on_cuda)
 
     def _new_engine(self, *, keep_events: bool = False) -> CommEngine:
         """Make an engine for one module that DDP wraps. Collective."""

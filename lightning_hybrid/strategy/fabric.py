@@ -53,7 +53,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
             JSON, or a `Planner` that chooses one for each module.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
-        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only.
+        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only. Also `"int8"` or `"int4"`, see comm/README.md;
+            their noise is that of the sums since the run began, as Fabric counts no steps.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
@@ -159,7 +160,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
                 assert half.masters is not None
                 half.masters.broadcast_(module, ignored)
             engine = self._new_engine()
-        wrapped.register_comm_hook(HookState(engine=engine, comm_dtype=self._comm_dtype), self._bucket_hook)
+        state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=module.parameters())
+        wrapped.register_comm_hook(state, self._bucket_hook)
         if not self._engines:
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
             # A Fabric has no end but the process's, in a child of `launch(function)` as well.

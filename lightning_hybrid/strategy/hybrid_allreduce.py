@@ -65,7 +65,8 @@ class HybridAllReduceMixin(
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
             JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
-        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits.
+        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits. Also
+            `"int8"` or `"int4"`: rounded to 8 or 4 bits without bias, see comm/README.md.
         tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
             noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
@@ -253,7 +254,8 @@ class HybridAllReduceMixin(
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype)
+        parameters = self.model.parameters()
+        self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype, parameters=parameters)
         self.model.register_comm_hook(self._hook_state, self._bucket_hook)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
@@ -291,6 +293,9 @@ class HybridAllReduceMixin(
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
         super().on_train_batch_start(batch, batch_idx)
         self._obey_sigterm()
+        if self._engine is not None and self._engine.coder is not None:
+            assert self.lightning_module is not None
+            self._engine.coder.begin_step(self.lightning_module.trainer.global_step)
         if self._tuning is not None:
             self._tuning.before_batch(self.lightning_module)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from lightning_hybrid.comm.plan import MAX_BYTES
 
 
 def reduction_from(
-    setting: Any, plan: CommPlan, *, has_planner: bool, dtype_across_nodes: torch.dtype | None, tune: Any
+    setting: Any, plan: CommPlan, *, has_planner: bool, dtype_across_nodes: object, tune: Any
 ) -> Literal["mean", "adasum"]:
     """Return the setting of `reduction`, after checking that the other options can be carried out with it.
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.codec.block_format import message_bytes
 from recipes.benchmarks.allreduce import slowest, synchronize
 from recipes.benchmarks.baselines import CompressedDDPStrategy, SilentStrategy
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, numel
@@ -35,13 +36,13 @@ class StrategyArm:
     """Strategy and precision, chosen by a name.
 
     `ddp`: stock Lightning in fp32. `fp16_compress`: the same with torch's hook. `auto` or the name of an algorithm:
-    the hybrid all-reduce with `precision="16-true"`; with `_fp32` behind the name, in fp32. `is_silent`: nothing is
-    averaged.
+    the hybrid all-reduce with `precision="16-true"`; with `_fp32` behind the name, in fp32; with `_int8` or `_int4`, in
+    so many bits between nodes. `is_silent`: nothing is averaged.
 
-    >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "fp16_compress")]
-    ['16-true', '32-true', '32-true']
-    >>> StrategyArm(name="fp16_compress").wire_itemsize
-    2
+    >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "auto_int8", "fp16_compress")]
+    ['16-true', '32-true', '16-true', '32-true']
+    >>> [StrategyArm(name=name).wire_bytes(1024) for name in ("fp16_compress", "auto_int8", "auto_int4")]
+    [2048, 1032, 520]
     """
 
     name: str
@@ -55,9 +56,16 @@ class StrategyArm:
         return "32-true" if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32") else "16-true"
 
     @property
-    def wire_itemsize(self) -> int:
-        """Bytes of an element on the wire."""
-        return 4 if self.precision == "32-true" and self.name != COMPRESSED else 2
+    def codec(self) -> str | None:
+        """The codec between nodes."""
+        suffix = self.name.rpartition("_")[2]
+        return suffix if suffix in ("int8", "int4") else None
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the bytes of so many elements on the wire between nodes."""
+        if self.codec is not None:
+            return message_bytes(numel, int(self.codec.removeprefix("int")))
+        return numel * (4 if self.precision == "32-true" and self.name != COMPRESSED else 2)
 
     def strategy(self) -> DDPStrategy:
         """Make a new strategy."""
@@ -66,9 +74,10 @@ class StrategyArm:
             return DDPStrategy(timeout=timeout)
         if self.name == COMPRESSED:
             return CompressedDDPStrategy(timeout=timeout)
-        algorithm: Any = self.name.removesuffix("_fp32")
+        algorithm: Any = self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}")
         ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
-        return ours(algorithm=algorithm, bucket_bytes=self.bucket_bytes, timeout=timeout)
+        options: Any = {"algorithm": algorithm, "bucket_bytes": self.bucket_bytes, "timeout": timeout}
+        return ours(comm_dtype_across_nodes=self.codec, **options)
 
 
 class StepClock(Callback):
@@ -199,7 +208,7 @@ class StepBench:
             section=section,
             case=gradients,
             arm=arm,
-            num_bytes=numel(GRADIENT_SETS[gradients]()) * StrategyArm(name=name).wire_itemsize,
+            num_bytes=StrategyArm(name=name).wire_bytes(numel(GRADIENT_SETS[gradients]())),
             num_nodes=topology.num_nodes,
             times_s=tuple(times_s),
             backward_s=backward_s,

@@ -44,6 +44,7 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
         "link_bytes": 24000.0,
         "least_link_bytes": 16000.0,
         "node_bytes": 32000.0,
+        "quantisation_nmse": None,
         "busy_s": 1.0,
         "exposed_s": pytest.approx(0.4),
         "exposed_s_per_step": pytest.approx(0.05),

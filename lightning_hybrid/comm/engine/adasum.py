@@ -133,7 +133,7 @@ def _swap(given: Tensor, taken: Tensor, partner: int, group: dist.ProcessGroup) 
         work.wait()
 
 
-def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: torch.dtype | None) -> None:
+def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: object) -> None:
     """Check that a bucket can be combined by Adasum.
 
     Raises:

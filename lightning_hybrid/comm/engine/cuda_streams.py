@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.engine.process_groups import CommGroups
@@ -122,7 +123,8 @@ class CudaStreams:
         """Cut a bucket into chunks: several only where there are two streams to overlap."""
         # No short tail for the checksum: on a device a copy costs less than one message more.
         num_chunks = bucket.plan.num_chunks if len(stages_by_name(bucket.plan.algorithm)) > 1 else 1
-        bucket.split(job, num_chunks, checksum=checksum, alignment=self._alignment, has_short_tail=False)
+        alignment = self._alignment // SHARD_ALIGNMENT * BLOCK if bucket.is_coded else self._alignment
+        bucket.split(job, num_chunks, checksum=checksum, alignment=alignment, has_short_tail=False)
 
     def accept(self, bucket: InFlightBucket) -> None:
         """Do nothing: the thread that submits also puts the bucket on the streams."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
+from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.engine.adasum import refuse_cut_bucket
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
@@ -64,8 +65,8 @@ class CommEngine:
         timeout: of every collective; a rank that waits longer for the others fails.
         device: where tensors will be. `cuda`: side streams carry them; else threads do.
         trace: counts what is submitted; None makes one.
-        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's; inside the
-            node they keep their own. None: their own everywhere.
+        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the
+            codec through which they do; inside the node they keep their own. None: their own everywhere.
         shares_update: whether `submit` is to carry what the ranks of a node exchange in the update, too.
         replicas: where each of several sets of ranks has an engine of its own: all sets. `topology` is then that of the
             own set. None: all ranks average together.
@@ -83,7 +84,7 @@ class CommEngine:
         timeout: timedelta,
         device: torch.device,
         trace: CommTrace | None = None,
-        dtype_across_nodes: torch.dtype | None = None,
+        dtype_across_nodes: torch.dtype | Codec | None = None,
         shares_update: bool = False,
         replicas: ReplicaSets | None = None,
         group: dist.ProcessGroup | None = None,
@@ -117,7 +118,9 @@ class CommEngine:
             addresses=addresses,
             give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if on_cuda else None,
         )
-        self._new_job = partial(Job, topology=topology, dtype_across=dtype_across_nodes, by_backend=on_cuda)
+        self.coder = self._new_coder()
+        dtype = None if isinstance(dtype_across_nodes, Codec) else dtype_across_nodes
+        self._new_job = partial(Job, topology=topology, dtype_across=dtype, by_backend=on_cuda)
         self._groups = CommGroups(topology=replicas or topology, timeout=timeout, share=on_cuda)
         self._carrier = self._new_carrier()
         self._prepare()
@@ -136,6 +139,20 @@ class CommEngine:
         from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
         return StageThreads(**shared)
+
+    def _new_coder(self) -> Coder | None:
+        codec, topology = self.dtype_across_nodes, self.topology
+        if not isinstance(codec, Codec):
+            return None
+        if topology.num_nodes == 1:
+            if topology.rank == 0:
+                warnings.warn(
+                    f"`comm_dtype_across_nodes` (='int{codec.bits}') has nothing to do: all {topology.world_size} "
+                    "ranks are on one node, where sums keep their dtype",
+                    stacklevel=3,
+                )
+            return None
+        return Coder(codec, self.device, self.trace.count_rounding)
 
     @property
     def _on_cuda(self) -> bool:
@@ -185,6 +202,7 @@ class CommEngine:
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
         exchange: NodeExchange | None = None,
         keeps_shard: bool = False,
+        block_ids: Tensor | None = None,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
@@ -193,6 +211,7 @@ class CommEngine:
         `exchange`: what the ranks of a node do with `flat` instead of an all-reduce, see `node_exchange`.
         `keeps_shard`: of `flat`, cut as `planned` says and each chunk into as many equal shards as the node has ranks,
         this rank gets its own shards alone; only where `two_level` carries it.
+        `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -211,10 +230,11 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
-        new_job = self._new_job
+        bucket.is_coded = self.coder is not None and exchange is None
+        new_job = self._jobs_of(bucket, block_ids) if bucket.is_coded else self._new_job
         if keeps_shard:
             bucket.keeps_shard, bucket.traffic = True, replace(traffic, inside=traffic.inside / 2)  # no gather
-            new_job = partial(new_job, keeps_shard=True)
+            new_job = partial(self._new_job, keeps_shard=True)
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:
@@ -228,6 +248,20 @@ class CommEngine:
                 self._latch.in_flight[bucket] = None  # before it can fail or end
                 self._carrier.accept(bucket)
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
+
+    def _jobs_of(self, bucket: InFlightBucket, block_ids: Tensor | None) -> Callable[[Tensor], Job]:
+        assert self.coder is not None
+        flat, new_job = bucket.flat, self._new_job
+        blocks = self.coder.blocks(flat, block_ids)
+        if bucket.is_last:
+            self.coder.turn += 1  # a step may have several sums of all gradients
+
+        def job(part: Tensor) -> Job:
+            # The empty part is that of the checksum, which is exact: it travels as it is.
+            begin = int(part.storage_offset() - flat.storage_offset())
+            return new_job(part, blocks=blocks.since(begin) if part.numel() else None)
+
+        return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
         # Returns the checksum of the order that the bucket carries, if it is a step's last. A bucket whose record is
@@ -256,8 +290,13 @@ class CommEngine:
             )
             if exchange is not None:
                 plan = replace(plan, algorithm=exchange, num_chunks=1)  # type: ignore[arg-type]
-            across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
-            self._buckets[key] = plan, traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across)
+            is_coded = isinstance(narrow, Codec)
+            if isinstance(narrow, Codec):
+                across = narrow.message_bytes(numel)
+            else:
+                across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
+            traffic = traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded)
+            self._buckets[key] = plan, traffic
         return self._buckets[key]
 
     @property

@@ -6,6 +6,7 @@
     gather_parts_       part r of rank r -> all others
     collect_parts_      part r of rank r -> the first rank
     exchange_           every tensor -> every rank, which adds them
+    all_to_all_         tensor r of every rank -> rank r, as it is
 
 Each is one round of messages, all under way at once: one delay, where Gloo's rings cost 2 to 4 (n - 1). Sums are in
 rank order, so that all ranks get the same bits, and 16-bit tensors are added in fp32 and rounded once, where Gloo
@@ -37,7 +38,7 @@ def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
     if me:
         _send(flat, 0, group).wait()
         return
-    arrived = _scratch("rows", (size - 1) * flat.numel(), flat.dtype).view(size - 1, flat.numel())
+    arrived = scratch("rows", (size - 1) * flat.numel(), flat.dtype).view(size - 1, flat.numel())
     # All receives are posted before any is waited for, so that messages arrive at the same time.
     arrivals = [_receive(row, rank, group) for rank, row in enumerate(arrived, 1)]
     _add_up([flat, *arrived], [None, *arrivals], out=flat)
@@ -51,17 +52,17 @@ def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
         _wait([_send(flat, rank, group) for rank in range(1, dist.get_world_size(group))])
 
 
-def part_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of `flat`, a view; it may be empty."""
-    return _parts(flat, dist.get_world_size(group))[dist.get_rank(group)]
+def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> Tensor:
+    """Return this rank's part of `flat`, a view; it may be empty. Parts begin at multiples of `alignment` elements."""
+    return _parts(flat, dist.get_world_size(group), alignment)[dist.get_rank(group)]
 
 
-def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup) -> None:
+def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
     """Sum each rank's `part_of(flat)` over the group, in its place; other parts stay."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
-    parts = _parts(flat, size)
+    parts = _parts(flat, size, alignment)
     numel = parts[me].numel()
-    rows = list(_scratch("rows", size * numel, flat.dtype).view(size, numel))
+    rows = list(scratch("rows", size * numel, flat.dtype).view(size, numel))
     arrivals = [_receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)]
     departures = [_send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()]
     rows[me] = parts[me]  # in its place: sums are in rank order on every rank
@@ -69,10 +70,10 @@ def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup) -> None:
     _wait(departures)
 
 
-def gather_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
+def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
     """Copy each rank's `part_of(flat)` to all others."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
-    parts = _parts(flat, size)
+    parts = _parts(flat, size, alignment)
     others = _others(me, size)
     arrivals = [_receive(parts[rank], rank, group) for rank in others if parts[rank].numel()]
     departures = [_send(parts[me], rank, group) for rank in others if parts[me].numel()]
@@ -91,7 +92,7 @@ def collect_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
-    rows = list(_scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
+    rows = list(scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
     arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
     departures = [_send(flat, rank, group) for rank in _others(me, size)]
     rows[me] = flat  # in its place: sums are in rank order on every rank
@@ -99,13 +100,22 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
-def _parts(flat: Tensor, size: int) -> list[Tensor]:
+def all_to_all_(departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send `departures[r]` to rank r, and receive `arrivals[r]` from it; what a rank has for itself stays."""
+    me = dist.get_rank(group)
+    others = _others(me, dist.get_world_size(group))
+    works = [_receive(arrivals[rank], rank, group) for rank in others if arrivals[rank].numel()]
+    works += [_send(departures[rank], rank, group) for rank in others if departures[rank].numel()]
+    _wait(works)
+
+
+def _parts(flat: Tensor, size: int, alignment: int = ALIGNMENT) -> list[Tensor]:
     """Split into `size` consecutive views of equal length; the last ones may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
     """
-    step = -(-flat.numel() // (size * ALIGNMENT)) * ALIGNMENT
+    step = -(-flat.numel() // (size * alignment)) * alignment
     return [flat[rank * step : (rank + 1) * step] for rank in range(size)]
 
 
@@ -149,15 +159,15 @@ def _add_up(
         before_writing()
         torch.add(first, second, out=out)
         return
-    total = _scratch("total", out.numel(), torch.promote_types(out.dtype, torch.float32))
+    total = scratch("total", out.numel(), torch.promote_types(out.dtype, torch.float32))
     for index, row in enumerate(rows):
         total.copy_(arrived(row)) if index == 0 else total.add_(arrived(row))
     before_writing()
     out.copy_(total)
 
 
-def _scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    # Memory that this thread uses again and again: fresh pages cost more than what is done in them.
+def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return memory that this thread uses again and again: fresh pages cost more than what is done in them."""
     held: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
     if name not in held or held[name].numel() < num_bytes:

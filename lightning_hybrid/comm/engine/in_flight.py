@@ -90,6 +90,7 @@ class InFlightBucket:
     contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
     is_last: bool = False  # of its step
     keeps_shard: bool = False  # `two_level` stops before the gather
+    is_coded: bool = False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
     is_issued: bool = False  # all of it is on the device's streams, where nothing changes its order any more
     done: Future = field(default_factory=Future)
     error: str | None = None
@@ -117,8 +118,10 @@ class InFlightBucket:
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
         numel = parts[-1].numel()
+        if self.is_coded and checksum is not None:
+            parts.append(self.flat[self.flat.numel() :])
         # The chunk with the checksum is copied: one short message more takes less time than a copy of a long chunk.
-        if has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
+        elif has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
             parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
         if self.adasum_numels:

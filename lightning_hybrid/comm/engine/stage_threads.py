@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.bucket_layout import is_node_exchange
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT, is_node_exchange
+from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import CopyPool
 from lightning_hybrid.comm.engine.process_groups import CommGroups
@@ -109,7 +110,7 @@ class StageThreads:
 
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
         """Cut a bucket into the chunks of its plan."""
-        bucket.split(job, bucket.plan.num_chunks, checksum=checksum)
+        bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=BLOCK if bucket.is_coded else ALIGNMENT)
 
     def accept(self, bucket: InFlightBucket) -> None:
         """Queue the chunks of a bucket, round the columns. Called in the order of submits."""

@@ -12,7 +12,8 @@
 `flat` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too, which add in
 the tensor's own dtype, inside the node as between nodes. On the CPU they are messages of our own over Gloo
 (gloo_p2p.py), which add 16-bit tensors in fp32: how near a sum comes to the exact one there says nothing of CUDA.
-Between nodes they depend on the bytes of a chunk (`bucket_layout.between_nodes_form`).
+Between nodes they depend on the bytes of a chunk (`bucket_layout.between_nodes_form`), or are those of a codec
+(coded_sum.py).
 
 A stage knows nothing of the other stages but the `Job` they pass on, so that an engine can run stages of successive
 tensors at the same time. Each is collective: every rank of its group must call it, in the same order; in place;
@@ -29,9 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT, NodeExchange, between_nodes_form
+from lightning_hybrid.comm.codec.block_format import BLOCK
+from lightning_hybrid.comm.codec.codec import Blocks
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.engine.adasum import adasum_
+from lightning_hybrid.comm.engine.coded_sum import sum_coded_
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope, Topology
 
@@ -53,7 +57,16 @@ class Job:
     dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
     shard: Tensor | None = None  # this rank's part of it between two-level stages
     keeps_shard: bool = False  # two-level stops before the gather: the shard stays in its place in `flat`
+    shard_begin: int = 0  # the element of `flat` with which the shard begins
     by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
+    blocks: Blocks | None = None  # those in which a codec carries it between nodes; None: as it is
+
+    @property
+    def shard_alignment(self) -> int:
+        """Shards begin at multiples of this many elements."""
+        if self.blocks is not None:
+            return BLOCK
+        return SHARD_ALIGNMENT if self.by_backend else ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +98,13 @@ def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
 def _sum_across_(
     flat: Tensor, job: Job, group: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.ProcessGroup], None]
 ) -> None:
+    if job.blocks is not None:
+        nodes, node = job.topology.nodes, job.topology.node
+        # Noise that depends on the node alone is the same in every algorithm in which nodes send one message.
+        sender = nodes.index(node) if dist.get_world_size(group) == len(nodes) else dist.get_rank(group)
+        blocks = job.blocks.since(job.shard_begin)
+        sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
+        return
     dtype = job.dtype_across
     # The choice by bytes is between messages of Gloo; NCCL has its own.
     all_reduce = _ring if job.by_backend else all_reduce
@@ -127,12 +147,15 @@ def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor."""
+    alignment = job.shard_alignment
     if not job.by_backend:
-        gloo_p2p.scatter_reduce_(job.flat, group)
-        job.shard = gloo_p2p.part_of(job.flat, group)
+        gloo_p2p.scatter_reduce_(job.flat, group, alignment)
+        job.shard = gloo_p2p.part_of(job.flat, group, alignment)
+        job.shard_begin = int(job.shard.storage_offset() - job.flat.storage_offset())
         return
     num_shards = dist.get_world_size(group)
-    numel_shard = -(-job.flat.numel() // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+    numel_shard = -(-job.flat.numel() // (num_shards * alignment)) * alignment
+    job.shard_begin = dist.get_rank(group) * numel_shard
     numel_missing = num_shards * numel_shard - job.flat.numel()
     # The backend asks for shards of equal size. A copy, but of the last chunk only: an engine cuts the others to fit.
     padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
@@ -155,7 +178,7 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
             job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
         return
     if not job.by_backend:
-        gloo_p2p.gather_parts_(job.flat, group)
+        gloo_p2p.gather_parts_(job.flat, group, job.shard_alignment)
         return
     whole = shard.numel() * dist.get_world_size(group)
     if whole == job.flat.numel():

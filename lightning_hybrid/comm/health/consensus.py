@@ -46,7 +46,7 @@ def compare_plans(
     plan: CommPlan,
     topology: Topology,
     device: torch.device,
-    dtype_across_nodes: torch.dtype | None = None,
+    across_nodes: object = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
     """Compare software, plan and topology over all ranks of a group (None: WORLD). Collective: all must call it.
@@ -59,7 +59,7 @@ def compare_plans(
         ValueError: on every rank, naming what differs.
     """
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
-    own["dtype_across_nodes"] = str(dtype_across_nodes)
+    own["dtype_across_nodes"] = str(across_nodes)  # a dtype, or a codec
     gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
     values = (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses())
     dist.all_gather_object(gathered, values, group=group)

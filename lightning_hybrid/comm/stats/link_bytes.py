@@ -22,7 +22,12 @@ NO_TRAFFIC = Traffic()
 
 
 def traffic_of(
-    algorithm: Algorithm | NodeExchange, topology: Topology, num_bytes: float, *, num_bytes_across: float | None = None
+    algorithm: Algorithm | NodeExchange,
+    topology: Topology,
+    num_bytes: float,
+    *,
+    num_bytes_across: float | None = None,
+    is_ring: bool = True,
 ) -> Traffic:
     """Count the bytes on the links of the busiest node, for one all-reduce of `num_bytes`.
 
@@ -41,10 +46,15 @@ def traffic_of(
         node_gather,      inside = (k - 1) S                       each rank's 1 / k to the others, or
         node_collect      inside = (k - 1) / k S                   to the node's leader
 
+    A codec has no ring (`is_ring` False): each rank sends each other one its part, and then its sum of its own part.
+    Nothing changes with one rank of each node in a group; `flat` and `parallel_flat` with several ranks on a node send
+
+        across = 2 k (P - k) / P A            inside = 2 k (k - 1) / P A
+
     `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
     the checksum of a step, fractions of a KiB, Adasum's inner products (else it sends as `hierarchical`), and that
-    chunks of few KiB, which nodes exchange whole (`between_nodes_form`), cost N / 2 times `across`. These are the
-    algorithms as they are on the CPU; NCCL chooses its own rings.
+    chunks of few KiB, which nodes exchange whole (`between_nodes_form`), cost N / 2 times `across`; with a codec, that
+    the last part of a chunk may be shorter. These are the algorithms as they are on the CPU; NCCL has its own rings.
 
     Raises:
         ValueError: for `two_level` on nodes of different size, which has no shards there.
@@ -66,6 +76,10 @@ def traffic_of(
         return Traffic(inside=times * (most_ranks - 1) * num_bytes)
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
+    if algorithm in ("flat", "parallel_flat") and not is_ring and num_nodes > 1:
+        part = 2 / num_ranks * wire  # what one rank sends to one other
+        across, inside = most_ranks * (num_ranks - most_ranks) * part, most_ranks * (most_ranks - 1) * part
+        return Traffic(least_across=least_across, across=across, inside=inside)
     if algorithm in ("flat", "parallel_flat"):
         edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring
         # On each node, the edges of the ring 0 -> 1 -> ... -> 0 that leave it, and those that stay inside.

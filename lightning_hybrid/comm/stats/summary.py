@@ -56,6 +56,8 @@ class CommSummary:
     least_bytes_across: float = 0.0  # these three on the links of the busiest node, see `Traffic`
     bytes_across: float = 0.0
     bytes_inside: float = 0.0
+    rounding_error: float = 0.0  # of a codec between nodes: sum of the squares of its errors, in a sample of blocks
+    rounded: float = 0.0  # the sum of the squares of what was rounded there
     buckets: tuple[BucketSummary, ...] = ()  # those averaged since, by index
 
     @property
@@ -71,6 +73,11 @@ class CommSummary:
     def achieved_bytes_per_s(self) -> float | None:
         """Least bytes between nodes by the time in flight; None on one node, or where no time was taken."""
         return self.least_bytes_across / self.busy_s if self.busy_s and self.least_bytes_across else None
+
+    @property
+    def quantisation_nmse(self) -> float | None:
+        """Normalised mean squared error of what a codec rounded; None without one, after inf or nan, on CUDA."""
+        return self.rounding_error / self.rounded if self.rounded else None
 
     def __add__(self, other: CommSummary) -> CommSummary:
         buckets: dict[Any, BucketSummary] = {}

@@ -80,6 +80,7 @@ class CommTrace:
         self._num_steps = self._num_buckets = self._num_bytes = 0
         self._busy_s = self._exposed_s = 0.0
         self._least_across = self._across = self._inside = 0.0
+        self._rounding_error = self._rounded = 0.0
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def look_first(self, look: Callable[[], None]) -> None:
@@ -142,6 +143,12 @@ class CommTrace:
             if self._num_in_flight == 0:  # the last one in flight stops the clock
                 self._add_times(now_s)
                 self._busy_since_s = self._exposed_since_s = None
+
+    def count_rounding(self, error: float, rounded: float) -> None:
+        """Count what a codec lost: sums of squares, of errors and of what was rounded."""
+        with self._lock:
+            self._rounding_error += error
+            self._rounded += rounded
 
     def _note_backward(self, now_s: float, is_last: bool) -> None:
         if self._first_s is None:
@@ -277,6 +284,8 @@ class CommTrace:
             least_bytes_across=self._least_across,
             bytes_across=self._across,
             bytes_inside=self._inside,
+            rounding_error=self._rounding_error,
+            rounded=self._rounded,
             buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
         )
 

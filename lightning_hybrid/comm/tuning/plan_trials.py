@@ -168,15 +168,23 @@ def trials_for(
     topology: NodeShape,
     *,
     on_cuda: bool = False,
+    is_coded: bool = False,
     most_steps: int = MOST_STEPS,
 ) -> PlanTrials:
     """Make the trials of a model's buckets on a topology: algorithms, then chunks, then groups, then flat.
 
-    `buckets`: of the model as it is trained; of their plans only the contents count.
+    `buckets`: of the model as it is trained; of their plans only the contents count. `is_coded`: a codec rounds what
+    nodes send each other; algorithms without a sum of each node would change the numbers, and are not tried.
     """
 
+    def is_allowed(plan: CommPlan) -> bool:
+        return not is_coded or topology.ranks_per_node == 1 or plan.algorithm not in ("flat", "parallel_flat")
+
     def without_equal(neighbours: Neighbours) -> Neighbours:
-        return lambda plan: distinct([plan, *neighbours(plan)], buckets, topology, on_cuda=on_cuda)[1:]
+        def others(plan: CommPlan) -> list[CommPlan]:
+            return list(filter(is_allowed, distinct([plan, *neighbours(plan)], buckets, topology, on_cuda=on_cuda)[1:]))
+
+        return others
 
     flat = replace(start, algorithm="flat")
     is_flat = len(distinct([start, flat], buckets, topology, on_cuda=on_cuda)) == 1  # nothing to guard against
@@ -184,7 +192,7 @@ def trials_for(
     return PlanTrials(
         start,
         [without_equal(neighbours) for neighbours in found],
-        safeguard=None if is_flat else flat,
+        safeguard=flat if is_allowed(flat) and not is_flat else None,
         most_steps=most_steps,
     )
 

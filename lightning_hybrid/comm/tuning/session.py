@@ -24,6 +24,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.health.consensus import max_over_ranks
 from lightning_hybrid.comm.plan import CommPlan
@@ -261,6 +262,7 @@ class TuningSession:
             engine.buckets,
             engine.topology,
             on_cuda=engine.device.type == "cuda",
+            is_coded=isinstance(engine.dtype_across_nodes, Codec),
             most_steps=self._most_steps,
         )
         self._began_with, self._change_s = plan, 0.0

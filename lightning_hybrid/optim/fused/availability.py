@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import warnings
 
+from lightning_hybrid.cpp_library import CannotBuildError
 from lightning_hybrid.optim.fused.cpu import build
 
 # Types of device; a parameter on "meta" has yet to be moved to one.
@@ -44,7 +45,7 @@ def has_kernels(device_type: str) -> bool:
     if device_type == "cpu":
         try:
             build.library()
-        except build.CannotBuildError as error:
+        except CannotBuildError as error:
             cure = "Install one (`apt install g++`), or name it in the environment variable CXX"
             _warn(f"(=True) on a CPU needs a C++ compiler that can build its passes, and {error}", cure)
             return False

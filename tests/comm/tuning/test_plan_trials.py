@@ -141,6 +141,17 @@ def test_the_steps_are_bounded_and_a_comparison_cut_short_changes_nothing(most_s
     assert (found.plan.algorithm == "hierarchical") == (most_steps == 60)
 
 
+def test_with_a_codec_no_algorithm_without_sums_of_nodes_is_tried():
+    """It would round the gradient of every rank; with one rank on each node that is the sum of its node."""
+    for name, whole_are_tried in (("4x2", False), ("4x1", True)):
+        topology = Topology.from_ranks_per_node(rank=0, world_size=4 * int(name[-1]), ranks_per_node=int(name[-1]))
+        tuning = trials_for(CommPlan(), buckets_of(topology), topology, is_coded=True)
+        tried = {trial.plan.algorithm for trial in tune(tuning, lambda plan: 1.0)}
+        assert tuning.result.is_complete
+        assert bool(tried & {"flat", "parallel_flat"}) == whole_are_tried
+        assert "hierarchical" in tried
+
+
 def test_every_plan_is_tried_once_uncounted_before_it_counts():
     topology = topology_of("4x2")
     tuning = trials_for(CommPlan(), buckets_of(topology), topology)

@@ -1,113 +1,41 @@
-"""Build, cache and load the C++ passes of the fused steps."""
+"""The C++ passes of the fused steps, and the threads that run them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from lightning_hybrid.atomic_file import atomic_path
+from lightning_hybrid.cpp_library import ADDRESS, COUNT, CppSource
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h"))
-# No -ffast-math: inf and nan must be seen. The last two only say that roots set no errno and comparisons do not trap.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math")
-_NATIVE = "-march=native"
-_ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
-_FUNCTIONS: dict[str, tuple[type, ...]] = {
-    "measure": (_ADDRESS, _ADDRESS, _ADDRESS),
-    "add_up": (_ADDRESS, _ADDRESS),
-    "lars_numbers": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "lars_update": (_ADDRESS, _ADDRESS, _ADDRESS),
-    "lamb_numbers": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "lamb_rates": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "lamb_moments": (_ADDRESS, _ADDRESS, _ADDRESS),
-    "lamb_update": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "half_to_float": (_ADDRESS, _ADDRESS, _COUNT),
-    "float_to_half": (_ADDRESS, _ADDRESS, _COUNT),
-}
-
-
-class CannotBuildError(RuntimeError):
-    """A missing C++ compiler, or one that does not take the source; the message is for a warning."""
+PASSES = CppSource(
+    files=tuple(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h")),
+    functions={
+        "measure": (ADDRESS, ADDRESS, ADDRESS),
+        "add_up": (ADDRESS, ADDRESS),
+        "lars_numbers": (ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS),
+        "lars_update": (ADDRESS, ADDRESS, ADDRESS),
+        "lamb_numbers": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS),
+        "lamb_rates": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS),
+        "lamb_moments": (ADDRESS, ADDRESS, ADDRESS),
+        "lamb_update": (ADDRESS, ADDRESS, ADDRESS, ADDRESS),
+        "half_to_float": (ADDRESS, ADDRESS, COUNT),
+        "float_to_half": (ADDRESS, ADDRESS, COUNT),
+    },
+)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the passes into this process: from the cache, or built now, which takes a few seconds.
+    """Load the passes into this process, once; see `CppSource.library`.
 
     Raises:
         CannotBuildError: There is no compiler, or it fails.
     """
-    compiler = find_compiler()
-    errors = []
-    for flags in ((*FLAGS, _NATIVE), FLAGS):  # not every compiler knows the processor by itself
-        try:
-            return load(compiler, flags, cache_dir())
-        except CannotBuildError as error:
-            errors.append(error)
-    raise errors[-1]
-
-
-def load(compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """Load the passes from `folder`; build them first if they are not there.
-
-    Where `folder` cannot be written, a private temporary folder is used and removed.
-
-    Raises:
-        CannotBuildError: The compiler fails.
-    """
-    name = f"{fingerprint(compiler, flags)}.so"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place = folder / name
-        if place.exists():
-            with suppress(OSError):  # a damaged library: build it again
-                return _open(place)
-        _build(compiler, flags, place)
-        return _open(place)
-    except OSError:  # nothing can be written there, or nothing loaded from there
-        with tempfile.TemporaryDirectory() as private:
-            place = Path(private, name)
-            _build(compiler, flags, place)
-            return _open(place)
-
-
-def find_compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler: `$CXX` if set, else the first of c++, g++ and clang++.
-
-    Raises:
-        CannotBuildError: There is none.
-    """
-    named = shlex.split(os.environ.get("CXX", ""))
-    for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]):
-            return tuple(command)
-    raise CannotBuildError(f"there is no {named[0]}, which $CXX names" if named else "there is no c++, g++ or clang++")
-
-
-def cache_dir() -> Path:
-    """Return our folder in the user's cache: `$XDG_CACHE_HOME` or `~/.cache`; on macOS `~/Library/Caches`."""
-    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid"
-
-
-def fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """Hash source, command, compiler and processor."""
-    # `-march=native` code of one machine may crash another that shares the home folder.
-    version = _run([*compiler, "--version"])
-    parts = [*(source.read_text() for source in _SOURCES), *compiler, *flags, version, platform.machine(), _processor()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return PASSES.library()
 
 
 def openmp_parallel() -> int:
@@ -122,37 +50,3 @@ def openmp_parallel() -> int:
         except (OSError, AttributeError):
             continue
     return 0
-
-
-def _build(compiler: tuple[str, ...], flags: tuple[str, ...], place: Path) -> None:
-    # The processes of a node may build at once: each loads a whole file, its own or another's.
-    with atomic_path(place, has_rivals=True) as part:
-        _run([*compiler, *flags, "-o", str(part), str(_SOURCES[0])])
-
-
-def _open(place: Path) -> ctypes.CDLL:
-    opened = ctypes.CDLL(str(place))
-    for name, arguments in _FUNCTIONS.items():
-        function = getattr(opened, name)
-        function.restype, function.argtypes = None, arguments
-    return opened
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode != 0:
-        raise CannotBuildError(f"{command[0]} said: {done.stderr.strip()[-300:]}")
-    return done.stdout
-
-
-def _processor() -> str:
-    # As `-march=native` sees it, as far as the system says.
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    keys = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in keys}))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_hybrid import cpp_library
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused.cpu import build
@@ -27,7 +28,7 @@ def library(request):
     """For this processor, and for one that has no instruction that converts half precision."""
     if request.param == "as here":
         return build.library()
-    return build.load(build.find_compiler(), build.FLAGS, build.cache_dir())
+    return build.PASSES.load(cpp_library.find_compiler(), cpp_library.FLAGS, cpp_library.cache_dir())
 
 
 def test_every_half_is_widened_as_torch_does(library):
@@ -142,20 +143,20 @@ def test_threads_are_torchs_own():
 @pytest.fixture
 def built(monkeypatch):
     """The commands that built something."""
-    commands, original = [], build._run
+    commands, original = [], cpp_library._run
 
     def run_(command):
         if "-o" in command:
             commands.append(command)
         return original(command)
 
-    monkeypatch.setattr(build, "_run", run_)
+    monkeypatch.setattr(cpp_library, "_run", run_)
     return commands
 
 
 def test_it_is_built_once_and_then_loaded(tmp_path, built):
     for _ in range(2):
-        assert build.load(build.find_compiler(), QUICK, tmp_path / "new").lars_update
+        assert build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path / "new").lars_update
     assert len(built) == 1
     (file,) = (tmp_path / "new").iterdir()
     assert file.suffix == ".so"
@@ -166,7 +167,9 @@ def test_many_at_once_each_load_a_whole_file(tmp_path):
     libraries, threads = [], []
     for _ in range(3):
         threads.append(
-            threading.Thread(target=lambda: libraries.append(build.load(build.find_compiler(), QUICK, tmp_path)))
+            threading.Thread(
+                target=lambda: libraries.append(build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path))
+            )
         )
         threads[-1].start()
     for thread in threads:
@@ -176,33 +179,33 @@ def test_many_at_once_each_load_a_whole_file(tmp_path):
 
 
 def test_a_file_that_is_no_library_is_built_anew(tmp_path, built):
-    place = tmp_path / f"{build.fingerprint(build.find_compiler(), QUICK)}.so"
+    place = tmp_path / f"{build.PASSES.fingerprint(cpp_library.find_compiler(), QUICK)}.so"
     place.write_bytes(b"half a file")
-    assert build.load(build.find_compiler(), QUICK, tmp_path).measure
+    assert build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path).measure
     assert len(built) == 1
     assert place.stat().st_size > 1000
 
 
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    assert build.load(build.find_compiler(), QUICK, tmp_path / "file" / "cache").measure
+    assert build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path / "file" / "cache").measure
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_name_changes_with_source_flags_compiler_and_processor(monkeypatch, tmp_path):
-    compiler = build.find_compiler()
-    names = {build.fingerprint(compiler, QUICK), build.fingerprint(compiler, build.FLAGS)}
-    monkeypatch.setattr(build, "_processor", lambda: "another")
-    names.add(build.fingerprint(compiler, QUICK))
+    compiler = cpp_library.find_compiler()
+    names = {build.PASSES.fingerprint(compiler, QUICK), build.PASSES.fingerprint(compiler, cpp_library.FLAGS)}
+    monkeypatch.setattr(cpp_library, "_processor", lambda: "another")
+    names.add(build.PASSES.fingerprint(compiler, QUICK))
     (tmp_path / "passes.cpp").write_text("int other;")
-    monkeypatch.setattr(build, "_SOURCES", (tmp_path / "passes.cpp",))
-    names.add(build.fingerprint(compiler, QUICK))
+    other = cpp_library.CppSource(files=(tmp_path / "passes.cpp",), functions={})
+    names.add(other.fingerprint(compiler, QUICK))
     assert len(names) == 4
 
 
 def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_dir() == tmp_path / "lightning_hybrid"
+    assert cpp_library.cache_dir() == tmp_path / "lightning_hybrid"
 
 
 @pytest.fixture
@@ -238,7 +241,7 @@ def test_without_a_compiler_the_lists_step_and_one_warning_says_so(rule, cxx, sa
 
 def test_the_compiler_is_the_one_that_cxx_names(monkeypatch):
     monkeypatch.setenv("CXX", "env c++")
-    assert build.find_compiler() == ("env", "c++")
+    assert cpp_library.find_compiler() == ("env", "c++")
     assert os.environ["CXX"] == "env c++"
 
 

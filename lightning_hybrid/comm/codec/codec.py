@@ -1,0 +1,155 @@
+"""The codec of sums between nodes: what a user chooses, and what encodes and adds up on a device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.comm.codec import block_format
+from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks_of
+from lightning_hybrid.comm.codec.philox import random_signs
+from lightning_hybrid.comm.codec.torch_passes import TorchPasses
+from lightning_hybrid.cpp_library import CannotBuildError
+
+_MASK = 2**32 - 1
+
+
+def _nothing(*_: float) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """A number of bits in which an element travels between nodes: 8, or 4 after a rotation; see `block_format`.
+
+    `seed`: of the noise of stochastic rounding, and of the rotation's signs; the same on every rank.
+
+    >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
+    ('int4 (seed 1)', 0.5078125)
+    """
+
+    bits: Literal[8, 4]
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"int{self.bits} (seed {self.seed})"
+
+    def signs(self, device: torch.device) -> Tensor | None:
+        """Return the signs of the rotation by 16, float32; None where blocks are not rotated."""
+        return random_signs(BLOCK, self.seed).to(device) / 16 if self.bits == 4 else None
+
+    def message_bytes(self, numel: int) -> int:
+        """Return the bytes of a message of `numel` elements."""
+        return block_format.message_bytes(numel, self.bits)
+
+
+class Passes(Protocol):
+    """What encodes and adds up on one type of device; all of them give the same bits as `TorchPasses`."""
+
+    def encode(
+        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
+    ) -> None:
+        """Write `flat` into `message`."""
+
+    def add(self, messages: Tensor, to: Tensor) -> None:
+        """Write the sum of messages into `to`."""
+
+
+class Coder:
+    """A codec on one device, and the place in the training that its noise is a function of.
+
+    `step` is set by who knows it, so that a run that is resumed draws what it would have drawn; `turn` counts the sums
+    of all gradients since then. Methods may be called by several threads at once.
+
+    `count_rounding`: called on the CPU, after each message of this rank, with two sums of squares over each 16th of its
+    blocks: of errors, and of what was encoded.
+
+    >>> coder, flat = Coder(Codec(bits=8), torch.device("cpu")), torch.arange(300.0)
+    >>> message = torch.empty(coder.codec.message_bytes(300), dtype=torch.uint8)
+    >>> coder.blocks(flat).encode(flat, message, sender=0)
+    >>> coder.add(torch.stack([message, message]), flat)
+    >>> flat[:3].tolist(), bool((flat / 2 - torch.arange(300.0)).abs().max() < 300 / 127)
+    ([0.0, 4.03125, 4.03125], True)
+    """
+
+    def __init__(
+        self, codec: Codec, device: torch.device, count_rounding: Callable[[float, float], None] = _nothing
+    ) -> None:
+        self.codec = codec
+        self.step = self.turn = 0
+        self._count_rounding = count_rounding
+        self._passes = _passes_for(device, codec)
+        self._measures = device.type == "cpu"  # on CUDA the host would have to wait for it
+
+    def begin_step(self, step: int) -> None:
+        """Set the place in the training, where it is another."""
+        if step != self.step:
+            self.step, self.turn = step, 0
+
+    def blocks(self, flat: Tensor, ids: Tensor | None = None) -> Blocks:
+        """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on its device; None: from zero on."""
+        if ids is None:
+            ids = torch.arange(num_blocks_of(flat.numel()), dtype=torch.int32, device=flat.device)
+        return Blocks(coder=self, ids=ids, step=self.step, turn=self.turn)
+
+    def add(self, messages: Tensor, to: Tensor) -> None:
+        """Write the sum of `messages`, one in each row, in their order and in float32, into `to` (1-D, float32)."""
+        self._passes.add(messages, to)
+
+    def _encode(self, flat: Tensor, blocks: Blocks, message: Tensor, sender: int) -> None:
+        noise = torch.zeros(2, dtype=torch.float64) if self._measures and sender != OF_A_SUM else None
+        key = self.codec.seed & _MASK, blocks.step & _MASK, sender, blocks.turn & _MASK
+        self._passes.encode(flat, blocks.ids, key, message, noise)
+        if noise is not None:
+            self._count_rounding(*noise.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The blocks of a tensor on its way between nodes, and the place in the training at which it was submitted."""
+
+    coder: Coder
+    ids: Tensor
+    step: int
+    turn: int
+
+    def since(self, begin: int) -> Blocks:
+        """Return the blocks from element `begin` on, a multiple of 256."""
+        return replace(self, ids=self.ids[begin // BLOCK :]) if begin else self
+
+    def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
+        """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8)."""
+        missing = num_blocks_of(flat.numel()) - len(self.ids)
+        # Shards of equal size may go beyond the tensor: what is there are zeros, which every noise leaves zeros.
+        blocks = replace(self, ids=torch.nn.functional.pad(self.ids, (0, missing))) if missing > 0 else self
+        self.coder._encode(flat, blocks, message, sender)
+
+
+def _passes_for(device: torch.device, codec: Codec) -> Passes:
+    bits, signs = codec.bits, codec.signs(device)
+    if device.type == "cuda":
+        try:
+            from lightning_hybrid.comm.codec.triton_passes import TritonPasses  # needs triton
+
+            return TritonPasses(bits, signs)
+        except ImportError:
+            return TorchPasses(bits, signs)
+    if device.type == "cpu":
+        from lightning_hybrid.comm.codec.cpp_passes import CppPasses  # here: it may build
+
+        try:
+            return CppPasses(bits, signs)
+        except CannotBuildError as error:
+            warnings.warn(
+                f"`comm_dtype_across_nodes` (='int{bits}') on a CPU needs a C++ compiler to be fast, and {error}: "
+                "operations of torch do the same, bit for bit, several times slower. Install one "
+                "(`apt install g++`), or name it in the environment variable CXX.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return TorchPasses(bits, signs)

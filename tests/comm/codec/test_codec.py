@@ -1,0 +1,217 @@
+"""The codec alone: its definition, that C++ computes the same bits, and what rounding may do to a gradient."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid import cpp_library
+from lightning_hybrid.comm.codec import codec as codecs
+from lightning_hybrid.comm.codec.block_format import BLOCK, LEAST_MAXIMUM, message_bytes, most_code, num_blocks_of
+from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.codec.cpp_passes import SOURCE, CppPasses
+from lightning_hybrid.comm.codec.philox import philox, random_signs
+from lightning_hybrid.comm.codec.torch_passes import TorchPasses, hadamard
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+KEY = (2**32 - 1, 9, 3, 1)
+
+
+def passes_of(bits, kind=TorchPasses):
+    return kind(bits, random_signs(BLOCK, 5) / 16 if bits == 4 else None)
+
+
+def encoded(passes, flat, bits, key=KEY, *, first_id=0):
+    message = torch.full((message_bytes(flat.numel(), bits),), 77, dtype=torch.uint8)
+    ids = torch.arange(first_id, first_id + num_blocks_of(flat.numel()), dtype=torch.int32)
+    passes.encode(flat, ids, key, message, None)
+    return message
+
+
+def rounded(flat, bits, key=KEY, *, passes=None, first_id=0):
+    passes = passes_of(bits) if passes is None else passes
+    out = torch.empty_like(flat)
+    passes.add(encoded(passes, flat, bits, key, first_id=first_id)[None], out)
+    return out
+
+
+def same(one, other):
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
+
+
+def gradients(numel, seed, *, is_wild=True):
+    """Normal numbers of many magnitudes, zeros, and blocks that are tiny, huge, not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randn(numel, generator=generator)
+    if is_wild:
+        flat *= torch.exp(3 * torch.randn(numel, generator=generator))
+        for index, factor in enumerate((0.0, 1e-38, 1e-30, 1e33, math.inf, math.nan)):
+            if numel > (3 * index + 2) * BLOCK:
+                flat[(3 * index + 2) * BLOCK - 5 :][:9] *= factor
+    return flat
+
+
+# ---- the same bits everywhere ----------------------------------------------------------------------------------------
+
+
+@BITS
+@pytest.mark.parametrize("key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(numel=st.integers(0, 5000), seed=st.integers(0, 1000), first_id=st.sampled_from([0, 1, 2**31 - 30]))
+def test_cpp_and_torch_write_and_read_the_same_bits(bits, key, numel, seed, first_id):
+    flat = gradients(numel, seed)
+    messages = [encoded(passes_of(bits, kind), flat, bits, key, first_id=first_id) for kind in (TorchPasses, CppPasses)]
+    assert torch.equal(*messages)
+    rows = torch.stack([messages[0], encoded(passes_of(bits), -2 * flat, bits), messages[0]])
+    sums = [torch.empty(numel), torch.empty(numel)]
+    for kind, out in zip((TorchPasses, CppPasses), sums, strict=True):
+        passes_of(bits, kind).add(rows, out)
+    assert same(*sums)
+
+
+@BITS
+@pytest.mark.parametrize("flags", ["-O1", pytest.param("-O3 -ffp-contract=off", marks=pytest.mark.long)])
+def test_no_flag_of_the_compiler_changes_a_bit(bits, flags, monkeypatch, tmp_path):
+    """Nor does the processor: these know neither its vectors nor its fused multiply-adds."""
+    command = ("-std=c++17", "-fPIC", "-shared", *flags.split())
+    library = SOURCE.load(cpp_library.find_compiler(), command, tmp_path)
+    other = passes_of(bits, CppPasses)
+    other._library = library
+    flat = gradients(7000, 1)
+    assert torch.equal(encoded(other, flat, bits), encoded(passes_of(bits, CppPasses), flat, bits))
+    assert same(rounded(flat, bits, passes=other), rounded(flat, bits))
+
+
+def test_counters_give_the_words_of_random123():
+    """Its known answers for Philox-4x32-10; CUDA's and Triton's generators give the same."""
+    word = torch.tensor(0xFFFFFFFF)
+    words = philox((word, word, word, word), (0xFFFFFFFF, 0xFFFFFFFF))
+    assert [int(each) for each in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    counter = [torch.tensor(each) for each in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    words = philox(tuple(counter), (0xA4093822, 0x299F31D0))
+    assert [int(each) for each in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_the_rotation_is_by_the_matrix_of_walsh_and_hadamard():
+    matrix = torch.ones(1, 1)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    whole = torch.randint(-8, 9, (3, BLOCK), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(hadamard(whole), whole @ matrix)
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+def scales_of(flat, bits):
+    return encoded(passes_of(bits), flat, bits)[: 2 * num_blocks_of(flat.numel())].view(torch.bfloat16).double()
+
+
+@BITS
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(numel=st.integers(1, 3000), seed=st.integers(0, 1000), is_nearest=st.booleans())
+def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel, seed, is_nearest):
+    flat = gradients(numel, seed, is_wild=False)
+    error = torch.nn.functional.pad(rounded(flat, bits, None if is_nearest else KEY) - flat, (0, -numel % BLOCK))
+    scales = scales_of(flat, bits)
+    error = error.view(-1, BLOCK).double()
+    share = 0.5 if is_nearest else 1.0
+    if bits == 8:
+        assert (error.abs() <= share * scales[:, None] * (1 + 2**-20)).all()
+    elif numel % BLOCK == 0:  # a rotated error is as long as the error; the padding has its part of it
+        assert (error.norm(dim=1) <= 16 * share * scales * (1 + 2**-15)).all()
+    largest = flat.abs().max().double()
+    assert bits == 4 or scales.max() <= largest / most_code(bits) * (1 + 2**-7)
+
+
+@BITS
+def test_rounding_is_unbiased(bits):
+    """The mean over 4,000 steps is off by 5 of its standard deviations at most, at every element; the nearest by more.
+
+    One code is a scale off with probability p (1 - p) <= 1/4: a variance of scale^2 / 4 at most, rotated or not.
+    """
+    flat = gradients(BLOCK, 3, is_wild=False)
+    passes, total = passes_of(bits, CppPasses), torch.zeros(BLOCK, dtype=torch.float64)
+    num = 4000
+    for step in range(num):
+        total += rounded(flat, bits, (1, step, 0, 0), passes=passes)
+    bound = 5 * 0.5 * float(scales_of(flat, bits)) / math.sqrt(num)
+    assert (total / num - flat).abs().max() < bound
+    assert (rounded(flat, bits, None) - flat).abs().max() > bound
+
+
+@BITS
+def test_noise_is_another_for_each_seed_step_sender_sum_and_block(bits):
+    flat = gradients(BLOCK, 3, is_wild=False)
+    keys = [KEY, (1, *KEY[1:]), (KEY[0], 8, *KEY[2:]), (*KEY[:2], 4, KEY[3]), (*KEY[:3], 2)]
+    messages = [encoded(passes_of(bits), flat, bits, key) for key in keys]
+    messages += [encoded(passes_of(bits), flat, bits, first_id=1), encoded(passes_of(bits), flat, bits, None)]
+    assert len({tuple(message.tolist()) for message in messages}) == len(messages)
+    assert torch.equal(messages[0], encoded(passes_of(bits), flat, bits, KEY))
+
+
+def test_errors_of_neighbours_and_of_successive_steps_are_not_correlated():
+    flat = gradients(1 << 16, 3, is_wild=False)
+    errors = [rounded(flat, 8, (1, step, 0, 0), passes=passes_of(8, CppPasses)) - flat for step in (0, 1)]
+    pairs = [(errors[0][:-1], errors[0][1:]), (errors[0], errors[1]), (errors[0][:-64], errors[0][64:])]
+    for one, other in pairs:
+        assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 5 / math.sqrt(len(flat))
+
+
+@BITS
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_make_their_block_nan_and_no_other(bits, bad):
+    flat = gradients(3 * BLOCK, 3, is_wild=False)
+    flat[BLOCK + 7] = bad
+    out = rounded(flat, bits).view(3, BLOCK)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@BITS
+def test_zeros_stay_zeros_and_what_is_tiny_counts_as_zeros(bits):
+    flat = torch.zeros(3 * BLOCK)
+    flat[BLOCK : 2 * BLOCK] = LEAST_MAXIMUM / 33
+    flat[2 * BLOCK] = 1.0
+    out = rounded(flat, bits)
+    assert not out[: 2 * BLOCK].any()
+    if bits == 8:  # elements are not mixed
+        assert not out[2 * BLOCK + 1 :].any()
+        assert out[2 * BLOCK] == pytest.approx(1.0, rel=2**-7)
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [(8, 9e-5, 1.1e-4), (4, 0.030, 0.034)])
+def test_the_measured_error_is_that_of_the_format(bits, least, most):
+    """Of normal numbers, as `block_format` says; rotated, also of numbers with a heavy tail."""
+    generator = torch.Generator().manual_seed(0)
+    tailed = (
+        torch.randn(1 << 18, generator=generator) / (torch.randn(3, 1 << 18, generator=generator) ** 2).mean(0).sqrt()
+    )
+    for flat in [torch.randn(1 << 18, generator=generator), *([tailed] if bits == 4 else [])]:
+        found = []
+        coder = Coder(Codec(bits=bits), torch.device("cpu"), lambda *sums: found.append(sums))
+        message = torch.empty(coder.codec.message_bytes(flat.numel()), dtype=torch.uint8)
+        coder.blocks(flat).encode(flat, message, sender=0)
+        ((error, power),) = found
+        out = torch.empty_like(flat)
+        coder.add(message[None], out)
+        exact = float((out - flat).double().square().sum() / flat.double().square().sum())
+        assert error / power == pytest.approx(exact, rel=0.2)  # of a sample of the blocks
+        assert (least if flat is not tailed else 0.027) < exact < most
+    if bits == 4:
+        message = encoded(TorchPasses(4, None), tailed, 4)
+        TorchPasses(4, None).add(message[None], out)
+        assert 0.15 < float((out - tailed).double().square().sum() / tailed.double().square().sum()) < 0.19
+
+
+def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
+    def no_compiler(*args):
+        raise cpp_library.CannotBuildError("there is no c++, g++ or clang++")
+
+    monkeypatch.setattr("lightning_hybrid.comm.codec.cpp_passes._library", no_compiler)
+    with pytest.warns(RuntimeWarning, match=r"^`comm_dtype_across_nodes` \(='int8'\) on a CPU needs a C\+\+ compiler"):
+        coder = Coder(Codec(bits=8), torch.device("cpu"))
+    assert isinstance(coder._passes, TorchPasses)
+    assert isinstance(codecs._passes_for(torch.device("meta"), Codec(bits=8)), TorchPasses)

@@ -1,0 +1,82 @@
+"""The codec's Triton kernels: in the interpreter on CPU tensors, compiled for a GPU that is not there, and on one.
+
+The interpreter must be chosen before Triton is imported, so those tests run in a process of their own: see the first.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.comm.codec.test_codec import BITS, KEY, encoded, gradients, passes_of, same
+
+triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="is not about the interpreter")
+
+
+@not_interpreted
+@pytest.mark.long
+def test_what_follows_holds_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
+    where = {"cwd": Path(__file__).parents[3], "env": {**os.environ, "TRITON_INTERPRET": "1"}}
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 6
+
+
+@BITS
+@pytest.mark.parametrize("key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"])
+@pytest.mark.parametrize("device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")  # of numpy in the interpreter: inf - inf
+def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
+    from lightning_hybrid.comm.codec.triton_passes import TritonPasses
+
+    kernels = passes_of(bits, TritonPasses)
+    if kernels._signs is not None:
+        kernels._signs = kernels._signs.to(device)
+    for numel in (1, 257, 6000):
+        flat = gradients(numel, 2)
+        expected = encoded(passes_of(bits), flat, bits, key, first_id=77)
+        message = torch.zeros_like(expected, device=device)
+        ids = torch.arange(77, 77 + -(-numel // 256), dtype=torch.int32, device=device)
+        kernels.encode(flat.to(device), ids, key, message, None)
+        assert torch.equal(message.cpu(), expected)
+        rows = torch.stack([expected, encoded(passes_of(bits), -2 * flat, bits), expected])
+        sums = torch.empty(numel, device=device), torch.empty(numel)
+        kernels.add(rows.to(device), sums[0])
+        passes_of(bits).add(rows, sums[1])
+        assert same(sums[0].cpu(), sums[1])
+
+
+@not_interpreted
+@pytest.mark.long
+@BITS
+def test_the_kernels_compile_for_a_gpu(bits):
+    """For an H100, by Triton's own assembler; the quotient is rounded as IEEE says, and no subnormal is flushed."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_hybrid.comm.codec import triton_kernels
+
+    most = {"MOST": 2 ** (bits - 1) - 1}
+    numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
+    of_encode = {"flat": "*fp32", "numel": "i32", "ids": "*i32", "signs": "*fp32", "key": "i64", "sender": "i64"}
+    of_encode |= {"turn": "i32", "scales": "*i16", "codes": "*u8"}
+    of_add = {"messages": "*u8", "num_messages": "i32", "stride": "i32", "num_blocks": "i32", "numel": "i32"}
+    of_add |= {"signs": "*fp32", "to": "*fp32"}
+    found = []
+    for kernel, signature, constants in (
+        (triton_kernels.encode_block, of_encode, most | numbers),
+        (triton_kernels.add_block, of_add, most),
+    ):
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        options = {"num_warps": 1, "enable_fp_fusion": True}
+        found.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    assert "div.rn.f32" in found[0]
+    assert not any(".ftz" in ptx for ptx in found)

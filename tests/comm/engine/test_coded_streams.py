@@ -1,0 +1,69 @@
+"""The sum through the codec as CUDA carries it, on a CPU: its collectives over Gloo, and what is ordered after what."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.codec import codec as codecs
+from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.comm.codec.torch_passes import TorchPasses
+from tests.comm.engine.recording_cuda import Cuda
+from tests.comm.engine.test_coded_sum import BITS, expected_sum
+from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # noqa: F401  fixtures
+from tests.comm.layouts import integers, name
+
+
+def torch_passes(device, codec):
+    """The kernels need a GPU; torch gives the same bits. The tensors of this CUDA are the CPU's."""
+    return TorchPasses(codec.bits, codec.signs("cpu"))
+
+
+def sums_by_streams(algorithm, nodes, bits, numels):
+    with pytest.MonkeyPatch.context() as patch:
+        Cuda().installed(patch)
+        patch.setattr(codecs, "_passes_for", torch_passes)
+        engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
+        flats = [integers(dist.get_rank(), numel, torch.float32) for numel in numels]
+        for index, flat in enumerate(flats):
+            engine.submit(flat, bucket_index=index, is_last=index == len(flats) - 1).wait()
+        engine.close()
+    return flats
+
+
+@BITS
+@pytest.mark.parametrize(
+    ("algorithm", "nodes"),
+    [
+        ("two_level", ((0, 2), (1, 3))),
+        ("hierarchical", ((0, 1), (2, 3))),
+        ("flat", ((0,), (1,), (2,), (3,))),
+        ("hierarchical", ((0, 1), (2,), (3,))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name(value),
+)
+def test_collectives_of_the_backend_give_the_same_bits_as_messages_of_our_own(four_ranks, algorithm, nodes, bits):
+    """Shards there are padded to equal size, and parts have rows of equal size: what is unused changes nothing."""
+    numels = [3, 70_001, 300_000]
+    addends = [[sum(integers(rank, numel, torch.float32) for rank in node) for node in nodes] for numel in numels]
+    expected = [expected_sum(values, bits) for values in addends]
+    for flats in four_ranks.run(sums_by_streams, algorithm, nodes, bits, numels):
+        assert all(map(torch.equal, flats, expected))
+
+
+@BITS
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+def test_every_tensor_that_crosses_streams_is_ordered_and_kept(fake_world, cuda, monkeypatch, algorithm, bits):  # noqa: F811
+    monkeypatch.setattr(codecs, "_passes_for", torch_passes)
+    engine = engine_of(algorithm, dtype_across=Codec(bits=bits))
+    for _ in range(2):
+        flats = [torch.zeros(numel) for numel in (70_001, 5)]
+        futures = [
+            engine.submit(flat.add_(1), bucket_index=index, is_last=index == 1) for index, flat in enumerate(flats)
+        ]
+        for future in futures:
+            future.wait().mul_(0.1)
+    del flats, futures
+    torch.zeros(1)  # an operation more: what was given back is seen
+    assert cuda.found == []
+    assert cuda.host_waits == []
+    engine.close()

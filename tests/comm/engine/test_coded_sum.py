@@ -1,0 +1,236 @@
+"""Sums between nodes in 8 and 4 bits: the same bits on every rank, whatever carries them; the bytes of the formula."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm import CommPlan, Topology, traffic_of
+from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM
+from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.comm.codec.philox import random_signs
+from lightning_hybrid.comm.codec.torch_passes import TorchPasses
+from lightning_hybrid.comm.engine import gloo_p2p
+from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals
+from tests.toy import error_of
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+BLOCKS = 40
+PLANS = {
+    "flat": CommPlan(algorithm="flat"),
+    "parallel_flat": CommPlan(algorithm="parallel_flat", chunk_bytes=8 * BLOCK),
+    "hierarchical": CommPlan(algorithm="hierarchical", chunk_bytes=8 * BLOCK),
+    "two_level": CommPlan(algorithm="two_level", chunk_bytes=8 * BLOCK, check_order=False),
+}
+LAYOUTS = [nodes for world_size in (2, 3, 4) for nodes in layouts(world_size) if len(nodes) > 1]
+
+
+def sums_on_rank(nodes, plans, bits, make, numels, steps=(0,), dtype=torch.float32):
+    """What this rank holds after its own data was summed under each plan, for each size and step."""
+    found = []
+    for plan in plans:
+        engine = engine_over(nodes, plan, dtype_across_nodes=Codec(bits=bits, seed=3))
+        for step in steps:
+            engine.coder.begin_step(step)
+            for index, numel in enumerate(numels):
+                flat, is_last = make(dist.get_rank(), numel, dtype), index == len(numels) - 1
+                found.append(engine.submit(flat, bucket_index=index, is_last=is_last).wait())
+        engine.close()
+    return found
+
+
+def encoded(values, bits, *, sender, step=0, turn=0):
+    """By the definition in torch: the message of one sender."""
+    message = torch.empty(Codec(bits=bits).message_bytes(values.numel()), dtype=torch.uint8)
+    ids = torch.arange(-(-values.numel() // BLOCK), dtype=torch.int32)
+    passes_of(bits).encode(values, ids, (3, step, sender, turn), message, None)
+    return message
+
+
+def passes_of(bits):
+    return TorchPasses(bits, random_signs(BLOCK, 3) / 16 if bits == 4 else None)
+
+
+def expected_sum(node_sums, bits, **when):
+    """Messages are added in rank order; with more than two of them the sum is encoded once more."""
+    total = torch.empty_like(node_sums[0])
+    messages = [encoded(values, bits, sender=sender, **when) for sender, values in enumerate(node_sums)]
+    passes_of(bits).add(torch.stack(messages), total)
+    if len(node_sums) > 2:
+        passes_of(bits).add(encoded(total.clone(), bits, sender=OF_A_SUM, **when)[None], total)
+    return total
+
+
+@BITS
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=name)
+def test_every_rank_holds_the_bits_of_the_definition_under_every_plan(rank_pool, nodes, bits):
+    """Whole numbers: sums inside a node are exact, so that algorithm, chunks and shards may change nothing."""
+    world_size = sum(map(len, nodes))
+    names = ["hierarchical", *(["two_level"] if is_even(nodes) else [])]
+    names += ["flat", "parallel_flat"] if len(nodes) == world_size else []
+    numels = [1, 300, BLOCKS * BLOCK + 17]
+    per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, [PLANS[n] for n in names], bits, integers, numels)
+    for results in per_rank:
+        for index, numel in enumerate(numels * len(names)):
+            addends = [sum(integers(rank, numel, torch.float32) for rank in node) for node in nodes]
+            assert torch.equal(results[index], expected_sum(addends, bits))
+
+
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes_are_summed_as_float32_and_rounded_once(two_ranks, dtype, bits):
+    nodes = ((0,), (1,))
+    ranks = two_ranks.run(sums_on_rank, nodes, [PLANS["flat"]], bits, integers, [5000], (0,), dtype)
+    expected = expected_sum([integers(rank, 5000, torch.float32) for rank in range(2)], bits)
+    for (result,) in ranks:
+        assert result.dtype is dtype
+        assert torch.equal(result, expected.to(dtype))
+
+
+def test_noise_is_a_function_of_the_step_and_of_the_sum_in_it(two_ranks):
+    """A new engine, as of a resumed run, draws what the old one would have drawn; no two sums draw the same."""
+    nodes, plans = ((0,), (1,)), [PLANS["flat"], PLANS["flat"]]
+    one, other = two_ranks.run(sums_on_rank, nodes, plans, 8, same_reals, [300], (4, 5, 5))
+    assert all(map(torch.equal, one, other))
+    assert all(map(torch.equal, one[:3], one[3:]))
+    values = [same_reals(0, 300, torch.float32)] * 2
+    assert torch.equal(one[2], expected_sum(values, 8, step=5, turn=1))
+    assert not torch.equal(one[1], one[2])
+
+
+def same_reals(rank, numel, dtype):
+    """Of rank zero, in every sum."""
+    return reals(0, numel, dtype)
+
+
+def one_bad(rank, numel, dtype):
+    flat = reals(rank, numel, dtype)
+    flat[1000] = torch.inf if rank == 0 else 0.0
+    return flat
+
+
+@BITS
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))], ids=name)
+def test_an_inf_on_one_rank_is_not_finite_on_any(four_ranks, nodes, bits):
+    for (result,) in four_ranks.run(sums_on_rank, nodes, [PLANS["hierarchical"]], bits, one_bad, [3 * BLOCK + 300]):
+        assert not result[1000].isfinite()
+        assert result[: 3 * BLOCK].isfinite().all()
+
+
+@BITS
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,), (2,))], ids=name)
+def test_the_checksum_of_the_order_is_exact(rank_pool, nodes, bits):
+    """Next to gradients of 1e30 its ones would be rounded to zeros, and rotated its zeros would not stay zeros."""
+    ranks = rank_pool.ranks(sum(map(len, nodes)))
+    ranks.run(sums_on_rank, nodes, [PLANS["hierarchical"]], bits, huge, [300, 5000], (0, 1))
+    errors = ranks.run(errors_of_another_order, nodes, bits)
+    assert all("order" in error for error in errors)
+
+
+def huge(rank, numel, dtype):
+    return 1e30 * reals(rank, numel, dtype)
+
+
+def errors_of_another_order(nodes, bits):
+    """Rank 1 has the buckets of its step, which all have seen before, the other way round."""
+    engine = engine_over(nodes, CommPlan(algorithm="hierarchical"), dtype_across_nodes=Codec(bits=bits))
+    engine._record = records_nothing_new(engine._record)
+    try:
+        for index in (0, 1) if dist.get_rank() != 1 else (1, 0):
+            engine.submit(torch.full((600,), 1e30), bucket_index=index)
+        engine.submit(torch.full((600,), 1e30), bucket_index=2, is_last=True).wait()
+        return ""
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def records_nothing_new(record):
+    """Only the checksum is left to compare."""
+
+    def without_contents(bucket):
+        value = record(bucket)
+        bucket.contents = None
+        return value
+
+    return without_contents
+
+
+def bytes_on_rank(nodes, algorithm, bits, numel):
+    """The bytes of messages that this rank sends to other nodes, and the engine's formula."""
+    sent, me = [], dist.get_rank()
+    node = next(node for node in nodes if me in node)
+
+    def counted(tensor, rank, group):
+        if dist.get_global_rank(group, rank) not in node:
+            sent.append(tensor.numel() * tensor.element_size())
+        return send(tensor, rank, group)
+
+    send, gloo_p2p._send = gloo_p2p._send, counted
+    try:
+        engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=Codec(bits=bits))
+        engine.submit(reals(me, numel, torch.float32), bucket_index=0).wait()
+        summary = engine.trace.drain()
+        engine.close()
+    finally:
+        gloo_p2p._send = send
+    return sum(sent), summary.bytes_across, summary.quantisation_nmse
+
+
+@BITS
+@pytest.mark.parametrize(
+    ("algorithm", "nodes"),
+    [
+        ("hierarchical", ((0, 1), (2, 3))),
+        ("two_level", ((0, 1), (2, 3))),
+        ("parallel_flat", ((0,), (1,), (2,), (3,))),
+        ("flat", ((0, 1), (2, 3))),
+    ],
+)
+def test_the_bytes_between_nodes_are_those_of_the_formula(four_ranks, algorithm, nodes, bits):
+    """Exactly, where parts are whole blocks; and the error is measured, of what each node sends."""
+    numel = 1 << 20
+    ranks = four_ranks.run(bytes_on_rank, nodes, algorithm, bits, numel)
+    by_node = [sum(ranks[rank][0] for rank in node) for node in nodes]
+    wire = Codec(bits=bits).message_bytes(numel)
+    topology = Topology(rank=0, nodes=nodes)
+    formula = traffic_of(algorithm, topology, 4 * numel, num_bytes_across=wire, is_ring=False)
+    assert max(by_node) == formula.across == ranks[0][1]
+    assert formula.least_across == 2 * (len(nodes) - 1) / len(nodes) * wire
+    assert formula.across == formula.least_across * (2 if algorithm == "flat" else 1)
+    low, high = (9e-5, 1.1e-4) if bits == 8 else (0.030, 0.034)
+    for _, _, nmse in ranks if algorithm != "hierarchical" else ranks[:1]:
+        assert low < nmse < high
+
+
+def test_ranks_with_another_codec_are_named_before_anything_is_sent(two_ranks):
+    for error in two_ranks.run(error_of_two_codecs):
+        assert error.startswith("ValueError: the plan of communication must be the same on all ranks:")
+        assert "int8 (seed 0)" in error
+        assert "int4 (seed 0)" in error
+
+
+def error_of_two_codecs():
+    codec = Codec(bits=8 if dist.get_rank() == 0 else 4)
+    return error_of(engine_over, ((0,), (1,)), CommPlan(), dtype_across_nodes=codec)
+
+
+def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(two_ranks):
+    for rank, (result, said) in enumerate(two_ranks.run(sum_on_one_node)):
+        assert torch.equal(result, sum(reals(rank, 300, torch.float32) for rank in range(2)))
+        assert said == ([] if rank else [SAID])
+
+
+SAID = "`comm_dtype_across_nodes` (='int8') has nothing to do: all 2 ranks are on one node, where sums keep their dtype"
+
+
+def sum_on_one_node():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = engine_over(((0, 1),), CommPlan(), dtype_across_nodes=Codec(bits=8))
+    result = engine.submit(reals(dist.get_rank(), 300, torch.float32), bucket_index=0, is_last=True).wait()
+    engine.close()
+    return result, [str(each.message) for each in caught]
