@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.flavours import fabric as fabric_flavour
 from lightning_hybrid.strategy.arguments import plan_for_codec
 from tests import toy
 
@@ -137,3 +139,31 @@ def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda(
     ]
     with pytest.raises(ValueError, match=r"^`algorithm` \(='two_level'\) needs nodes of equal size, and .*'int4'"):
         chosen("two_level", uneven)
+
+
+# ---- Fabric ----------------------------------------------------------------------------------------------------------
+
+
+def weights_by_fabric(codec):
+    strategy = fabric_flavour.HybridAllReduceStrategy(comm_dtype_across_nodes=codec, ranks_per_node=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    module = toy.Toy()
+    before = toy.weights(module.net)
+    model = fabric.setup_module(module.net)
+    for images, targets in toy.loader():
+        images = images + fabric.global_rank  # another gradient on every rank
+        fabric.backward(torch.nn.functional.cross_entropy(model(images), targets))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+                parameter.grad = None
+    strategy.teardown()
+    found = {name: value.detach().clone() for name, value in module.net.named_parameters()}
+    return found, toy.same_bits(found, {name: before[name] for name in found})
+
+
+def test_fabric_has_it_too(two_ranks):
+    (one, is_unchanged), (other, _) = two_ranks.run(weights_by_fabric, "int4")
+    assert toy.same_bits(one, other)
+    assert not is_unchanged
