@@ -98,7 +98,7 @@ class HybridAllReduceMixin(
         trace_dir: str | None = None,
         link_bytes_per_s: float | None = None,
         loss_scale: str | float | LossScale | None = None,
-        shard_update: Literal["off", "node"] = "off",
+        shard_update: Literal["off", "node"] | bool = "off",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
