@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.foreach_ops import block_numel
-from lightning_hybrid.optim.trust_ratio import block_squares, numel_in_rows
-from lightning_hybrid.placement import BLOCK, Part
+from lightning_hybrid.optim.trust_ratio import norm_in_rows, numel_in_rows
+from lightning_hybrid.placement import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class ShardedVector:
 
     Attributes:
         part: Which.
-        pieces: The part's elements in order, each piece but the last of whole `BLOCK`s; read once.
+        pieces: The part's elements in order; read once.
         is_in_blocks: Whether one rank alone would sum it by `in_blocks`: then the last of these may be a small tensor.
     """
 
@@ -35,9 +35,9 @@ def norms_over_ranks(
 
     Every rank that holds parts must call it, with vectors in the same order; afterwards all hold the same bits.
 
-    Each rank sums the squares of its own blocks, as `tensor_norms` does on the CPU, and leaves zeros for the others;
-    the blocks of all ranks are added in the order of the whole vector, in float64. From `tensor_norms` of the whole
-    tensor they differ by this order only: by 1e-15, or on an accelerator, where torch sums otherwise, by 1e-6.
+    Each rank sums the squares of its part as `tensor_norms` does on the CPU, the ranks' sums are added in float64. From
+    `tensor_norms` of the whole tensor a norm differs by this order only: by 1e-15, which float32 arithmetic rounds away
+    but about once in a hundred million norms; in float64 by 1e-13; on an accelerator, which sums otherwise, by 1e-6.
 
     Args:
         vectors: Of each parameter with a part, some or none.
@@ -48,26 +48,25 @@ def norms_over_ranks(
         The norms of each parameter's vectors, float64 and 0-dim, on its device; and 1.0 or 0.0, float32 and 0-dim, on
         the device of `found_inf`.
     """
-    squares = [_own_squares(vector) for some in vectors.values() for vector in some]
-    own = [found_inf.double().view(1), *(one.to(found_inf.device, non_blocking=True) for one in squares)]
-    message = torch.cat(own)
+    own = [found_inf.double()]
+    own += [_sum_of_squares(vector).to(found_inf.device) for some in vectors.values() for vector in some]
+    message = torch.stack(own)
     add_up_(message)
-    flag, *added = message.split([len(one) for one in own])
-    norms = iter([one.sum().sqrt() for one in added])
+    norms = iter(message[1:].sqrt().unbind())
     of_params = {param: [next(norms).to(param.device) for _ in some] for param, some in vectors.items()}
-    return of_params, (flag.view(()) > 0).float()
+    return of_params, (message[0] > 0).float()
 
 
-def _own_squares(vector: ShardedVector) -> Tensor:
-    """Sum the squares of the blocks of the part, zeros for those of others: float64, (blocks of the whole)."""
-    part, at, found = vector.part, vector.part.begin, []
+def _sum_of_squares(vector: ShardedVector) -> Tensor:
+    """Sum the squares of the part: float64, 0-dim."""
+    part, at = vector.part, vector.part.begin
     last = 1 + (part.numel - 1) % block_numel() if vector.is_in_blocks else part.numel
+    norms = []
     for piece in vector.pieces:
         # As `tensor_norms` would: small tensors in float64, of which the last block of `in_blocks` may be one.
         end_of_rows = sum(numel_in_rows(numel, piece.dtype) for numel in (part.numel - last, last))
-        in_rows = min(max(end_of_rows - at, 0), piece.numel())
-        found.append(block_squares(piece, BLOCK, num_in_rows=in_rows))
+        in_rows, exact = piece.tensor_split([min(max(end_of_rows - at, 0), piece.numel())])
+        norms += [norm_in_rows(in_rows)] if in_rows.numel() else []
+        norms += [torch.linalg.vector_norm(exact, dtype=torch.float64)] if exact.numel() else []
         at += piece.numel()
-    own = torch.cat(found)
-    first, num_blocks = -(-part.begin // BLOCK), -(-part.numel // BLOCK)
-    return torch.nn.functional.pad(own, (first, num_blocks - first - len(own)))
+    return torch.stack(norms).square().sum()

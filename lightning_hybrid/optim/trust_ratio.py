@@ -73,43 +73,23 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
     """
     if not numel_in_rows(tensor.numel(), tensor.dtype):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm_in_rows(in_memory_order(tensor))
+
+
+def norm_in_rows(tensor: Tensor) -> Tensor:
+    """Compute the norm of a 1-D tensor by rows: float64, 0-dim. Right to 1e-6 at any size, in one pass at any dtype.
+
+    >>> norm_in_rows(torch.full((1 << 20,), 2.0, dtype=torch.float16))
+    tensor(2048., dtype=torch.float64)
+    """
     parts = []
-    for chunk in in_memory_order(tensor).split(_CHUNK):
+    for chunk in tensor.split(_CHUNK):
         # The elements that fill no row are fewer than one row: a sum of their own, as exact.
         num_in_rows = chunk.numel() // _ROW * _ROW
         rows = chunk[:num_in_rows].view(-1, _ROW)
         parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
         parts.append(torch.linalg.vector_norm(chunk[num_in_rows:], dtype=torch.float32).view(1))
     return torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64)
-
-
-def block_squares(tensor: Tensor, block: int, *, num_in_rows: int) -> Tensor:
-    """Sum the squares of each block of a 1-D tensor, as `tensor_norms` on the CPU would: float64, 1-D.
-
-    Args:
-        tensor: Any floating-point dtype and device.
-        block: Elements of a block, a multiple of 256.
-        num_in_rows: So many elements, whole blocks or all, are summed in rows of float32; those behind them in float64.
-
-    >>> block_squares(torch.ones(600), 512, num_in_rows=512)
-    tensor([512.,  88.], dtype=torch.float64)
-    """
-    per_block = block // _ROW
-    found = []
-    for chunk in tensor[:num_in_rows].split(-(-_CHUNK // block) * block):
-        rows = _row_squares(chunk, _ROW, torch.float32)
-        missing = -len(rows) % per_block
-        found.append(torch.nn.functional.pad(rows, (0, missing)).view(-1, per_block).sum(1))
-    return torch.cat([*found, _row_squares(tensor[num_in_rows:], block, torch.float64)])
-
-
-def _row_squares(tensor: Tensor, row: int, dtype: torch.dtype) -> Tensor:
-    num = tensor.numel() // row * row
-    dtype = torch.promote_types(dtype, tensor.dtype)
-    norms = torch.linalg.vector_norm(tensor[:num].view(-1, row), dim=1, dtype=dtype)
-    if num < tensor.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(tensor[num:], dtype=dtype).view(1)])
-    return norms.double().square()
 
 
 def numel_in_rows(numel: int, dtype: torch.dtype) -> int:

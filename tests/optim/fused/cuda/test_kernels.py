@@ -21,8 +21,10 @@ from lightning_hybrid.optim.fused import step as fused_step
 from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
+from lightning_hybrid.placement import BLOCK, Part
 from tests.optim.families import distance_from
 from tests.optim.test_lars import normals, set_grads
+from tests.optim.test_parts import on_ranks
 from tests.reference.coefficients import coefficients
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
@@ -103,7 +105,7 @@ def groups_of(params):
 def test_what_follows_holds_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
     where = {"cwd": Path(__file__).parents[4], "env": {**os.environ, "TRITON_INTERPRET": "1"}}
-    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 25
 
@@ -345,6 +347,69 @@ def test_the_first_kernel_that_is_tried_can_be_launched(device):
     from lightning_hybrid.optim.fused.cuda.lars import try_out
 
     try_out(device)
+
+
+@on_devices
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(rule, device, monkeypatch):
+    """Two ranks in turns, each with a part of a tensor; the second of three steps has an inf in the part of one."""
+    from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb
+    from lightning_hybrid.optim.fused.cuda.lars import KernelLars
+
+    def lars_engine(self, tensors, optimizer, grad_dtype):
+        states = optimizer.state_lists(tensors.params, "momentum_buffer")
+        return KernelLars(tensors.params, states, tensors.copies, grad_dtype, is_joint=True, parts=tensors.parts)
+
+    def lamb_engine(self, tensors, optimizer, grad_dtype):
+        for param in tensors.params:
+            optimizer.state[param].setdefault("step", torch.zeros((), device=param.device))
+        states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
+        return KernelLamb(tensors.params, states, tensors.copies, grad_dtype, parts=tensors.parts)
+
+    monkeypatch.setattr(fused_step.FusedLars, "engine_of", lars_engine)
+    monkeypatch.setattr(fused_step.FusedLamb, "engine_of", lamb_engine)
+    assert BLOCK % 4096 == 0  # their chunk
+    options = {LARS: {"lr": 2.0, "denominator": "joint"}, LAMB: {"lr": 0.1, "max_grad_norm": 1.0}}[rule]
+    whole, small = 2 * BLOCK + 300, 5
+    grads = [normals(numel, seed=9 + numel, dtype=torch.float32).to(device) for numel in (whole, small)]
+    steps = [(torch.float16, 64.0, None), (torch.float16, 64.0, BLOCK + 3), (torch.float16, 64.0, None)]
+
+    def run(begin, end, add_up_):
+        params = parameters(device, shapes=[(whole,), (small,)])
+        if add_up_ is not None:
+            params[0] = nn.Parameter(params[0].detach()[begin:end].clone())
+            params[0].grad_dtype = None
+        optimizer = rule(params, weight_decay=0.1, fused=True, **options)
+        optimizer.copies = {param: param.detach().half() for param in params}
+        if add_up_ is not None:
+            optimizer.parts, optimizer.add_up_ = {params[0]: Part(numel=whole, begin=begin, end=end)}, add_up_
+        found = []
+        for dtype, scale, spoilt in steps:
+            scaled = [(scale * grad).to(dtype) for grad in grads]
+            if spoilt is not None:
+                scaled[0][spoilt] = torch.inf
+            params[0].grad, params[1].grad = scaled[0][begin:end], scaled[1]
+            optimizer.grad_scale = torch.tensor(scale, device=device)
+            optimizer.step()
+            found.append(optimizer.last_found_inf.item())
+        return [
+            *params,
+            *optimizer.copies.values(),
+            *(v for one in optimizer.state.values() for v in one.values()),
+        ], found
+
+    expected, found = run(0, whole, None)
+    assert found == [0.0, 1.0, 0.0]
+    spans = [(0, BLOCK), (BLOCK, whole)]
+    ranks, _ = on_ranks(2, lambda rank, add_up_: run(*spans[rank], add_up_))
+    (first, found_first), (second, found_second) = ranks
+    assert found_first == found_second == found
+    for index, (one, other, of_all) in enumerate(zip(first, second, expected, strict=True)):
+        if one.numel() != other.numel():
+            assert torch.equal(torch.cat([one, other]), of_all), index
+        else:
+            assert torch.equal(one, of_all)
+            assert torch.equal(other, of_all), index
 
 
 @on_devices

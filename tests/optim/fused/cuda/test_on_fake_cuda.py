@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_hybrid.callbacks.tensor_hash import _BLOCK_ROWS_ON_CUDA, _ROW, Fingerprint
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.diagnostics import trust_ratios
+from lightning_hybrid.placement import BLOCK, Part
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS
@@ -80,6 +81,26 @@ def test_an_update_whose_rate_is_as_before_copies_nothing(rule, fake):
     before = fake.num_copies
     optimizer.step()
     assert fake.num_copies == before > 0
+
+
+@every_rule
+@pytest.mark.parametrize("fused", [None, False], ids="fused={}".format)
+def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(rule, fused, fake):
+    """A read by the host would raise; kernels are as many as of whole tensors."""
+    params = [parameter(2 * BLOCK, grad_dtype=torch.float16), parameter(8, 4, grad_dtype=torch.float16)]
+    optimizer = rule(params, lr=0.1, fused=fused)
+    optimizer.copies = {one: torch.empty_like(one, dtype=torch.float16) for one in params}
+    optimizer.parts = {params[0]: Part(numel=5 * BLOCK, begin=2 * BLOCK, end=4 * BLOCK)}
+    tables = []
+    optimizer.add_up_ = tables.append
+    for _ in range(2):
+        optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+        fake.launched.clear()
+        tables.clear()
+        optimizer.step()
+        assert [(table.device, table.dtype) for table in tables] == [(ZERO, torch.float64)] * (1 if rule is LARS else 2)
+        assert optimizer.last_found_inf.device == ZERO
+        assert [name for name, _ in fake.launched] == list(KERNELS_OF[rule] if fused is None else ())
 
 
 @every_rule
