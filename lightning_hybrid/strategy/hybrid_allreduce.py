@@ -102,7 +102,7 @@ class HybridAllReduceMixin(
         link_bytes_per_s: float | None = None,
         reduction: Literal["mean", "adasum"] = "mean",
         loss_scale: str | float | LossScale | None = None,
-        shard_update: Literal["off", "node"] = "off",
+        shard_update: Literal["off", "node"] | bool = "off",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
