@@ -97,7 +97,7 @@ MISSPELT = {
     "trainer.devces=2": "Did you mean trainer.devices=2?",
     "~optim.lrr": "Did you mean ~optim.lr?",
     "modle=resnet50": "Did you mean model=resnet50?",
-    "strategy=hybrid_alreduce": "(=hybrid_alreduce) must be one of ddp, hybrid, pipeline. Did you mean strategy=hybrid?",
+    "strategy=hybrid_alreduce": "must be one of ddp, hybrid, pipeline. Did you mean strategy=hybrid?",
     "model=resnt50": "Did you mean model=resnet50?",
     "optim=?": "`optim` (=?) must be one of lamb, lars, muon, sgd. Set optim=<one of them>.",
     "trainer.detect_anomaly=true": "An argument that conf leaves out is added by a plus: +trainer.detect_anomaly=true.",
