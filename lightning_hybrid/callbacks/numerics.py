@@ -193,7 +193,8 @@ class NumericsMonitor(Callback):
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Gradients are the same on every rank, so rank zero warns; but of shards it asks the others.
-        found = largest_gradients(pl_module)
+        elsewhere = {name for name, parameter in pl_module.named_parameters() if parameter.is_meta}  # other stages
+        found = {name: one for name, one in largest_gradients(pl_module).items() if name not in elsewhere}
         are_shards = any(map(is_dtensor, pl_module.parameters()))
         if not are_shards and (not trainer.is_global_zero or all(one is None for one in found.values())):
             return  # manual loops may have removed them

@@ -21,6 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.checks import require_whole
+from lightning_hybrid.lightning_names import misconfiguration
+from lightning_hybrid.run_status import run_status
 
 
 class RecalibrateBatchNorm(Callback):
@@ -73,6 +75,11 @@ class RecalibrateBatchNorm(Callback):
 
     @torch.no_grad()
     def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if run_status(trainer).replica_group is not None:
+            raise misconfiguration(
+                "`callbacks=recalibrate_bn` cannot be combined with strategy='hybrid_pipeline': it runs the network "
+                "outside of a step, where each rank has its own stages alone. Leave it out: callbacks=default."
+            )
         layers = [layer for layer in pl_module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
         if not layers:
             rank_zero_warn("`callbacks=recalibrate_bn`: the module has no BatchNorm with running statistics.")

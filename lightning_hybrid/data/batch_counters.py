@@ -39,6 +39,10 @@ def share_of(trainer: pl.Trainer | None) -> dict[str, int]:
     >>> share_of(None)
     {'world_size': 1, 'rank': 0}
     """
-    # Not the trainer's world size: the ranks of a pipeline read the same batches.
-    asked = None if trainer is None else trainer.distributed_sampler_kwargs  # None: a strategy of one device
-    return {"world_size": asked["num_replicas"], "rank": asked["rank"]} if asked else {"world_size": 1, "rank": 0}
+    if trainer is None:
+        return {"world_size": 1, "rank": 0}
+    # The ranks of a pipeline read the same batches. A strategy of one device asks for nothing.
+    asked = getattr(trainer, "distributed_sampler_kwargs", None)
+    if asked is None:
+        return {"world_size": trainer.world_size, "rank": trainer.global_rank}
+    return {"world_size": asked["num_replicas"], "rank": asked["rank"]}
