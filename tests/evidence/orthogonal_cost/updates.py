@@ -35,7 +35,7 @@ class UpdateCost:
 
     Attributes:
         cpu_s, wall_s: Processor time of the busiest rank, and time until the last one was through.
-        peak_bytes: Memory beyond that before the update.
+        peak_bytes: Memory beyond that before the update; the results, of which an optimizer holds the last, included.
         flops: Of the iterations, of the rank with the most.
         received_bytes: By the rank with the least work of its own.
         is_equal: Whether the weights are to the bit those that rank zero found alone.
@@ -130,6 +130,7 @@ def _rank(rank: int, num_ranks: int, case: str, num_rounds: int, folder: str) ->
         for arm in ARMS:
             optimizer.param_groups[0]["direction"] = "momentum" if arm == "momentum" else "orthogonal"
             optimizer.work_group = dist.group.WORLD if arm == "shared" else None
+            optimizer._orthogonal = {}  # results of the update before
             dist.barrier()
             if arm == "shared":
                 costs: list[Any] = [None] * num_ranks
