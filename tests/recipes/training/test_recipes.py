@@ -20,8 +20,8 @@ from tests import toy
 
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
-RECIPES = ("resnet50_64k", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
-QUICK = ("resnet50_64k", "alexnet_64k", "alexnet_bn_32k")  # the other two are ResNet-50 at other rates
+RECIPES = ("resnet50_64k", "resnet50_64k_orthogonal", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
+QUICK = ("resnet50_64k", "alexnet_64k", "alexnet_bn_32k")  # the others are ResNet-50 with other numbers
 NUM_IMAGES = 1_281_167
 MLPERF = [
     ("resnet50_64k", 31, 1133),
@@ -148,6 +148,13 @@ def test_the_last_step_of_a_recipe_is_validated(recipe):
     cfg = configured(f"recipe={recipe}", "data.root=/", "max_batch_size_per_rank=null")
     left = cfg.trainer.max_steps % cfg.trainer.val_check_interval
     assert left == {"resnet50_32k": 2891 % 157, "alexnet_64k": 1857 % 79}.get(recipe, 0)
+
+
+def test_the_orthogonal_recipe_is_that_of_the_64k_but_for_the_direction():
+    ours, plain = (configured(f"recipe={name}", "data.root=/") for name in ("resnet50_64k_orthogonal", "resnet50_64k"))
+    assert (ours.optim.direction, plain.optim.direction) == ("orthogonal", "momentum")
+    ours.optim.direction = plain.optim.direction
+    assert ours == plain
 
 
 # ---- what a user changes ---------------------------------------------------------------------------------------------
