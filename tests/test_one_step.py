@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_hybrid.strategy.hybrid_allreduce
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import average_bucket
 from lightning_hybrid.optim import LARS
@@ -77,13 +76,10 @@ def one_step(algorithm):
         module.at["bucket"] = bucket.buffer().clone()
         return average_bucket(state, bucket)
 
-    lightning_hybrid.strategy.hybrid_allreduce.average_bucket = watched
-    try:
-        strategy = HybridAllReduceStrategy(algorithm=algorithm, loss_scale=SCALE, ranks_per_node=2)
-        trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
-        trainer.fit(module, DataLoader(Indexed(), batch_size=8))
-    finally:
-        lightning_hybrid.strategy.hybrid_allreduce.average_bucket = average_bucket
+    strategy = HybridAllReduceStrategy(algorithm=algorithm, loss_scale=SCALE, ranks_per_node=2)
+    strategy._bucket_hook = watched
+    trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
+    trainer.fit(module, DataLoader(Indexed(), batch_size=8))
     return {
         **module.at,
         "initial": initial,

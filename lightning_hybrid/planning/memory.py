@@ -94,7 +94,7 @@ def shared_share(numels: Sequence[int], num_ranks: int) -> float:
 
     Smaller tensors stay whole on each rank.
 
-    >>> shared_share([8 * BLOCK], 8), shared_share([7 * BLOCK], 8)
+    >>> shared_share([8 * 2**14], 8), shared_share([7 * 2**14], 8)
     (0.125, 1.0)
     """
     require_whole("num_ranks", num_ranks, "ranks of a node are counted")

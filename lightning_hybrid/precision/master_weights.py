@@ -135,6 +135,7 @@ class MasterWeights:
         keep_fp32: module types that stay fp32 like the normalisation layers. Their submodules are converted.
         frozen: whether parameters that do not require gradients are converted too. Not in a fit: teachers and
             averages are written there, in steps that half precision would round away.
+        on_meta: whether parameters on the meta device are converted too. In a fit they are those of other stages.
 
     Weights that are computed from others (`parametrizations`, `weight_norm`, `spectral_norm`) stay fp32 as well.
     Further modules may be added by `convert`.
@@ -146,13 +147,14 @@ class MasterWeights:
         dtype: torch.dtype,
         keep_fp32: tuple[type[nn.Module], ...] = (),
         frozen: bool = False,
+        on_meta: bool = False,
     ) -> None:
         self.dtype = dtype
         # Where ranks share the update: brings together what each has of these tensors, one for each pair. Collective.
         self.gather_: Callable[[list[MasterPair], list[Tensor]], None] | None = None
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
-        self._keep_fp32, self._frozen = keep_fp32, frozen
+        self._keep_fp32, self._frozen, self._on_meta = keep_fp32, frozen, on_meta
         self.convert(module)
 
     def convert(self, module: nn.Module) -> None:
@@ -167,8 +169,7 @@ class MasterWeights:
                 continue
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
-                # One on the meta device belongs to another stage of a pipeline: here it has no values.
-                if is_real and not parameter.is_meta and (self._frozen or parameter.requires_grad):
+                if is_real and (self._on_meta or not parameter.is_meta) and (self._frozen or parameter.requires_grad):
                     if id(parameter) not in self.pairs:
                         self.pairs[id(parameter)] = self._convert_(parameter)
                     self.hooks.show_masters(child)

@@ -72,7 +72,7 @@ def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, tor
         yield shadow, torch.float32
         return
     # The very conversion of a run: which layers stay fp32, and what they return.
-    with MasterWeights(shadow, HALF[precision]).hooks.in_step():
+    with MasterWeights(shadow, HALF[precision], on_meta=True).hooks.in_step():
         yield shadow, HALF[precision]
 
 

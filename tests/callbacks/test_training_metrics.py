@@ -82,7 +82,11 @@ IN_SECONDS = {name for name, metric in METRICS.items() if name.startswith("comm/
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [("two nodes", {m.COMM_ACHIEVED_SHARE}), ("one node", BETWEEN_NODES), ("cuda", IN_SECONDS)],
+    [
+        ("two nodes", {m.COMM_ACHIEVED_SHARE, m.COMM_QUANTISATION_NMSE}),
+        ("one node", BETWEEN_NODES | {m.COMM_QUANTISATION_NMSE}),
+        ("cuda", IN_SECONDS | {m.COMM_QUANTISATION_NMSE}),
+    ],
 )
 def test_what_was_not_measured_is_not_logged(two_ranks, kind, missing):
     names = two_ranks.run(communication_logged, WINDOWS[kind], {})[0].keys()

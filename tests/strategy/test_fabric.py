@@ -324,7 +324,8 @@ def the_loop_of_the_page(folder):
     os.chdir(folder)
     try:
         torch.manual_seed(0)
-        exec(compile(python_blocks(PAGE)[0], str(PAGE), "exec"), names := {"__name__": "__main__"})
+        (loop,) = [block for block in python_blocks(PAGE) if "L.Fabric(" in block]
+        exec(compile(loop, str(PAGE), "exec"), names := {"__name__": "__main__"})
     finally:
         os.chdir(before)
     MADE.append(names["fabric"])
