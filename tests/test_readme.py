@@ -116,3 +116,13 @@ def test_user_code_of_the_first_page_trains_on_two_ranks(two_ranks):
     assert (num_steps, num_ranks) == (1, 2)
     assert set(moved) == set(after)
     assert toy.same_bits(after, other[0])
+
+
+def test_user_code_of_the_first_page_trains_in_two_stages_of_a_pipeline(two_ranks):
+    source = python_blocks(ROOT / "README.md")[0]
+    in_stages = "lightning_hybrid.HybridPipelineStrategy(num_stages=2, num_microbatches=2)"
+    one, other = two_ranks.run(train_one_step, source.replace('"hybrid_allreduce"', in_stages))
+    after, moved, num_steps, _ = one
+    assert num_steps == 1
+    assert set(moved) == set(after)
+    assert toy.same_bits(after, other[0])
