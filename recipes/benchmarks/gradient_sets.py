@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.models import AlexNet, ResNet
+from lightning_hybrid.optim import LARS
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -80,10 +81,12 @@ class GradientSet(pl.LightningModule):
         shapes: In the order of the layers.
         backward_s: Backward waits this long in all, each gradient in proportion to its size, as the host does while an
             accelerator computes: the processor is free meanwhile.
+        optimizer: `sgd`, the cheapest, or `lars`, fused.
     """
 
-    def __init__(self, shapes: Shapes, *, backward_s: float = 0.0) -> None:
+    def __init__(self, shapes: Shapes, *, backward_s: float = 0.0, optimizer: str = "sgd") -> None:
         super().__init__()
+        self.optimizer = optimizer
         self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
         self.seconds_per_element = backward_s / numel(shapes)
         self._noise: Tensor | None = None
@@ -103,7 +106,9 @@ class GradientSet(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the cheapest optimizer."""
+        """Return the optimizer."""
+        if self.optimizer == "lars":
+            return LARS(self.parameters(), lr=1e-3, fused=True)
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -37,7 +37,7 @@ class StrategyArm:
 
     `ddp`: stock Lightning in fp32. `fp16_compress`: the same with torch's hook. `auto` or the name of an algorithm:
     the hybrid all-reduce with `precision="16-true"`; with `_fp32` behind the name, in fp32; with `_int8` or `_int4`, in
-    so many bits between nodes. `is_silent`: nothing is averaged.
+    so many bits between nodes; with `_shared`, the update shared within a node. `is_silent`: nothing is averaged.
 
     >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "auto_int8", "fp16_compress")]
     ['16-true', '32-true', '16-true', '32-true']
@@ -74,10 +74,11 @@ class StrategyArm:
             return DDPStrategy(timeout=timeout)
         if self.name == COMPRESSED:
             return CompressedDDPStrategy(timeout=timeout)
-        algorithm: Any = self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}")
+        algorithm: Any = self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}").removesuffix("_shared")
         ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
         options: Any = {"algorithm": algorithm, "bucket_bytes": self.bucket_bytes, "timeout": timeout}
-        return ours(comm_dtype_across_nodes=self.codec, **options)
+        shard_update: Any = "node" if self.name.endswith("_shared") else "off"
+        return ours(comm_dtype_across_nodes=self.codec, shard_update=shard_update, **options)
 
 
 class StepClock(Callback):
@@ -106,6 +107,7 @@ class StepBench:
         num_rounds, num_steps: Fits of each arm, and steps counted in each fit.
         num_warmup_steps: Steps not counted in each fit; 2 or more.
         bucket_bytes: Buckets of the hybrid arms; null means the library's.
+        optimizer: `sgd`, the cheapest, or `lars`, fused.
         overlap: null, or the hybrid arm that also runs with a backward as long as its communication.
     """
 
@@ -116,6 +118,7 @@ class StepBench:
     num_steps: Count
     num_warmup_steps: int = 3
     bucket_bytes: Count | None = None
+    optimizer: Literal["sgd", "lars"] = "sgd"
     overlap: str | None = None
     timeout_s: NotNegative = 300.0
 
@@ -173,7 +176,7 @@ class StepBench:
     def _fit(self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float) -> list[float]:
         """Time each counted step; the same numbers on every rank."""
         clock = StepClock()
-        module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s)
+        module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s, optimizer=self.optimizer)
         trainer = self.trainer(
             strategy=arm.strategy(),
             precision=arm.precision,
