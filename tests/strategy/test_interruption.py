@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -155,7 +156,9 @@ def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, numb
     command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(program), str(tmp_path), callback]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        # A shell's background job has SIGINT ignored, and so would the programs that it starts.
+        heeds = {"start_new_session": True, "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, **heeds)
     try:
         files = [tmp_path / "0.pid", tmp_path / "1.pid"]
         deadline = time.monotonic() + 120

@@ -121,11 +121,11 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
     try:
         engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm, num_parallel_groups=1), timeout_s=30.0)
         start = time.monotonic()
-        errors = []
-        futures = [engine.submit(torch.ones(5), bucket_index=index) for index in range(3)]
-        for index in range(3, 20):  # ranks that are not touched by tensor 1's failure meet it in a later one
+        errors, futures = [], []
+        for index in range(20):  # ranks that are not touched by tensor 1's failure meet it in a later one
             try:
-                futures.pop(0).wait()
+                if index >= 3:
+                    futures.pop(0).wait()
                 futures.append(engine.submit(torch.ones(5), bucket_index=index))
             except RuntimeError as error:
                 errors.append(str(error))
