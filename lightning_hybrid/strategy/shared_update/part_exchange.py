@@ -22,8 +22,8 @@ from lightning_hybrid.comm.bucket_layout import NodeExchange
 from lightning_hybrid.comm.engine.node_exchange import PART_ALIGNMENT
 from lightning_hybrid.strategy.shared_update.part_pairs import MasterPart, WeightPart, flattened
 
-# Elements of a chunk, of all ranks together. Two chunks are in memory: 8 MiB of half-precision weights.
-CHUNK_NUMEL = 1 << 21
+# Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
+CHUNK_NUMEL = 1 << 22
 
 Slice = tuple[int, int, int]  # a tensor by its place in a list, and its elements from begin to end
 
