@@ -74,7 +74,7 @@ class CommSetupMixin:
             reduction,
             self._plan,
             has_planner=self._planner is not None,
-            dtype_across_nodes=self._dtype_across_nodes,
+            dtype_across_nodes=comm_dtype_across_nodes,
             tune=tune,
         )
         if loss_scale is not None:

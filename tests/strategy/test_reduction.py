@@ -132,10 +132,11 @@ class PlansFlat:
         ({"algorithm": "two_level"}, r"`algorithm` \(='two_level'\) cannot be combined with `reduction` \(='adasum'\)"),
         ({"plan": CommPlan(algorithm="flat")}, r"`algorithm` \(='flat'\) cannot be combined"),
         ({"plan": PlansFlat()}, r"`plan` \(='a planner'\) cannot"),
-        ({"comm_dtype_across_nodes": "float16"}, r"`comm_dtype_across_nodes` \(=torch.float16\) cannot be combined"),
+        ({"comm_dtype_across_nodes": "float16"}, r"`comm_dtype_across_nodes` \(='float16'\) cannot be combined"),
+        ({"comm_dtype_across_nodes": "int8"}, r"`comm_dtype_across_nodes` \(='int8'\) cannot be combined"),
         ({"tune": "on"}, r"`tune` \(='on'\) cannot be combined"),
     ],
-    ids=["name", "algorithm", "plan", "planner", "dtype", "tune"],
+    ids=["name", "algorithm", "plan", "planner", "dtype", "codec", "tune"],
 )
 def test_what_adasum_cannot_be_combined_with_is_refused_when_the_object_is_made(options, message):
     with pytest.raises(ValueError, match=message):
