@@ -14,8 +14,11 @@ from hypothesis import settings
 from recipes.cli.preflight import LAUNCH_VARIABLES
 from tests.rank_pool import RankPool, Ranks
 
-settings.register_profile("no deadline", deadline=None)  # how long an example takes is the machine's load
-settings.load_profile("no deadline")
+# No deadline: how long an example takes is the machine's load. The same examples in every run: a test that fails is
+# the change's doing and not the day's. Other examples: `pytest --hypothesis-profile=exploring`.
+settings.register_profile("same examples", deadline=None, derandomize=True)
+settings.register_profile("exploring", deadline=None, max_examples=1000)
+settings.load_profile("same examples")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -54,7 +54,7 @@ def test_whatever_comes_the_laws_hold(drawn):
             assert after.begin_s >= before.end_s
     for place in ("inside", "across"):  # no place does more work than there is time
         work_s = sum(s.work_s for one in chunks for s in one.stages if s.place == place)
-        assert max(span.end_s for span in spans) >= work_s * (1 - 1e-9)
+        assert max(span.end_s for span in spans) >= work_s * (1 - 1e-9) - 1e-9
 
 
 def test_equal_chunks_through_places_of_their_own_are_the_formula():
