@@ -102,6 +102,10 @@ class GradientScatter:
         rest = rest.div_(before) if before > 1 else rest
         whole = partial(_put_rest, buffer=buffer, ranges=packing.rest, after=after)
         averaged = engine.submit(rest, bucket_index=index, finish=whole)
+        if engine.device.type == "cuda":
+            # What `collect_all` returns is a future of the CPU: who waits for it would order no stream. Both are on the
+            # streams already, so `then` has one wait for the other, and the host for neither.
+            return scattered.then(partial(_both, averaged=averaged))
         return collect_all([scattered, averaged]).then(_first)
 
     def _packing_of(self, bucket: dist.GradBucket) -> Packing | None:
@@ -154,6 +158,11 @@ def _put_rest(rest: Tensor, *, buffer: Tensor, ranges: list[Range], after: float
 def _copy_(places: list[Tensor], values: list[Tensor]) -> None:
     if places:
         torch._foreach_copy_(places, values)
+
+
+def _both(scattered: Future[Tensor], *, averaged: Future[Tensor]) -> Tensor:
+    averaged.wait()
+    return scattered.value()
 
 
 def _first(done: Future[list[Future[Tensor]]]) -> Tensor:

@@ -95,12 +95,23 @@ class Future:
         self.event = Event(Cuda.instance())
 
     def set_result(self, value: torch.Tensor) -> None:
-        self.value = value
+        self._value = value
         self.event.record()
 
     def wait(self) -> torch.Tensor:
         Cuda.instance().current.wait_event(self.event)
-        return self.value
+        return self._value
+
+    def value(self) -> torch.Tensor:
+        return self._value
+
+    def then(self, callback: Callable[[Future], torch.Tensor]) -> Future:
+        """On a stream of its own, which waits for this one."""
+        cuda, after = Cuda.instance(), Future([])
+        with cuda.on(cuda.stream(CUDA)):
+            self.wait()
+            after.set_result(callback(self))
+        return after
 
 
 class _Memory:
