@@ -162,7 +162,9 @@ def _iterated(matrices: Tensor) -> Tensor:
     found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=1.0)  # 0 of zeros alone
     if found.device.type != "cpu" and found.dtype != torch.float64:
         found = found.bfloat16()  # its range holds the small elements of large matrices, which float16's does not
-    for _ in range(NUM_ITERATIONS):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
+    # A manual loop steps inside of `training_step`, and so of its autocast, which would multiply in another dtype.
+    with torch.autocast(found.device.type, enabled=False):
+        for _ in range(NUM_ITERATIONS):
+            gram = found @ found.mT
+            found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
     return found

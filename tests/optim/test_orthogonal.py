@@ -109,6 +109,14 @@ def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
         assert (one - other).abs().max() < 2e-3
 
 
+def test_a_step_inside_of_autocast_has_the_same_bits():
+    """As in `training_step` of a manual loop with 16-mixed and bf16-mixed."""
+    moment = normals(16, 24, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = orthogonalized(moment)[0]
+    assert torch.equal(inside, orthogonalized(moment)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_enough_for_the_iteration(dtype):
     """What runs on a GPU is bfloat16: 3.4 % away in norm here, where the iteration itself is 20 % from the SVD's."""
