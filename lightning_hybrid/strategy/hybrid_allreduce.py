@@ -351,6 +351,7 @@ class HybridAllReduceMixin(
     def teardown(self) -> None:
         """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""
         engine, self._engine, self._tuning = self._engine, None, None
+        self.__dict__.pop("_hook_state", None)  # a codec's buckets are as large as all gradients
         try:
             self._end_sharing(self._ended_by)
             if engine is not None:
