@@ -144,7 +144,7 @@ class HybridPipelineMixin(DataRanksMixin):
                 metric.process_group = self._groups.data
         if is_fit:
             self.precision_plugin.clip_grad_by_norm = partial(  # type: ignore[method-assign]
-                clip_by_norm_over_stages, group=self._groups.pipe
+                clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
             )
         rank_zero_info(
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "

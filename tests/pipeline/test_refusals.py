@@ -13,6 +13,7 @@ from torch import nn
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
+from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import Muting, digest_of, input_of_net, loss_in, microbatches, random_state
 from lightning_hybrid.pipeline.placement import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
@@ -345,3 +346,12 @@ def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(
     first = first[-4:]  # one more at the beginning, which finds the shape
     assert first == last[-4:]
     assert len({str(order) for order in first}) == 4
+
+
+def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkeypatch):
+    """NCCL knows no tensors of the CPU, and a stage may be all frozen, or of pooling alone."""
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
+    frozen = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    clip_by_norm_over_stages(frozen, 1.0, group=None, device=torch.device("meta"))
+    assert sent == ["meta"]
