@@ -153,7 +153,8 @@ class TrainingStep:
         stages.agree("The batch", compared, lambda: f"{batch_size_of(batch)} samples, labels and shapes {compared:x}")
         boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
         if shapes not in self._schedules:
-            self._schedules[shapes] = self._new_schedule(boundaries)
+            # That of the last shapes alone: each holds memory for the messages of all micro-batches.
+            self._schedules = {shapes: self._new_schedule(boundaries)}
         with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
             output = self._schedules[shapes]()
             stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
