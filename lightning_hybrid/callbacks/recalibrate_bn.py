@@ -137,10 +137,15 @@ class _Statistics:
 
     def write(self) -> None:
         """Put the statistics of all ranks' batches into the layers."""
-        of_ranks = [torch.stack(self._of_batches)]
+        own = torch.stack(self._of_batches)
+        of_ranks = [own]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            of_ranks = [torch.empty_like(of_ranks[0]) for _ in range(dist.get_world_size())]
-            dist.all_gather(of_ranks, torch.stack(self._of_batches))
+            # A loader may be shorter on one rank: what all have counts.
+            num_batches = torch.tensor(len(own), device=own.device)
+            dist.all_reduce(num_batches, dist.ReduceOp.MIN)
+            own = own[: int(num_batches)]
+            of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_ranks, own)
         # In the order of the loader's images: batch by batch, and rank by rank within, whatever the number of ranks.
         total = torch.zeros_like(of_ranks[0][0])
         for of_batch in torch.stack(of_ranks, dim=1).flatten(0, 1):

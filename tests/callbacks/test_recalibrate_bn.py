@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNorm
+from lightning_hybrid.callbacks.recalibrate_bn import _Statistics
 from lightning_hybrid.data.in_memory.digits import DigitsDataModule
 from tests import toy
 
@@ -108,6 +109,21 @@ def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks, four_rank
         for state in of_ranks:
             for name, value in state.items():
                 assert torch.equal(value, ends[0][0][name]), name
+
+
+def written_by_loaders_of_other_lengths():
+    layer, rank = nn.BatchNorm1d(2), dist.get_rank()
+    statistics = _Statistics([layer])
+    for batch in range(2 + rank):
+        statistics.note(layer, (torch.full((4, 2), float(10 * batch + rank)),))
+        statistics.end_batch()
+    statistics.write()
+    return layer.running_mean.tolist()
+
+
+def test_batches_that_only_some_ranks_have_count_on_none(two_ranks):
+    """A stream of images may be shorter on one rank; gathering more of one than of another would mix them up."""
+    assert two_ranks.run(written_by_loaders_of_other_lengths) == [[(0 + 1 + 10 + 11) / 4] * 2] * 2
 
 
 def untrained(accumulate):
