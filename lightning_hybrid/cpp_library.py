@@ -21,6 +21,7 @@ from lightning_hybrid.atomic_file import atomic_path
 # No -ffast-math: inf and nan must be seen. The last two only say that roots set no errno and comparisons do not trap.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math")
 _NATIVE = "-march=native"
+FLOAT_BITS = Path(__file__).with_name("float_bits.h")  # that all sources include
 ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64  # of arguments
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_hybrid.cpp_library import ADDRESS, COUNT, CppSource
+from lightning_hybrid.cpp_library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
 # The error of every 16th block of a message is measured: that of all would take time.
 SAMPLE_EVERY = 16
 
 SOURCE = CppSource(
-    files=(Path(__file__).with_name("passes.cpp"),),
+    files=(Path(__file__).with_name("passes.cpp"), FLOAT_BITS),
     functions={
         "encode": (ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS),
         "add_messages": (ADDRESS, COUNT, COUNT, COUNT, COUNT, ADDRESS, ADDRESS),

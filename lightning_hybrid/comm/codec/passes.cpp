@@ -7,24 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../../float_bits.h"
+
 namespace {
 
 constexpr int64_t BLOCK = 256, LANES = BLOCK / 4;  // a counter of Philox gives four words
 constexpr int32_t ONE = 1 << 23;                   // one step of a code, in fixed point
 constexpr uint32_t INFINITE = 0x7f800000u, LEAST = 31u << 23;  // bits of inf, and of 2^-96: smaller blocks count as 0
 constexpr uint16_t NAN_SCALE = 0x7fc0;
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
 
 // Philox-4x32-10: words[w][j] of the counter (j, block, sender, round).
 void philox(uint32_t block, uint32_t sender, uint32_t round, uint32_t key0, uint32_t key1, uint32_t* __restrict words) {

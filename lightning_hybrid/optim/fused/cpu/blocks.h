@@ -17,6 +17,8 @@
 #include <immintrin.h>
 #endif
 
+#include "../../../float_bits.h"
+
 namespace {
 
 constexpr int64_t TILE = 128;
@@ -45,18 +47,6 @@ struct Table {
 namespace {
 
 // ---- half precision --------------------------------------------------------------------------------------------------
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
 
 inline float float_of_half(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;

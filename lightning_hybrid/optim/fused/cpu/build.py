@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_hybrid.cpp_library import ADDRESS, COUNT, CppSource
+from lightning_hybrid.cpp_library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
 PASSES = CppSource(
-    files=tuple(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h")),
+    files=(*(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h")), FLOAT_BITS),
     functions={
         "measure": (ADDRESS, ADDRESS, ADDRESS),
         "add_up": (ADDRESS, ADDRESS),
