@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.comm.bucket_layout import chunk_numels
 from lightning_hybrid.placement import BLOCK, is_split
+from lightning_hybrid.strategy.shared_update.fit_parts import dealt
 from lightning_hybrid.strategy.shared_update.gradient_scatter import packing_of
 from lightning_hybrid.strategy.shared_update.part_exchange import chunks_of
 from lightning_hybrid.strategy.shared_update.part_pairs import flattened, has_gaps
-from lightning_hybrid.strategy.shared_update.strategy_mixin import dealt
 
 RANKS = st.integers(2, 5)
 SIZES = st.lists(st.integers(1, 12 * BLOCK), min_size=1, max_size=6)
