@@ -50,7 +50,7 @@ def differs(rank_pool, folder, name, world, precision):
     return [found for one, other in zip(*results, strict=True) for found in case.differences(one, other)]
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(72)
 @pytest.mark.parametrize(("name", "world", "precision"), list(cases()))
 def test_what_differs_from_ddp_is_what_the_readme_names(rank_pool, tmp_path, name, world, precision):
     found = differs(rank_pool, tmp_path, name, world, precision)

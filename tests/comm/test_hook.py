@@ -110,7 +110,7 @@ MODES = {
 ROUNDINGS = 64
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", ["auto", "flat", "parallel_flat", "hierarchical", "two_level"])
 def test_gradients_are_those_of_plain_ddp(rank_pool, world_size, algorithm):

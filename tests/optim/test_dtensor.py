@@ -246,7 +246,7 @@ ENGINE_BOUND = {LARS: 5e-6, LAMB: 5e-5}
 ENGINES = {"fsdp": (2, 1, {"Shard"}), "tensor parallel": (1, 2, {"Shard", "Replicate"})}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @every_path
 @every_rule
 @pytest.mark.parametrize("engine", ENGINES)
@@ -259,7 +259,7 @@ def test_fully_shard_and_tensor_parallelism_train_as_one_process_on_the_whole_ba
         assert num_collectives <= (5 if path != PATHS["loop"] else 20)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @every_rule
 @every_path
 def test_fully_shard_over_tensor_parallelism_on_two_by_two_ranks(rule, path, four_ranks):
@@ -427,7 +427,7 @@ def resumed_on_rank(rule, path):
     return [distance(expected, list(one.parameters())) for one in (ours, other)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @every_path
 @every_rule
 def test_state_is_saved_whole_and_goes_on_as_whole_tensors_and_as_shards(rule, path, two_ranks):

@@ -45,7 +45,7 @@ def references(rank_pool):
     return reference
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "world", "precision"), list(cases(PRECISIONS)))
 def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name, world, precision):
     reference = references(name, world)

@@ -137,7 +137,7 @@ def trained_with(code: str, folder: str):
         return trainer.global_step, unmoved, sums, sorted(path.name for path in Path().iterdir())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:`reduction` .='adasum'. combines the means of several nodes")  # here is one
 @pytest.mark.parametrize("code", CODES)
 def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):

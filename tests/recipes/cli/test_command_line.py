@@ -51,6 +51,7 @@ def read(monkeypatch, capsys):
 # ---- help ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HYDRA_PROGRAMS)
 def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -109,6 +110,7 @@ MISSPELT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", MISSPELT)
 def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     code, out, err = read("train", *words.split())

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_cases", NUM_CASES)
 @pytest.mark.parametrize("recipe", fuzzed.BASES, ids=lambda recipe: recipe.replace(" ", "+"))
 def test_every_value_is_built_or_refused_by_name(recipe, num_cases, folder, monkeypatch, tmp_path, pytestconfig):

@@ -104,6 +104,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
