@@ -134,10 +134,11 @@ class CheckedStage(PipelineStage):
         return _flat(super().get_bwd_send_ops(bwd_chunk_id), self._given)
 
     def _lay_out(self, infos: Sequence[Any], boundary: Boundary) -> None:
-        # torch 2.11 makes contiguous buffers, whatever the tensor that it was given.
+        # torch 2.11 makes contiguous buffers, whatever the tensor that it was given. The user's input has none.
         for info in infos:
-            if isinstance(info.buffer, Tensor) and not boundary.has_layout_of(info.buffer):
-                info.buffer = boundary.empty(self.device, requires_grad=info.buffer.requires_grad)
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None and not boundary.has_layout_of(buffer):
+                info.buffer = boundary.empty(self.device, requires_grad=buffer.requires_grad)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         """Run backward; sum up in fp32 the gradients of a micro-batch that is not the step's last."""

@@ -113,6 +113,7 @@ def record(rows: Sequence[dict[str, Any]], num_samples: int, words: Sequence[str
         for name, one in SETTINGS.items()
         if any(row["network"] == name for row in rows)
     )
+    num_cores = about["num_cores"]
     head = f"""# Whole networks in stages, beside data parallelism and accumulation alone
 
 ```console
@@ -121,15 +122,15 @@ OMP_NUM_THREADS=1 python -m tests.evidence.stage_speed {shlex.join(words)}
 
 * Commit: `{about["commit"]}`
 * Versions: Python {about["python"]}, torch {about["torch"]}, Lightning {about["lightning"]}
-* Machine: {about["num_cores"]} cores, {about["system"]}, {about["device"]}
+* Machine: {num_cores} cores, {about["system"]}, {about["device"]}
 * Runs: {num_samples} steps of each arm; arms in turns, each time in fresh processes of one thread
 * A step: {sizes}; LARS
 * Rows: [rows.jsonl](rows.jsonl): a first line with versions, then a line for each arm with every sample
 
 Ratios are of medians, over accumulation on one rank; in brackets over data parallelism on as many ranks. Peak:
 the most resident memory of a rank within the steps, beyond what its process had before the fit (median of rounds):
-weights, gradients, optimizer state, activations, messages. Ranks share the {about["num_cores"]} cores, so that no arm can
-be more than {about["num_cores"]} times as fast as one rank; M micro-batches on S even stages give at most
+weights, gradients, optimizer state, activations, messages. Ranks share the {num_cores} cores, so that no arm can
+be more than {num_cores} times as fast as one rank; M micro-batches on S even stages give at most
 M S / (M + S - 1) times.
 """
     return head + "\n" + "\n\n".join(tables) + "\n"
