@@ -21,7 +21,8 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 _ASYNCHRONOUS = (
     "PipeDream's own form updates weights between the forward and the backward of a batch and keeps one copy of them "
     "per batch in flight (weight stashing), so it trains another function than the one you tune (arXiv:1806.03377). "
-    'schedule="1f1b" has its order and its memory, with a flush per step.'
+    'schedule="1f1b" has its order and its memory, with a flush per step. lightning_hybrid/pipeline/README.md, '
+    '"Refused", has more.'
 )
 _ZERO_BUBBLE = (
     "torch's zero-bubble schedules run backward in two halves past DistributedDataParallel, whose hook is then not "

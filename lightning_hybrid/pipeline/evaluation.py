@@ -37,7 +37,8 @@ def forward_through(
             if stage > 0:
                 watchdog.note(f"waiting for part {number} of the batch on stage {stage}", is_waiting=True)
                 part = boundaries[stage].empty(device)
-                receive = partial(dist.recv, part, src=peers[(stage - 1) % ranks.num_ranks], group=group)
+                message = boundaries[stage].message(part)
+                receive = partial(dist.recv, message, src=peers[(stage - 1) % ranks.num_ranks], group=group)
                 watchdog.wait_for(receive)
             watchdog.note(f"in forward of part {number} of the batch on stage {stage}")
             output = bodies[stage](part)
@@ -49,7 +50,7 @@ def forward_through(
             if stage + 1 == ranks.num_stages:
                 outputs.append(output)
             else:
-                message = output.contiguous()
+                message = boundaries[stage + 1].message(output)
                 sent.append((dist.isend(message, dst=peers[(stage + 1) % ranks.num_ranks], group=group), message))
     watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
     for work, _ in sent:

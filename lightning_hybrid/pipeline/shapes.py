@@ -1,7 +1,8 @@
-"""Shape and dtype of what goes from stage to stage, from fake tensors: no memory, no arithmetic, no message.
+"""Shape, dtype and layout of what goes from stage to stage, from fake tensors: no memory, no arithmetic, no message.
 
 Gloo takes a shorter message, or one of another dtype, without a word, and trains on. torch's own way to find shapes
-runs a real forward, which counts in BatchNorm's running statistics.
+runs a real forward, which counts in BatchNorm's running statistics. Backends send memory as it lies: of a channels_last
+tensor Gloo refuses it, and NCCL would have its elements arrive in another order.
 """
 
 from __future__ import annotations
@@ -23,10 +24,38 @@ class Boundary:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: tuple[int, ...] | None = None  # without gaps; None: of a contiguous tensor
 
     def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
         """Make such a tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=requires_grad
+        )
+
+    def has_layout_of(self, tensor: Tensor) -> bool:
+        """Whether the elements of a tensor of this shape lie in memory as agreed on."""
+        if self.stride is None:
+            return tensor.is_contiguous()
+        return all(
+            size == 1 or own == other for size, own, other in zip(self.shape, self.stride, tensor.stride(), strict=True)
+        )
+
+    def message(self, tensor: Tensor) -> Tensor:
+        """Return the elements of a tensor of this shape in the order that was agreed on, one after the other.
+
+        It shares the tensor's memory where that lies so already; a receiver's tensor comes from `empty`, so that its
+        message is its memory.
+
+        >>> turned = torch.arange(6.0).view(2, 3).t()
+        >>> boundary_of(turned).message(turned), Boundary((3, 2), turned.dtype).message(turned)
+        (tensor([0., 1., 2., 3., 4., 5.]), tensor([0., 3., 1., 4., 2., 5.]))
+        """
+        tensor = tensor.detach()
+        if not self.has_layout_of(tensor):
+            tensor = self.empty(tensor.device).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
 
     def differs(self, tensor: Tensor) -> str:
         """Say how a tensor differs from this; empty where it does not."""
@@ -36,12 +65,13 @@ class Boundary:
 
 
 def boundary_of(tensor: Tensor) -> Boundary:
-    """Return shape and dtype of a tensor.
+    """Return shape, dtype and layout of a tensor; of one with gaps, as an expanded one, the layout of its copy.
 
-    >>> boundary_of(torch.ones(2, 3)).shape
-    (2, 3)
+    >>> boundary_of(torch.ones(2, 3).t()).stride, boundary_of(torch.ones(2, 3)).stride
+    ((1, 3), None)
     """
-    return Boundary(tuple(tensor.shape), tensor.dtype)
+    stride = None if tensor.is_contiguous() else tuple(torch.empty_like(tensor, device="meta").stride())
+    return Boundary(tuple(tensor.shape), tensor.dtype, stride)
 
 
 def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device) -> Boundary:
@@ -51,13 +81,13 @@ def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device
         ValueError: a block returns more than one tensor, or integers, or its shapes depend on values.
 
     >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], Boundary((2, 3, 8, 8), torch.float32), torch.device("cpu"))
-    Boundary(shape=(2, 288), dtype=torch.float32)
+    Boundary(shape=(2, 288), dtype=torch.float32, stride=None)
     """
     with FakeTensorMode(), torch.no_grad():
         value: object = given.empty(device)
         for block in blocks:
             fake = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 for name, tensor in [*block.named_parameters(), *block.named_buffers()]
             }
             try:

@@ -60,7 +60,7 @@ class CheckedStage(PipelineStage):
     Args:
         body: the module, or the module in DistributedDataParallel.
         setting: see there.
-        given, returned: shape and dtype of its input and output.
+        given, returned: shape, dtype and layout of its input and output.
         input_of: returns the input of a micro-batch, for the first stage.
     """
 
@@ -115,12 +115,30 @@ class CheckedStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives the input of a micro-batch."""
         self._note("waiting for the input", fwd_chunk_id, is_waiting=True)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        self._lay_out(self.args_recv_info[fwd_chunk_id], self._given)
+        return _flat(super().get_fwd_recv_ops(fwd_chunk_id), self._given)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives the gradient of a micro-batch's output."""
         self._note("waiting for the gradient", bwd_chunk_id, is_waiting=True)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        if not self.is_last:
+            self._lay_out(self.grad_recv_info[bwd_chunk_id], self._returned)
+        return _flat(super().get_bwd_recv_ops(bwd_chunk_id), self._returned)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the output of a micro-batch."""
+        return _flat(super().get_fwd_send_ops(fwd_chunk_id), self._returned)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the gradient of a micro-batch's input."""
+        return _flat(super().get_bwd_send_ops(bwd_chunk_id), self._given)
+
+    def _lay_out(self, infos: Sequence[Any], boundary: Boundary) -> None:
+        # torch 2.11 makes contiguous buffers, whatever the tensor that it was given. The user's input has none.
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None and not boundary.has_layout_of(buffer):
+                info.buffer = boundary.empty(self.device, requires_grad=buffer.requires_grad)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         """Run backward; sum up in fp32 the gradients of a micro-batch that is not the step's last."""
@@ -147,6 +165,12 @@ class CheckedStage(PipelineStage):
 
     def _place(self, what: str, microbatch: int) -> str:
         return f"{what} of micro-batch {microbatch} on stage {self.stage_index} of {self.num_stages}"
+
+
+def _flat(ops: list[dist.P2POp], boundary: Boundary) -> list[dist.P2POp]:
+    for op in ops:
+        op.tensor = boundary.message(op.tensor)
+    return ops
 
 
 def schedule_of(

@@ -78,7 +78,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self,
         num_stages: int = 2,
         num_microbatches: int = 8,
-        schedule: Schedule = "1f1b",
+        schedule: Schedule | str = "1f1b",  # any text: what is refused gets its reason, by `check_options`
         of: str = "net",
         cuts: Sequence[int] | None = None,
         checkpoint_activations: bool = False,

@@ -1,0 +1,119 @@
+"""Tensors go from stage to stage in whatever order their elements lie in memory."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
+from tests import toy
+from tests.pipeline import cases
+
+
+class Photos(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.rand(3, 17, 19, generator=torch.Generator().manual_seed(index)), index % 10
+
+
+class ChannelsLast(pl.LightningModule):
+    """Channels-last images in a network of channels-last weights, as tensor cores are faster with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+        ).to(memory_format=torch.channels_last)
+
+    def loss_of(self, batch):
+        images, labels = batch
+        return F.cross_entropy(self.net(images.to(memory_format=torch.channels_last)).float(), labels)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss_of(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss_of(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Transposes(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2)
+
+
+class Turned(ChannelsLast):
+    """A stage ends with a view whose strides descend in no order, as a transformer's tokens do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            *self.net[:3], nn.AdaptiveAvgPool2d(2), Transposes(), nn.Linear(16, 8), nn.Flatten(), nn.Linear(32, 10)
+        )
+
+
+def left_by(strategy, module, size, **settings):
+    made = module()
+    trainer = toy.trainer(strategy=strategy, max_epochs=1, **settings)
+    trainer.fit(made, cases.loader_of(Photos(), size), cases.loader_of(Photos(), 8))
+    return toy.weights(made), float(trainer.callback_metrics["val_loss"])
+
+
+def in_stages(module, cuts, precision):
+    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2, cuts=cuts)
+    return left_by(strategy, module, 8, precision=precision)
+
+
+def alone(module, precision):
+    return left_by(HybridAllReduceStrategy(), module, 4, precision=precision, accumulate_grad_batches=2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("module", "cuts", "precision"),
+    [(ChannelsLast, [2], "bf16-true"), (ChannelsLast, [3], "32-true"), (Turned, [5], "32-true")],
+)
+def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(one_rank, two_ranks, module, cuts, precision):
+    ((weights, val_loss),) = one_rank.run(alone, module, precision)
+    for own, own_loss in two_ranks.run(in_stages, module, cuts, precision):
+        assert toy.same_bits(own, weights)
+        assert own_loss == pytest.approx(val_loss, abs=1e-2 if precision == "bf16-true" else 1e-5)
+
+
+def test_a_boundary_has_the_layout_that_its_blocks_make():
+    given = boundary_of(torch.empty(4, 3, 17, 19).to(memory_format=torch.channels_last))
+    blocks = ChannelsLast().net[:3]
+    found = output_of(blocks, given, torch.device("cpu"))
+    assert found.has_layout_of(blocks(torch.rand(4, 3, 17, 19).to(memory_format=torch.channels_last)))
+    assert not found.has_layout_of(torch.empty(found.shape))
+
+
+def test_a_tensor_that_lies_otherwise_than_agreed_is_sent_in_the_order_agreed_on():
+    boundary, tensor = Boundary((2, 3), torch.float32, stride=(1, 2)), torch.arange(6.0).view(2, 3)
+    received = boundary.empty("cpu")
+    boundary.message(received).copy_(boundary.message(tensor))
+    assert torch.equal(received, tensor)
+
+
+def test_a_tensor_with_gaps_is_sent_without_them():
+    column = torch.arange(3.0).view(3, 1).expand(3, 4)
+    boundary = boundary_of(column)
+    received = boundary.empty("cpu")
+    assert boundary.message(received).numel() == 12
+    boundary.message(received).copy_(boundary.message(column))
+    assert torch.equal(received, column)
