@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 from lightning_hybrid.planning.plan_search import CLEARLY_LESS, CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, Candidate
 from lightning_hybrid.planning.run_price import run_totals
 from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
-from recipes.cli.results import environment, write_json
+from recipes.cli.results import environment, time_text, write_json
+from recipes.planning.compression_report import CompressionReport
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
@@ -41,6 +42,7 @@ class SimulationReport:
     candidates: tuple[Candidate, ...]
     num_shown: int
     memory: MemoryReport
+    compression: CompressionReport | None
     pipelines: tuple[PipelineChoice, ...]
     preset: Mapping[str, str]
     about: str
@@ -59,14 +61,16 @@ class SimulationReport:
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
         outcome, memory = scenario.run(), MemoryReport.of(scenario, cfg)
+        found = () if search is None or scenario.is_local else tuple(search.run(scenario))
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(
             scenario=scenario,
             outcome=outcome,
             curve=tuple(points.values()),
-            candidates=() if search is None else tuple(search.run(scenario)),
+            candidates=found,
             num_shown=0 if search is None else search.num_shown,
             memory=memory,
+            compression=_compression(scenario, found),
             pipelines=tuple(_pipelines(scenario, memory)),
             preset=preset_of(scenario, cfg, HydraConfig.get().overrides.task),
             about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
@@ -121,6 +125,14 @@ class SimulationReport:
         ]
         if self.candidates:
             lines.append(self._best_plan())
+        if self.compression is not None:
+            lines.append(self.compression.sentence())
+        if scenario.is_local:
+            lines.append(
+                f"Nodes average masters and optimizer state every {scenario.sync_across_nodes_every} steps, which takes "
+                f"{time_text(scenario.average_s)}; the steps between are within nodes, and other steps than those of "
+                "one large batch."
+            )
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
             lines.append(what_pays(self.pipelines, outcome.step_s))
@@ -189,6 +201,8 @@ class SimulationReport:
                 f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |"
             )
         lines += ["", self.memory.table()]
+        if self.compression is not None:
+            lines += ["", self.compression.table()]
         if self.pipelines:
             lines += ["", pipeline_table(self.pipelines)]
         if self.curve:
@@ -208,6 +222,7 @@ class SimulationReport:
             "scaling": [asdict(point) for point in self.curve],
             "plans": [asdict(candidate) for candidate in self.candidates],
             "memory": self.memory.numbers(),
+            "compression": None if self.compression is None else self.compression.numbers(),
             "pipelines": [
                 {name: value for name, value in vars(choice).items() if name != "tasks"} for choice in self.pipelines
             ],
@@ -262,6 +277,18 @@ def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]
     return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
 
 
+def _compression(scenario: Scenario, candidates: Sequence[Candidate]) -> CompressionReport | None:
+    # Next to the better of the configured and the best plan.
+    if scenario.cluster.num_nodes == 1 or scenario.is_local:
+        return None
+    calm = replace(scenario, jitter=NO_JITTER, num_steps=1, comm_dtype_across_nodes=None)
+    plans = list(dict.fromkeys([scenario.plan, *(candidate.plan for candidate in candidates[:1])]))
+    best = [replace(calm, plan=plan, algorithm=None, cuts=None, num_columns=None).run() for plan in plans[1:]]
+    plain = min([calm.run(), *best], key=lambda outcome: outcome.step_s)
+    ask = {"itemsize": scenario.itemsize, "on_cuda": scenario.on_cuda}
+    return CompressionReport.of(plain, calm.work(), calm.cluster, plans, **ask)  # type: ignore[arg-type]
+
+
 def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
     """Return the keys that tell the device and the links from others, with their values, where they were not given."""
     cluster = scenario.cluster
@@ -287,17 +314,6 @@ def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
         for c in shown
     ]
     return "\n".join(lines)
-
-
-def time_text(seconds: float) -> str:
-    """Format a time in the unit that suits it.
-
-    >>> [time_text(seconds) for seconds in (0.0, 3.2e-4, 0.065, 11.0, 400.0, 8100.0)]
-    ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']
-    """
-    limits = ((1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
-    factor, unit = next(((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h"))
-    return f"{factor * seconds:,.3g} {unit}" if factor * seconds < 1000 else f"{factor * seconds:,.0f} {unit}"
 
 
 def _more(step_s: float, best_s: float) -> str:

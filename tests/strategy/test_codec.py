@@ -7,8 +7,8 @@ from lightning.fabric import Fabric
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.flavours import fabric as fabric_flavour
-from lightning_hybrid.strategy.arguments import plan_for_codec
 from tests import toy
 
 CODECS = pytest.mark.parametrize("codec", ["int8", "int4"])

@@ -66,7 +66,7 @@ def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypat
     (((numels, described), settings),) = asked
     assert list(numels) == [10, 5, 5, 5, 15]
     assert described == cluster(2).of(3)
-    assert settings == {"itemsize": itemsize, "on_cuda": False}
+    assert settings == {"itemsize": itemsize, "on_cuda": False, "wire": None}
 
 
 class MostChunks:
