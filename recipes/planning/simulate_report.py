@@ -12,7 +12,13 @@ from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.plan_search import CLEARLY_LESS, CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, Candidate
+from lightning_hybrid.planning.plan_search import (
+    CLEARLY_LESS,
+    CLEARLY_LESS_BY_HIERARCHY,
+    FLAT_ON_CUDA,
+    Candidate,
+    chosen,
+)
 from lightning_hybrid.planning.run_price import run_totals
 from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
 from recipes.cli.results import environment, time_text, write_json
@@ -21,7 +27,7 @@ from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
-from recipes.planning.scenario import Scenario
+from recipes.planning.scenario import Scenario, Search
 
 QUANTILES = (0.5, 0.9, 0.99)
 IMAGENET = 1_281_167  # training images
@@ -61,16 +67,17 @@ class SimulationReport:
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
         outcome, memory = scenario.run(), MemoryReport.of(scenario, cfg)
-        found = () if search is None or scenario.is_local else tuple(search.run(scenario))
+        search = None if scenario.is_local else search  # it is of sums over all ranks
+        candidates = [] if search is None else search.run(scenario)
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(
             scenario=scenario,
             outcome=outcome,
             curve=tuple(points.values()),
-            candidates=found,
+            candidates=tuple(candidates),
             num_shown=0 if search is None else search.num_shown,
             memory=memory,
-            compression=_compression(scenario, found),
+            compression=_compression(scenario, search, candidates),
             pipelines=tuple(_pipelines(scenario, memory)),
             preset=preset_of(scenario, cfg, HydraConfig.get().overrides.task),
             about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
@@ -129,9 +136,9 @@ class SimulationReport:
             lines.append(self.compression.sentence())
         if scenario.is_local:
             lines.append(
-                f"Nodes average masters and optimizer state every {scenario.sync_across_nodes_every} steps, which takes "
-                f"{time_text(scenario.average_s)}; the steps between are within nodes, and other steps than those of "
-                "one large batch."
+                f"Every {scenario.sync_across_nodes_every} steps nodes average masters and optimizer state, which "
+                f"takes {time_text(scenario.average_s)}; in between each takes steps of its own, which are not those "
+                "of one large batch."
             )
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
@@ -277,16 +284,27 @@ def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]
     return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
 
 
-def _compression(scenario: Scenario, candidates: Sequence[Candidate]) -> CompressionReport | None:
-    # Next to the better of the configured and the best plan.
+def _compression(
+    scenario: Scenario, search: Search | None, candidates: Sequence[Candidate]
+) -> CompressionReport | None:
+    # Next to the better of the configured plan and the best one without.
     if scenario.cluster.num_nodes == 1 or scenario.is_local:
         return None
     calm = replace(scenario, jitter=NO_JITTER, num_steps=1, comm_dtype_across_nodes=None)
-    plans = list(dict.fromkeys([scenario.plan, *(candidate.plan for candidate in candidates[:1])]))
-    best = [replace(calm, plan=plan, algorithm=None, cuts=None, num_columns=None).run() for plan in plans[1:]]
-    plain = min([calm.run(), *best], key=lambda outcome: outcome.step_s)
-    ask = {"itemsize": scenario.itemsize, "on_cuda": scenario.on_cuda}
-    return CompressionReport.of(plain, calm.work(), calm.cluster, plans, **ask)  # type: ignore[arg-type]
+    plans, outcomes = [scenario.plan], [calm.run()]
+    if search is not None:
+        candidates = candidates if scenario.wire is None else search.run(calm)
+        best = chosen(candidates, on_cuda=scenario.on_cuda).plan
+        plans += [best, candidates[0].plan]
+        outcomes.append(replace(calm, plan=best, algorithm=None, cuts=None, num_columns=None).run())
+    return CompressionReport.of(
+        min(outcomes, key=lambda outcome: outcome.step_s),
+        calm.work(),
+        calm.cluster,
+        list(dict.fromkeys(plans)),
+        itemsize=scenario.itemsize,
+        on_cuda=scenario.on_cuda,
+    )
 
 
 def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
