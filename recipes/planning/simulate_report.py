@@ -134,6 +134,9 @@ class SimulationReport:
             lines.append(self._best_plan())
         if self.compression is not None:
             lines.append(self.compression.sentence())
+        for name in ("comm_dtype_across_nodes", "sync_across_nodes_every"):
+            if cluster.num_nodes == 1 and getattr(scenario, name) not in (None, 1):
+                lines.append(f"{name}={getattr(scenario, name)} has nothing to do on one node.")
         if scenario.is_local:
             lines.append(
                 f"Every {scenario.sync_across_nodes_every} steps nodes average masters and optimizer state, which "

@@ -115,7 +115,7 @@ def test_sums_inside_a_node_cannot_be_in_8_bits():
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     for error in four_ranks.run(error_of_fit, algorithm):
         assert error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert error.endswith("Leave `strategy.algorithm` out, or set it to hierarchical.")
+        assert error.endswith("and such a `strategy.plan` out, or set it to hierarchical.")
 
 
 def error_of_fit(algorithm):
