@@ -20,7 +20,7 @@ ARROWS = {
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
-    "planning": {"comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
+    "planning": {"comm.coded_plan", "comm.codec", "comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
     "comm": set(),
     "comm.tuning": {"comm.codec", "comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.codec", "comm.health", "comm.stats"} | OF_COMM,

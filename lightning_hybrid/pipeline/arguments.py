@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -80,36 +80,37 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         )
 
 
-def refuse_options_of_whole_models(options: Mapping[str, Any]) -> None:
-    """Check that no option of `HybridAllReduceStrategy` is given that a pipeline would not carry out.
+def check_data_options(options: Mapping[str, Any]) -> None:
+    """Check that the options for the data ranks are those that a pipeline carries out.
 
     Raises:
         ValueError: names the option.
 
-    >>> refuse_options_of_whole_models({"comm_dtype": "bfloat16", "shard_update": "off", "reduction": "mean"})
+    >>> check_data_options({"comm_dtype_across_nodes": "float16"})
+    >>> check_data_options({"comm_dtype_across_nodes": "int8"})
+    Traceback (most recent call last):
+    ValueError: `comm_dtype_across_nodes` (='int8') cannot be combined with a pipeline: a codec numbers the blocks of \
+a whole network, and a rank has that of its stages. Leave strategy.comm_dtype_across_nodes out, or set it to float16.
     """
-    refused = {
-        "shard_update": (("off", False), "the ranks of a node hold other stages, and no masters that they could share"),
-        "reduction": (("mean",), "Adasum combines the means of nodes, and a node's ranks hold other stages"),
-        "tune": (("off", "auto", False), "plans are tried on a whole model's buckets"),
-    }
-    for name, (accepted, why) in refused.items():
-        if name in options and options[name] not in accepted:
+    for name, (refused, why) in _NOT_IN_A_PIPELINE.items():
+        value = options.get(name)
+        if refused(value):
+            cure = ", or set it to float16" if name == "comm_dtype_across_nodes" else ""
             raise ValueError(
-                f"`{name}` (={options[name]!r}) cannot be carried out in a pipeline: {why}. Leave strategy.{name} out, "
-                'or take strategy="hybrid_allreduce".'
+                f"`{name}` (={value!r:.80}) cannot be combined with a pipeline: {why}. Leave strategy.{name} out{cure}."
             )
-    if isinstance(options.get("plan"), Planner):
-        raise ValueError(
-            f"`plan` (={options['plan']!r:.80}) must be a CommPlan or the path of one in a pipeline: a planner chooses "
-            "for the gradients of a whole model. Leave strategy.plan out."
-        )
-    across = options.get("comm_dtype_across_nodes")
-    if str(across).removeprefix("torch.") in ("int8", "int4"):
-        raise ValueError(
-            f"`comm_dtype_across_nodes` (={across!r}) must be a dtype in a pipeline: codecs were not built for the "
-            "sums of one stage. Set strategy.comm_dtype_across_nodes=bfloat16."
-        )
+
+
+_NOT_IN_A_PIPELINE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "comm_dtype_across_nodes": (
+        lambda value: str(value).removeprefix("torch.") in ("int8", "int4"),
+        "a codec numbers the blocks of a whole network, and a rank has that of its stages",
+    ),
+    "plan": (lambda value: isinstance(value, Planner), "a planner is asked about the gradients of a whole network"),
+    "reduction": (lambda value: value == "adasum", "data ranks average the gradients of their stages"),
+    "shard_update": (lambda value: value == "node", "a rank has masters and optimizer state of its stages only"),
+    "tune": (lambda value: value not in (None, False, "off", "auto"), "plans are tried on the buckets of a whole network"),
+}
 
 
 def check_ranks(*, num_stages: int, world_size: int) -> None:

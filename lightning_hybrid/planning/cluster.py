@@ -12,10 +12,12 @@ from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
 from lightning_hybrid.comm.bucket_layout import between_nodes_form
+from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import CommPlan, NodeShape
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
 from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.node_wire import CodecRates, NodeWire, bits_of
 
 Place = Literal["inside", "across"]
 
@@ -58,6 +60,8 @@ class Cluster:
         transport: The software that carries messages: `Nccl` or `Gloo`.
         is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
         factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
+            `two_level_int8` is that of sums through a codec.
+        codec: What rounding takes where sums between nodes go through a codec.
 
     Raises:
         ValueError: A count is below one.
@@ -76,6 +80,7 @@ class Cluster:
     nics_per_node: int = 1
     is_interleaved: bool = False
     factors: Mapping[str, float] = field(default_factory=dict)
+    codec: CodecRates = field(default_factory=CodecRates)
 
     def __post_init__(self) -> None:
         for name, factor in self.factors.items():
@@ -104,8 +109,12 @@ class Cluster:
         """Return the same cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
-    def plan_for(self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool) -> CommPlan:
+    def plan_for(
+        self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool, codec_bits: int | None = None
+    ) -> CommPlan:
         """Choose the plan for `HybridAllReduceStrategy(plan=cluster)`: see `plan_search.choose_plan`.
+
+        `codec_bits`: of `comm_dtype_across_nodes="int8"` or `"int4"`.
 
         Raises:
             ValueError: nodes of the job have other numbers of ranks than those of the description.
@@ -119,34 +128,57 @@ class Cluster:
                 f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by "
                 "`lightning-hybrid tune`, or leave `strategy.plan` out."
             )
-        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda)
+        wire = None if codec_bits is None else NodeWire(name="int8" if codec_bits == 8 else "int4", itemsize=itemsize)
+        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda, wire=wire)
 
-    def stages(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+    def stages(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> tuple[StageCost, ...]:
         """Return the stages of a chunk of `num_bytes`; none for one rank.
 
+        `wire`: the form of sums between nodes; None: that of the chunk.
+
         Raises:
-            ValueError: The algorithm is unknown, or this transport does not have it.
+            ValueError: The algorithm is unknown, this transport does not have it, or it has no such form.
         """
         if algorithm not in (*OURS, *PEERS):
             raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
         if self.world_size == 1:
             return ()
-        factor = self.factors.get(algorithm, 1.0)
+        if wire is not None and self.num_nodes > 1 and algorithm in PEERS:
+            raise ValueError(
+                f"`algorithm` (={algorithm!r}) must be one of {', '.join(OURS)} with `comm_dtype_across_nodes` "
+                f"(={wire.name!r}): others send what the buckets hold. Leave one of them out."
+            )
+        wire = wire if self.num_nodes > 1 else None
+        name = algorithm
+        if (bits := bits_of(wire)) is not None:
+            plan_for_codec(CommPlan(algorithm=algorithm), self, bits=bits, on_cuda=False)  # type: ignore[arg-type]
+            name = f"{algorithm}_int{bits}"
+        factor = self.factors.get(name, 1.0)
         return tuple(
             stage if factor == 1.0 else replace(stage, delay_s=factor * stage.delay_s, work_s=factor * stage.work_s)
-            for stage in self._modelled(algorithm, num_bytes)
+            for stage in self._modelled(algorithm, num_bytes, wire)
         )
 
-    def _modelled(self, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+    def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
+        """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`; 0 without a codec."""
+        if wire is None:
+            return 0.0
+        num_groups = self.ranks_per_node if algorithm == "two_level" else 1
+        alone_s = self.codec.seconds(wire, num_bytes / wire.itemsize / num_groups, self.num_nodes)
+        if isinstance(self.transport, Nccl):
+            return alone_s
+        return self.transport.work_s(alone_s, of_busiest=1, of_all=num_groups * self.num_nodes)
+
+    def _modelled(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> tuple[StageCost, ...]:
         if algorithm in ("halving_doubling", "double_tree", "torus"):
             return (self._textbook(algorithm, num_bytes),)
         if isinstance(self.transport, Gloo):
-            return _over_gloo(self, self.transport, algorithm, num_bytes)
-        return _over_nccl(self, self.transport, algorithm, num_bytes)
+            return _over_gloo(self, self.transport, algorithm, num_bytes, wire)
+        return _over_nccl(self, self.transport, algorithm, num_bytes, wire)
 
-    def alone_s(self, algorithm: str, num_bytes: float) -> float:
+    def alone_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> float:
         """Compute the time of one all-reduce in one chunk, with nothing else at the same time."""
-        return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes))
+        return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes, wire))
 
     def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
         # A rail: a rank's share of its node's network cards.
@@ -170,13 +202,17 @@ class Cluster:
         return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
 
 
-def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+def _over_nccl(
+    cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float, wire: NodeWire | None
+) -> tuple[StageCost, ...]:
     nodes, k = cluster.num_nodes, cluster.ranks_per_node
     place: Place = "inside" if nodes == 1 else "across"
-    if algorithm in ("flat", "parallel_flat", "nccl", "nccl_ring", "nccl_tree"):
+    across_bytes = num_bytes if wire is None else wire.num_bytes(num_bytes)
+    codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)
+    if algorithm in ("flat", "parallel_flat", "nccl", "nccl_ring", "nccl_tree") and codec_s is None:
         only = {"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm)
         cost = nccl.all_reduce(
-            num_bytes,
+            across_bytes,
             num_nodes=nodes,
             ranks_per_node=k,
             inside=cluster.inside,
@@ -190,12 +226,15 @@ def _over_nccl(cluster: Cluster, nccl: Nccl, algorithm: str, num_bytes: float) -
     is_sharded = algorithm == "two_level"
     if is_sharded:
         before = after = nccl.scatter_reduce(num_bytes, k, cluster.inside)
-        rate, size = cluster.node_bytes_per_s / k, num_bytes / k
+        rate, size = cluster.node_bytes_per_s / k, across_bytes / k
     else:
         before = after = nccl.reduce(num_bytes, k, cluster.inside)
-        rate, size = cluster.across.bytes_per_s, num_bytes
+        rate, size = cluster.across.bytes_per_s, across_bytes
     rail = replace(cluster.across, bytes_per_s=rate)
-    between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
+    if codec_s is not None:
+        between = nccl.coded_sum(size, nodes, rail) + Cost(latency_s=codec_s)
+    else:
+        between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
     names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
     # One rank per node, or one node, leaves out a stage.
     found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
@@ -206,24 +245,29 @@ def _stage(name: str, place: Place, cost: Cost) -> StageCost:
     return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
 
 
-def _over_gloo(cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float) -> tuple[StageCost, ...]:
+def _over_gloo(
+    cluster: Cluster, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
+) -> tuple[StageCost, ...]:
     nodes, k, size = cluster.num_nodes, cluster.ranks_per_node, num_bytes
+    across_bytes = size if wire is None else wire.num_bytes(size)
+    codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
         raise ValueError(f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport.")
-    if algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1):
-        return (_flat_ring(cluster, gloo, size, is_ours=algorithm != "gloo_ring"),)
-    if algorithm == "parallel_flat":
-        return (_across(cluster, gloo, "parallel_all_reduce", size, num_groups=1),)
+    if codec_s is None and (algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)):
+        return (_flat_ring(cluster, gloo, across_bytes, is_ours=algorithm != "gloo_ring"),)
+    if algorithm in ("flat", "parallel_flat"):
+        name = "all_reduce" if algorithm == "flat" else "parallel_all_reduce"
+        return (_across(cluster, gloo, name, across_bytes, num_groups=1, codec_s=codec_s),)
     # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
     if algorithm == "two_level":
         before = _inside(
             cluster, gloo, "scatter_reduce", ends=2 * (k - 1), all_ends=2 * k * (k - 1), share=1 / k, size=size
         )
-        between = _across(cluster, gloo, "shard_all_reduce", size / k, num_groups=k)
+        between = _across(cluster, gloo, "shard_all_reduce", across_bytes / k, num_groups=k, codec_s=codec_s)
         after = replace(before, name="gather")
     else:
         before = _inside(cluster, gloo, "reduce", ends=k - 1, all_ends=2 * (k - 1), share=1, size=size)
-        between = _across(cluster, gloo, "ring", size, num_groups=1)
+        between = _across(cluster, gloo, "ring", across_bytes, num_groups=1, codec_s=codec_s)
         after = replace(before, name="broadcast")
     found = ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
     return tuple(found)
@@ -242,13 +286,18 @@ def _inside(
     return StageCost(name=name, place="inside", delay_s=delay_s, work_s=work_s)
 
 
-def _across(cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int) -> StageCost:
-    # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run.
+def _across(
+    cluster: Cluster, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None
+) -> StageCost:
+    # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run. A codec,
+    # which takes `codec_s` of a rank, has two of the three; the link is free while it encodes and decodes.
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
     wait_s = 0.0
     form = between_nodes_form(nodes, size)
+    if codec_s is not None:
+        form, delay_s = "exchange" if nodes == 2 else "scatter_gather", delay_s + codec_s
     if form == "exchange":
         rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
     elif form == "scatter_gather":

@@ -132,6 +132,22 @@ class Nccl:
             return 0.0
         return (num_nodes - 1).bit_length() * FILLING_S * num_bytes / (num_bytes + FILLING_HALF_BYTES)
 
+    def coded_sum(self, num_bytes: float, num_nodes: int, across: Link) -> Cost:
+        """Compute the cost of a sum through a codec between nodes, one rank on each, without the codec's own time.
+
+        Two exchange `num_bytes`, by a gather of both; more send parts by an all-to-all, which is taken to cost what a
+        gather does, and gather the sums. A gather is half of a ring's all-reduce.
+        """
+        gathered = 2 * num_bytes if num_nodes == 2 else num_bytes
+        found = []
+        for place in self._protocols(gathered, "ring"):
+            ring = self._all_reduce("ring", place, gathered, num_nodes, 1, across, across)
+            start_s = self.launch_s + BASE_S["ring"][place]
+            hops_s = (ring.latency_s - start_s) / 2
+            found.append(Cost(latency_s=start_s + hops_s, transfer_s=ring.transfer_s / 2))
+        fastest = min(found, key=lambda cost: cost.total_s)
+        return fastest if num_nodes == 2 else fastest + fastest
+
     def scatter_reduce(self, num_bytes: float, num_ranks: int, inside: Link) -> Cost:
         """Compute the cost of a scatter-reduce inside a node, round a ring; the gather costs the same."""
         return self._inside_ring(num_bytes, num_ranks, inside, (num_ranks - 1) / num_ranks)

@@ -10,8 +10,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_hybrid.comm.coded_plan import adds_up_in_nodes, plan_for_codec
 from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.node_wire import NodeWire, bits_of
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
@@ -58,15 +60,25 @@ class Candidate:
 
 
 def rank_plans(
-    work: StepWorkload, cluster: Cluster, plans: Iterable[CommPlan], *, itemsize: int, on_cuda: bool
+    work: StepWorkload,
+    cluster: Cluster,
+    plans: Iterable[CommPlan],
+    *,
+    itemsize: int,
+    on_cuda: bool,
+    wire: NodeWire | None = None,
 ) -> list[Candidate]:
     """Simulate a step under each plan; the fastest first, of equals (to three digits) the one with fewer buckets.
 
-    Of plans that do the same with these gradients on this cluster, only the first is in the result.
+    Of plans that do the same with these gradients on this cluster, only the first is in the result; with a codec as
+    `wire`, only plans in which nodes add up first.
     """
     found: dict[object, Candidate] = {}
+    if (bits := bits_of(wire)) is not None:
+        fit = (plan for plan in plans if adds_up_in_nodes(plan, cluster))
+        plans = [plan_for_codec(plan, cluster, bits=bits, on_cuda=on_cuda) for plan in fit]
     for plan in plans:
-        outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda)
+        outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire)
         # Different settings often come to the same buckets: what is done identifies a candidate, not its plan.
         done = outcome.buckets, tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets)
         found.setdefault(
@@ -83,7 +95,13 @@ def rank_plans(
 
 
 def candidates(
-    work: StepWorkload, cluster: Cluster, *, itemsize: int, on_cuda: bool = True, base: CommPlan | None = None
+    work: StepWorkload,
+    cluster: Cluster,
+    *,
+    itemsize: int,
+    on_cuda: bool = True,
+    base: CommPlan | None = None,
+    wire: NodeWire | None = None,
 ) -> tuple[Candidate, ...]:
     """Try algorithms with bucket sizes, then chunks and groups of the best of these; return all, the best first.
 
@@ -91,7 +109,10 @@ def candidates(
     CUDA a hierarchy comes first only if it saves a twentieth over every flat plan.
     """
     base = CommPlan() if base is None else base
-    ask = {"itemsize": itemsize, "on_cuda": on_cuda}
+    bits = bits_of(wire) if cluster.num_nodes > 1 else None
+    if bits is not None:
+        base = plan_for_codec(base, cluster, bits=bits, on_cuda=on_cuda)
+    ask = {"itemsize": itemsize, "on_cuda": on_cuda, "wire": wire}
     coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)  # type: ignore[arg-type]
     # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA buckets are not cut.
     refined = [
@@ -100,15 +121,21 @@ def candidates(
         for chunk, groups in itertools.product(CHUNKS_BYTES, GROUPS)
     ]
     found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)  # type: ignore[arg-type]
-    if on_cuda:
-        flat = next(candidate for candidate in found if candidate.plan.algorithm in FLAT_ON_CUDA)
-        if found[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
-            found = [flat, *(candidate for candidate in found if candidate is not flat)]
+    first = chosen(found, on_cuda=on_cuda)
+    found = [first, *(candidate for candidate in found if candidate is not first)]
     # `base` was tried first, so that it is in the result itself and not an equal plan in its place.
     own = next(candidate for candidate in found if candidate.plan == base)
     if found[0].step_s > (1 - CLEARLY_LESS) * own.step_s:
         found = [own, *(candidate for candidate in found if candidate is not own)]
     return tuple(found)
+
+
+def chosen(candidates: Sequence[Candidate], *, on_cuda: bool) -> Candidate:
+    """Return the best of these, the best first; on CUDA the best flat one unless another saves a twentieth over it."""
+    flat = next((candidate for candidate in candidates if candidate.plan.algorithm in FLAT_ON_CUDA), None)
+    if on_cuda and flat is not None and candidates[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
+        return flat
+    return candidates[0]
 
 
 def choose_plan(
@@ -119,6 +146,7 @@ def choose_plan(
     itemsize: int = 2,
     on_cuda: bool = True,
     base: CommPlan | None = None,
+    wire: NodeWire | None = None,
 ) -> CommPlan:
     """Choose the plan whose step is the shortest on this cluster.
 
@@ -131,6 +159,7 @@ def choose_plan(
         itemsize: Bytes of an element on the wire.
         on_cuda: As in `simulate`.
         base: The plan to start from; preferred where the model sees a difference of less than a hundredth.
+        wire: The form of sums between nodes; None: that of the buckets.
 
     >>> from lightning_hybrid.planning.cost import Link
     >>> from lightning_hybrid.planning.cost_gloo import Gloo
@@ -144,7 +173,7 @@ def choose_plan(
     total = sum(numels)
     gradients = tuple((numel, backward_s * numel / total) for numel in numels)
     work = StepWorkload(forward_s=0.0, gradients=gradients)
-    return candidates(work, cluster, itemsize=itemsize, on_cuda=on_cuda, base=base)[0].plan
+    return candidates(work, cluster, itemsize=itemsize, on_cuda=on_cuda, base=base, wire=wire)[0].plan
 
 
 def _coarse(base: CommPlan) -> list[CommPlan]:

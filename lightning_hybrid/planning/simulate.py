@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_hybrid.checks import require_number, require_whole
+from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.event_simulation import SimulatedChunk, Span, simulate_events
+from lightning_hybrid.planning.node_wire import NodeWire, bits_of
 from lightning_hybrid.planning.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
 
 
@@ -124,6 +126,7 @@ def simulate(
     num_columns: int | None = None,
     jitter: Jitter = NO_JITTER,
     num_steps: int = 1,
+    wire: NodeWire | None = None,
 ) -> SimulatedSteps:
     """Simulate steps of all ranks.
 
@@ -138,7 +141,12 @@ def simulate(
         num_columns: Collectives that run at the same time; None: as the plan says, one on CUDA.
         jitter: The variation over ranks.
         num_steps: Number of steps to sample.
+        wire: The form of sums between nodes; None: that of the buckets. For a codec the plan is that of
+            `plan_for_codec`, as in a run.
     """
+    if cluster.num_nodes > 1 and (bits := bits_of(wire)) is not None:
+        work = work.on_wire(wire)
+        plan = plan_for_codec(plan, cluster, bits=bits, on_cuda=on_cuda)
     numels = [numel for numel, _ in work.gradients]
     buckets = buckets_of(numels, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, cuts=cuts)
     if on_cuda:
@@ -156,7 +164,9 @@ def simulate(
         if factor not in known:
             paced = work.scaled(float(factor))
             ready_s = ready_times_s(paced, buckets)
-            chunks = chunks_of_step(buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda)
+            chunks = chunks_of_step(
+                buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda, wire=wire
+            )
             known[factor] = step_times(paced, buckets, chunks)
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(

@@ -10,6 +10,7 @@ from lightning_hybrid.comm.bucket_layout import chunk_numels
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.event_simulation import SimulatedChunk
+from lightning_hybrid.planning.node_wire import NodeWire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,12 @@ class StepWorkload:
         """Return the same workload on a rank that takes `factor` times as long to compute."""
         gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
         return replace(self, forward_s=factor * self.forward_s, gradients=gradients, update_s=factor * self.update_s)
+
+    def on_wire(self, wire: NodeWire | None) -> StepWorkload:
+        """Return the same workload with gradients as large as they are on the wire between nodes."""
+        if wire is None:
+            return self
+        return replace(self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients))
 
 
 def buckets_of(
@@ -104,6 +111,7 @@ def chunks_of_step(
     *,
     algorithm: str | None = None,
     is_serial: bool = False,
+    wire: NodeWire | None = None,
 ) -> list[SimulatedChunk]:
     """Return the chunks of all buckets; with `algorithm` in place of their plans', each bucket in one chunk."""
     found: list[SimulatedChunk] = []
@@ -115,7 +123,7 @@ def chunks_of_step(
             # Chunks take turns over the columns; each algorithm counts its own.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
-            stages = cluster.stages(name, size)
+            stages = cluster.stages(name, size, wire)
             found.append(
                 SimulatedChunk(
                     bucket=bucket.index,

@@ -40,7 +40,10 @@ class Planner(Protocol):
     """What chooses a plan when training starts; `planning.cluster.Cluster` is one."""
 
     def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
-        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready."""
+        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
+
+        Sums that go through a codec between nodes have `codec_bits=8` or `4` besides.
+        """
 
 
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
@@ -118,7 +121,13 @@ def plan_from(plan: CommPlan | Planner | str | None, *, algorithm: Any, bucket_b
 
 
 def ask_planner(
-    planner: Planner, module: nn.Module, topology: Topology, *, comm_dtype: torch.dtype | None, on_cuda: bool
+    planner: Planner,
+    module: nn.Module,
+    topology: Topology,
+    *,
+    comm_dtype: torch.dtype | None,
+    on_cuda: bool,
+    across_nodes: torch.dtype | Codec | None = None,
 ) -> CommPlan:
     """Return the planner's choice for this module's gradients, of the dtype on the wire or that of the largest one."""
     # Ranks that know the same module choose the same plan: nothing here is measured. Gradients get ready about in the
@@ -126,7 +135,9 @@ def ask_planner(
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
-    return planner.plan_for(numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda)
+    # Only planners that are asked about a codec need to know one.
+    more: dict[str, Any] = {"codec_bits": across_nodes.bits} if isinstance(across_nodes, Codec) else {}
+    return planner.plan_for(numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda, **more)
 
 
 def bucket_caps_for_ddp(
@@ -198,32 +209,6 @@ def across_nodes_from(setting: str | torch.dtype | None) -> torch.dtype | Codec 
     if name not in ("int8", "int4"):
         return dtype_from(setting, name="comm_dtype_across_nodes", more=("int8", "int4"))
     return Codec(bits=8 if name == "int8" else 4)
-
-
-def plan_for_codec(plan: CommPlan, topology: Topology, *, bits: int, on_cuda: bool) -> CommPlan:
-    """Return a plan in which the ranks of a node add up before their sum is rounded; `plan` itself where it is one.
-
-    Raises:
-        ValueError: the algorithm was asked for by name, and rounds the gradient of each rank.
-
-    >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
-    >>> plan_for_codec(CommPlan(), topology, bits=8, on_cuda=True).algorithm
-    'two_level'
-    """
-    if topology.num_nodes == 1 or topology.ranks_per_node == 1:
-        return plan
-    has_shards = topology.ranks_per_node is not None
-    if plan.algorithm == "auto":
-        # On CUDA `auto` leaves the hierarchy to NCCL, which knows no codec.
-        return dataclasses.replace(plan, algorithm="two_level" if has_shards else "hierarchical") if on_cuda else plan
-    if plan.algorithm == "hierarchical" or (plan.algorithm == "two_level" and has_shards):
-        return plan
-    what = "needs nodes of equal size" if plan.algorithm == "two_level" else "has no stage between nodes"
-    raise ValueError(
-        f"`algorithm` (={plan.algorithm!r}) {what}, and `comm_dtype_across_nodes` (='int{bits}') is for the sums that "
-        "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
-        "send as many bytes. Leave `strategy.algorithm` out, or set it to hierarchical."
-    )
 
 
 def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:

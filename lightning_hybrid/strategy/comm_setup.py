@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
 from lightning_hybrid.comm.adasum_hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
@@ -23,7 +24,6 @@ from lightning_hybrid.strategy.arguments import (
     ask_planner,
     dtype_from,
     one_bucket_size,
-    plan_for_codec,
     plan_from,
     refuse_slices,
     refuse_unknown_options,
@@ -104,8 +104,14 @@ class CommSetupMixin:
         if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
             self._plan, self._bucket_hook = plan, adasum_bucket
         if self._planner is not None:
-            dtype, on_cuda = self._comm_dtype, self.root_device.type == "cuda"
-            self._plan = ask_planner(self._planner, module, self._topology, comm_dtype=dtype, on_cuda=on_cuda)
+            self._plan = ask_planner(
+                self._planner,
+                module,
+                self._topology,
+                comm_dtype=self._comm_dtype,
+                on_cuda=self.root_device.type == "cuda",
+                across_nodes=self._dtype_across_nodes,
+            )
         if isinstance(codec := self._dtype_across_nodes, Codec):
             on_cuda = self.root_device.type == "cuda"
             self._plan = plan_for_codec(self._plan, self._topology, bits=codec.bits, on_cuda=on_cuda)

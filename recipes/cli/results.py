@@ -1,4 +1,4 @@
-"""What a program writes when it ends: its configuration, versions and machine, JSON files, sizes in words."""
+"""What a program writes when it ends: its configuration, versions and machine, JSON files, sizes and times in words."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def size(num_bytes: int) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
     return f"{num_bytes} B"
+
+
+def time_text(seconds: float) -> str:
+    """Format a time in the unit that suits it.
+
+    >>> [time_text(seconds) for seconds in (0.0, 3.2e-4, 0.065, 11.0, 400.0, 8100.0)]
+    ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']
+    """
+    limits = ((1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
+    factor, unit = next(((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h"))
+    return f"{factor * seconds:,.3g} {unit}" if factor * seconds < 1000 else f"{factor * seconds:,.0f} {unit}"
 
 
 def environment() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.node_wire import WireName
 from lightning_hybrid.planning.simulate import Jitter
 from recipes.cli.ranges import Count, NotNegative, Positive
 from recipes.planning.scenario import Search
@@ -25,6 +26,8 @@ SIMULATE_KEYS: dict[str, Any] = {
     "plan": CommPlan,
     "algorithm": str | None,
     "cuts": list[int] | None,
+    "comm_dtype_across_nodes": WireName | None,
+    "sync_across_nodes_every": Count,
     "num_columns": Count | None,
     "jitter": Jitter,
     "num_steps": Count,

@@ -36,14 +36,13 @@ def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
 def scaling_point(scenario: Scenario) -> ScalingPoint:
     """Simulate one scale."""
     outcome = scenario.run()
-    num_bytes = sum(bucket.num_bytes for bucket in outcome.buckets)
     return ScalingPoint(
         num_ranks=scenario.cluster.world_size,
         step_s=outcome.step_s,
         exposed_s=float(outcome.exposed_s.mean()),
         efficiency=outcome.efficiency,
         images_per_s=scenario.global_batch_size / outcome.step_s,
-        least_s=scenario.cluster.least_s(num_bytes),
+        least_s=scenario.cluster.least_s(scenario.node_bytes(outcome)),
     )
 
 

@@ -14,6 +14,9 @@ from omegaconf import DictConfig
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.local_steps import average_s, with_averages
+from lightning_hybrid.planning.memory import STATE_BYTES
+from lightning_hybrid.planning.node_wire import NodeWire, WireName
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
@@ -43,6 +46,44 @@ class Scenario:
     num_columns: int | None = None
     jitter: Jitter = NO_JITTER
     num_steps: int = 1
+    comm_dtype_across_nodes: WireName | None = None
+    sync_across_nodes_every: int = 1
+    optimizer: str = "lars"
+
+    def __post_init__(self) -> None:
+        if self.comm_dtype_across_nodes is not None and self.sync_across_nodes_every > 1:
+            raise ValueError(
+                f"`comm_dtype_across_nodes` (={self.comm_dtype_across_nodes!r}) and `sync_across_nodes_every` "
+                f"(={self.sync_across_nodes_every}) exclude each other: nodes average weights in fp32. Leave one out."
+            )
+
+    @property
+    def wire(self) -> NodeWire | None:
+        """The form of sums between nodes, where it is not that of the buckets."""
+        name = self.comm_dtype_across_nodes
+        return None if name is None else NodeWire(name=name, itemsize=self.itemsize)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nodes take steps on their own between two averages."""
+        return self.sync_across_nodes_every > 1 and self.cluster.num_nodes > 1
+
+    @property
+    def averaged_bytes(self) -> int:
+        """Bytes of masters and optimizer state, in fp32."""
+        return (4 + STATE_BYTES[self.optimizer]) * sum(numel for layer in self.layers for numel in layer.numels)
+
+    @property
+    def average_s(self) -> float:
+        """Seconds of one average of masters and optimizer state over nodes."""
+        return average_s(self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda)
+
+    def node_bytes(self, outcome: SimulatedSteps) -> float:
+        """Return the bytes of a step that are summed between nodes, in their form there."""
+        if self.is_local:
+            return self.averaged_bytes / self.sync_across_nodes_every
+        num_bytes = float(sum(bucket.num_bytes for bucket in outcome.buckets))
+        return num_bytes if self.wire is None else self.wire.num_bytes(num_bytes)
 
     @property
     def global_batch_size(self) -> int:
@@ -65,9 +106,9 @@ class Scenario:
 
     def run(self) -> SimulatedSteps:
         """Simulate the scenario."""
-        return simulate(
+        outcome = simulate(
             self.work(),
-            self.cluster,
+            self.cluster.of(1) if self.is_local else self.cluster,
             self.plan,
             itemsize=self.itemsize,
             on_cuda=self.on_cuda,
@@ -76,7 +117,11 @@ class Scenario:
             num_columns=self.num_columns,
             jitter=self.jitter,
             num_steps=self.num_steps,
+            wire=self.wire,
         )
+        if not self.is_local:
+            return outcome
+        return with_averages(outcome, every=self.sync_across_nodes_every, average_s=self.average_s)
 
     def at(self, num_ranks: int) -> Scenario:
         """Return the scenario with this number of ranks: whole nodes, or part of one."""
@@ -125,6 +170,9 @@ def scenario_of(cfg: DictConfig) -> Scenario:
         num_columns=cfg.num_columns,
         jitter=instantiate(cfg.jitter),
         num_steps=cfg.num_steps,
+        comm_dtype_across_nodes=cfg.comm_dtype_across_nodes,
+        sync_across_nodes_every=cfg.sync_across_nodes_every,
+        optimizer=cfg.optimizer,
     )
 
 
@@ -149,5 +197,10 @@ class Search:
             for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes)
         ]
         return rank_plans(
-            scenario.work(), scenario.cluster, plans, itemsize=scenario.itemsize, on_cuda=scenario.on_cuda
+            scenario.work(),
+            scenario.cluster,
+            plans,
+            itemsize=scenario.itemsize,
+            on_cuda=scenario.on_cuda,
+            wire=scenario.wire,
         )

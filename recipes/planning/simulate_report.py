@@ -12,15 +12,22 @@ from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.plan_search import CLEARLY_LESS, CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, Candidate
+from lightning_hybrid.planning.plan_search import (
+    CLEARLY_LESS,
+    CLEARLY_LESS_BY_HIERARCHY,
+    FLAT_ON_CUDA,
+    Candidate,
+    chosen,
+)
 from lightning_hybrid.planning.run_price import run_totals
 from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
-from recipes.cli.results import environment, write_json
+from recipes.cli.results import environment, time_text, write_json
+from recipes.planning.compression_report import CompressionReport
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
-from recipes.planning.scenario import Scenario
+from recipes.planning.scenario import Scenario, Search
 
 QUANTILES = (0.5, 0.9, 0.99)
 IMAGENET = 1_281_167  # training images
@@ -41,6 +48,7 @@ class SimulationReport:
     candidates: tuple[Candidate, ...]
     num_shown: int
     memory: MemoryReport
+    compression: CompressionReport | None
     pipelines: tuple[PipelineChoice, ...]
     preset: Mapping[str, str]
     about: str
@@ -59,14 +67,17 @@ class SimulationReport:
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
         outcome, memory = scenario.run(), MemoryReport.of(scenario, cfg)
+        search = None if scenario.is_local else search  # it is of sums over all ranks
+        candidates = [] if search is None else search.run(scenario)
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(
             scenario=scenario,
             outcome=outcome,
             curve=tuple(points.values()),
-            candidates=() if search is None else tuple(search.run(scenario)),
+            candidates=tuple(candidates),
             num_shown=0 if search is None else search.num_shown,
             memory=memory,
+            compression=_compression(scenario, search, candidates),
             pipelines=tuple(_pipelines(scenario, memory)),
             preset=preset_of(scenario, cfg, HydraConfig.get().overrides.task),
             about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
@@ -121,6 +132,17 @@ class SimulationReport:
         ]
         if self.candidates:
             lines.append(self._best_plan())
+        if self.compression is not None:
+            lines.append(self.compression.sentence())
+        for name in ("comm_dtype_across_nodes", "sync_across_nodes_every"):
+            if cluster.num_nodes == 1 and getattr(scenario, name) not in (None, 1):
+                lines.append(f"{name}={getattr(scenario, name)} has nothing to do on one node.")
+        if scenario.is_local:
+            lines.append(
+                f"Every {scenario.sync_across_nodes_every} steps nodes average masters and optimizer state, which "
+                f"takes {time_text(scenario.average_s)}; in between each takes steps of its own, which are not those "
+                "of one large batch."
+            )
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
             lines.append(what_pays(self.pipelines, outcome.step_s))
@@ -189,6 +211,8 @@ class SimulationReport:
                 f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |"
             )
         lines += ["", self.memory.table()]
+        if self.compression is not None:
+            lines += ["", self.compression.table()]
         if self.pipelines:
             lines += ["", pipeline_table(self.pipelines)]
         if self.curve:
@@ -208,6 +232,7 @@ class SimulationReport:
             "scaling": [asdict(point) for point in self.curve],
             "plans": [asdict(candidate) for candidate in self.candidates],
             "memory": self.memory.numbers(),
+            "compression": None if self.compression is None else self.compression.numbers(),
             "pipelines": [
                 {name: value for name, value in vars(choice).items() if name != "tasks"} for choice in self.pipelines
             ],
@@ -262,6 +287,29 @@ def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]
     return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
 
 
+def _compression(
+    scenario: Scenario, search: Search | None, candidates: Sequence[Candidate]
+) -> CompressionReport | None:
+    # Next to the better of the configured plan and the best one without.
+    if scenario.cluster.num_nodes == 1 or scenario.is_local:
+        return None
+    calm = replace(scenario, jitter=NO_JITTER, num_steps=1, comm_dtype_across_nodes=None)
+    plans, outcomes = [scenario.plan], [calm.run()]
+    if search is not None:
+        candidates = candidates if scenario.wire is None else search.run(calm)
+        best = chosen(candidates, on_cuda=scenario.on_cuda).plan
+        plans += [best, candidates[0].plan]
+        outcomes.append(replace(calm, plan=best, algorithm=None, cuts=None, num_columns=None).run())
+    return CompressionReport.of(
+        min(outcomes, key=lambda outcome: outcome.step_s),
+        calm.work(),
+        calm.cluster,
+        list(dict.fromkeys(plans)),
+        itemsize=scenario.itemsize,
+        on_cuda=scenario.on_cuda,
+    )
+
+
 def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
     """Return the keys that tell the device and the links from others, with their values, where they were not given."""
     cluster = scenario.cluster
@@ -287,17 +335,6 @@ def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
         for c in shown
     ]
     return "\n".join(lines)
-
-
-def time_text(seconds: float) -> str:
-    """Format a time in the unit that suits it.
-
-    >>> [time_text(seconds) for seconds in (0.0, 3.2e-4, 0.065, 11.0, 400.0, 8100.0)]
-    ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']
-    """
-    limits = ((1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
-    factor, unit = next(((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h"))
-    return f"{factor * seconds:,.3g} {unit}" if factor * seconds < 1000 else f"{factor * seconds:,.0f} {unit}"
 
 
 def _more(step_s: float, best_s: float) -> str:

@@ -19,9 +19,11 @@ from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.plan_search import Candidate, candidates
+from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.results import environment, size, write_json
 from recipes.cli.usage import command
+from recipes.planning.compression_report import CompressionReport
 
 LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
@@ -35,6 +37,7 @@ class TuneReport:
     found: Calibration
     work: StepWorkload
     plans: tuple[Candidate, ...]
+    compression: CompressionReport | None
     base: CommPlan
     name: str
     about: str
@@ -56,12 +59,18 @@ class TuneReport:
         found = calibrate(samples, world)
         transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"
         about = cfg.about or f"{world.num_nodes} nodes x {world.ranks_per_node} ranks, {transport}"
+        ask: Any = {"itemsize": world.itemsize, "on_cuda": world.on_cuda}
+        plans = candidates(work, found.cluster, base=base, **ask)
+        plain = simulate(work, found.cluster, plans[0].plan, **ask)
         return cls(
             samples=samples,
             world=world,
             found=found,
             work=work,
-            plans=candidates(work, found.cluster, itemsize=world.itemsize, on_cuda=world.on_cuda, base=base),
+            plans=plans,
+            compression=CompressionReport.of(
+                plain, work, found.cluster, list(dict.fromkeys([plans[0].plan, base])), **ask
+            ),
             base=base,
             name=cfg.name,
             about=f"{about}, measured" + (", one node only" if found.across is None else ""),
@@ -99,13 +108,22 @@ class TuneReport:
             "GB/s of a rank that adds, all at once: "
             + ", ".join(f"{dtype} {rate / 1e9:.3g}" for dtype, rate in found.add_bytes_per_s.items())
         )
+        if cluster.codec.is_measured:
+            codec = cluster.codec
+            lines.append(
+                "GB/s of float32 that a rank encodes and decodes, all at once: "
+                f"int8 {codec.int8_bytes_per_s / 1e9:.3g}, int4 {codec.int4_bytes_per_s / 1e9:.3g}"
+            )
         worst = found.worst
         lines.append(
             f"sums: {len(found.sums)} timed, predicted {found.typical_error:.1%} off at the median; worst "
             f"{worst.algorithm}, {size(worst.num_bytes)}: {worst.ratio:.2f} of the measured"
         )
         lines += [f"note: {note}" for note in found.notes]
-        return "\n".join([*lines, "", self.why()])
+        lines += ["", self.why()]
+        if self.compression is not None:
+            lines += ["", self.compression.sentence(), "", self.compression.table()]
+        return "\n".join(lines)
 
     def why(self) -> str:
         """Format the plan, and what the runners-up, the library's default and the worst cost more."""
@@ -153,6 +171,7 @@ class TuneReport:
             "cluster": asdict(self.found.cluster),
             "plan": asdict(self.plans[0].plan),
             "plans": [asdict(candidate) for candidate in self.plans],
+            "compression": None if self.compression is None else self.compression.numbers(),
             "samples": [asdict(case) | {"times_s": times_s} for case, times_s in sorted(self.samples.times_s.items())],
         }
         write_json(folder / "summary.json", content)
@@ -195,6 +214,8 @@ class TuneReport:
             lines += ["    _target_: lightning_hybrid.planning.cost_nccl.Nccl", "    _convert_: all"]
         for name, value in asdict(transport).items():
             lines.append(f"    {name}: {_yaml(value)}")
+        lines += ["  codec:", "    _target_: lightning_hybrid.planning.node_wire.CodecRates"]
+        lines += [f"    {name}: {_yaml(value)}" for name, value in asdict(cluster.codec).items()]
         lines += [
             f"on_cuda: {str(self.world.on_cuda).lower()}",
             "images_per_s: {} # of one rank alone, by model: yours",

@@ -21,8 +21,8 @@ from tests import toy
 from tests.pipeline import cases
 
 
-class AnyPlanner:
-    """A planner, as `planning.cluster.Cluster` is one."""
+class Everywhere:
+    """A planner."""
 
     def plan_for(self, numels, topology, *, itemsize, on_cuda):
         return CommPlan()
@@ -45,11 +45,11 @@ class AnyPlanner:
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
         ({"cuts": [1], "schedule": "interleaved"}, "must be 3 ascending places"),
         ({"algorithm": "fastest"}, "algorithm"),
-        ({"shard_update": "node"}, "hold other stages, and no masters"),
-        ({"reduction": "adasum"}, "Adasum combines the means of nodes"),
-        ({"tune": "on"}, "tried on a whole model's buckets"),
-        ({"plan": AnyPlanner()}, "must be a CommPlan or the path of one"),
-        ({"comm_dtype_across_nodes": "int8"}, "codecs were not built"),
+        ({"comm_dtype_across_nodes": "int4"}, "a codec numbers the blocks of a whole network"),
+        ({"reduction": "adasum"}, "data ranks average the gradients of their stages"),
+        ({"shard_update": "node"}, "a rank has masters and optimizer state of its stages only"),
+        ({"tune": "on"}, "plans are tried on the buckets of a whole network"),
+        ({"plan": Everywhere()}, "a planner is asked about the gradients of a whole network"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):

@@ -4,14 +4,15 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
+from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.flavours import fabric as fabric_flavour
-from lightning_hybrid.strategy.arguments import plan_for_codec
 from tests import toy
 
 CODECS = pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -131,11 +132,36 @@ def test_sums_inside_a_node_cannot_be_in_8_bits():
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     for error in four_ranks.run(error_of_fit, algorithm):
         assert error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert error.endswith("Leave `strategy.algorithm` out, or set it to hierarchical.")
+        assert error.endswith("and such a `strategy.plan` out, or set it to hierarchical.")
 
 
 def error_of_fit(algorithm):
     return toy.error_of(fit, "int8", ranks_per_node=2, plan=CommPlan(algorithm=algorithm))
+
+
+def error_of_ranks_with(settings):
+    return toy.error_of(fit, settings[dist.get_rank()])
+
+
+def test_ranks_with_other_settings_are_named_on_all_before_training(two_ranks):
+    for settings in (["int8", "int4"], ["int4", None]):
+        for error in two_ranks.run(error_of_ranks_with, settings):
+            assert error.startswith("ValueError: the plan of communication must be the same on all ranks: ")
+            assert "`dtype_across_nodes`" in error
+
+
+def fit_shared(shard_update):
+    module = Toy(lr=0.05)
+    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes="int8", ranks_per_node=2, shard_update=shard_update)
+    trainer = toy.trainer(strategy=strategy, precision="16-true", max_epochs=1)
+    trainer.fit(module, toy.loader())
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def test_the_shared_update_goes_with_a_codec_to_the_bit(four_ranks):
+    whole, shared = (four_ranks.run(fit_shared, setting) for setting in ("off", "node"))
+    assert toy.same_bits(whole[0], shared[0])
+    assert toy.same_bits(shared[0], shared[3])
 
 
 def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda():

@@ -12,6 +12,7 @@ from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
+from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.strategy import arguments
 from tests import toy
 
@@ -52,6 +53,20 @@ def _plan_in_force(comm_dtype):
     return plan_in_force(2, 2, comm_dtype=comm_dtype)
 
 
+def test_a_run_with_a_codec_gets_a_plan_that_a_codec_can_carry(four_ranks):
+    """Without one it is flat, which rounds the gradient of each rank."""
+    for seen, error, numels in four_ranks.run(plan_in_force_with_int8):
+        assert error == ""
+        wire = NodeWire(name="int8", itemsize=2)
+        expected = plan_search.choose_plan(numels[::-1], cluster(2).of(2), itemsize=2, on_cuda=False, wire=wire)
+        assert seen[0][0] == expected.to_json()
+        assert "flat" not in seen[0][1]
+
+
+def plan_in_force_with_int8():
+    return plan_in_force(2, 2, comm_dtype_across_nodes="int8")
+
+
 @pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])
 def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypatch, comm_dtype, itemsize):
     """As they get ready, without what is frozen; by the dtype of the largest, or that on the wire."""
@@ -66,7 +81,7 @@ def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypat
     (((numels, described), settings),) = asked
     assert list(numels) == [10, 5, 5, 5, 15]
     assert described == cluster(2).of(3)
-    assert settings == {"itemsize": itemsize, "on_cuda": False}
+    assert settings == {"itemsize": itemsize, "on_cuda": False, "wire": None}
 
 
 class MostChunks:

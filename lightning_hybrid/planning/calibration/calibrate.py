@@ -3,7 +3,9 @@
     links       `ping` inside and across, each a line with intervals (link_fit.py); a node's link by its `flows`
     latency     of the wire: across less inside, as a message inside costs the same software and no wire
     software    what the simulator needs so that its times of the measured sums have the least error (overhead_fit.py)
-    factors     the rest: for each algorithm, measured over modelled time of the larger sums
+    codec       rates of encoding and decoding
+    factors     the rest: for each algorithm, and for sums through a codec, measured over modelled time of the larger
+                sums
 
 `Calibration.notes` names each link that is no line, and the error of the predicted sums.
 """
@@ -28,6 +30,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.node_wire import KERNEL_S, CodecRates
 
 # Several flows must carry this many times the bytes of one to count as more than noise. Our choice.
 CLEARLY_MORE = 1.1
@@ -107,6 +110,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     # A core that receives and adds is no faster than at either alone.
     core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
     bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
+    bare = replace(bare, codec=_codec_rates(samples, bare.codec))
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
     cluster = replace(fitted, factors=residual_factors(fitted, measured, setup))
     sums = tuple(
@@ -163,6 +167,15 @@ def _add_rates(samples: Measurements) -> dict[str, float]:
     }
 
 
+def _codec_rates(samples: Measurements, known: CodecRates) -> CodecRates:
+    rates = {
+        f"{name}_bytes_per_s": size / statistics.median(times_s)
+        for name in samples.whats("codec")
+        for size, times_s in samples.of("codec", name).items()
+    }
+    return replace(known, **rates, is_measured=True) if len(rates) == 2 else known
+
+
 def _consent_s(samples: Measurements, place: str) -> float | None:
     # An exchange less a message that its receiver waits for; at the fewest bytes, where nothing hides the consent.
     pings, exchanges = samples.of("ping", place), samples.of("exchange", place)
@@ -193,9 +206,11 @@ def _bare_cluster(
         burst_bytes = across.burst_bytes
         far = Link(latency_s=max(0.0, across.latency_s - software_s), bytes_per_s=across.bytes_per_s * gain / num_nics)
     transport: Gloo | Nccl
+    codec = CodecRates()
     if setup.on_cuda:
         algorithms: Sequence[Literal["ring", "tree"]] = ("ring", "tree")
         transport = Nccl(inside=setup.inside, algorithms=algorithms)
+        codec = CodecRates(kernel_s=KERNEL_S)
     else:
         transport = Gloo(
             stage_s=0.0, message_s=0.0, segment_s=0.0, burst_bytes=burst_bytes, num_shared_cores=setup.num_shared_cores
@@ -208,6 +223,7 @@ def _bare_cluster(
         transport=transport,
         nics_per_node=num_nics,
         is_interleaved=setup.is_interleaved,
+        codec=codec,
     )
 
 

@@ -4,7 +4,9 @@
     exchange    two ranks send each other everything at once, and add: with Gloo's consent
     flows       some ranks of every node send to the next node at the same time: does one fill the link?
     add         all ranks add two buffers at the same time
-    sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`
+    codec       all ranks encode float32 at the same time, and decode and add up two messages, as for two nodes
+    sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`; `two_level_int8`
+                is `two_level` through a codec
 
 `inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Cases
 alternate in rounds. A sample is as many calls as take `min_sample_s`; the time of the slowest rank counts.
@@ -29,8 +31,9 @@ from lightning_hybrid.checks import require_number, require_positive, require_wh
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
+from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
 
-Kind = Literal["ping", "exchange", "flows", "add", "sum"]
+Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 
 MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 EXCHANGE_BYTES = (4, 256, 4 * KIB)
@@ -50,7 +53,7 @@ MOST_CALLS = 200
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Microbenchmark:
-    """One timed case. `what` is, by kind, `inside` or `across`; the number of flows; the dtype; or the algorithm."""
+    """One timed case. `what` is, by kind, the level; the number of flows; the dtype; the codec; or the algorithm."""
 
     kind: Kind
     what: str
@@ -124,6 +127,9 @@ class Measurement:
             found += [
                 Microbenchmark(kind="flows", what=str(n), num_bytes=size) for n in flows for size in messages[-4:]
             ]
+            found += [Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS]
+            coded = [(what, size) for what, size in CODED_SUMS if size <= self.max_bytes]
+            found += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
         sizes = [size for size in SUM_BYTES if size <= self.max_bytes]
         names = (backend, *self.algorithms)
         found += [Microbenchmark(kind="sum", what=name, num_bytes=size) for name in names for size in sizes]
@@ -240,6 +246,8 @@ class _Table:
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
         if case.kind == "add":
             return self._repeated(self._adder(case))
+        if case.kind == "codec":
+            return self._repeated(codec_call(case.what, case.num_bytes, self.device))
         if case.kind == "sum":
             return self._repeated(self._summer(case))
         if case.kind == "flows":
@@ -275,7 +283,9 @@ class _Table:
         if case.what not in self.engines:
             return lambda: dist.all_reduce(flat, group=self.group)
         engine = self.engines[case.what]
-        return lambda: engine.submit(flat, bucket_index=0, is_last=True).wait()
+        if engine.coder is None:
+            return lambda: engine.submit(flat, bucket_index=0, is_last=True).wait()
+        return lambda: engine.submit(flat.fill_(1.0), bucket_index=0, is_last=True).wait()
 
     def _exchanger(self, case: Microbenchmark, peer: int) -> Callable[[], object]:
         out, back, total = (self._values(case, self.asked.dtype) for _ in range(3))
@@ -349,11 +359,12 @@ def _powers(most: int) -> list[int]:
 @contextmanager
 def _engines(asked: Measurement, topology: Topology, device: torch.device) -> Iterator[dict[str, CommEngine]]:
     engines: dict[str, CommEngine] = {}
+    ask: Any = {"topology": topology, "timeout": timedelta(seconds=asked.timeout_s), "device": device}
     try:
         for name in asked.algorithms:
-            plan = CommPlan(algorithm=name)  # type: ignore[arg-type]
-            timeout = timedelta(seconds=asked.timeout_s)
-            engines[name] = CommEngine(topology=topology, plan=plan, timeout=timeout, device=device)
+            engines[name] = CommEngine(plan=CommPlan(algorithm=name), **ask)  # type: ignore[arg-type]
+        if topology.num_nodes > 1:
+            engines |= coded_engines(**ask)
         yield engines
     finally:
         for engine in engines.values():

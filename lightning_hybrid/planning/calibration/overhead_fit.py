@@ -16,6 +16,7 @@ from typing import Literal
 from lightning_hybrid.comm.plan import LEAST_FUSED_BYTES, CommPlan
 from lightning_hybrid.planning.cluster import PEERS, Cluster
 from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
@@ -53,9 +54,15 @@ class MeasuredSetup:
 
 
 def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup) -> float:
-    """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it; return its seconds."""
+    """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it; return its seconds.
+
+    `algorithm`: `two_level_int8` is `two_level` through a codec.
+    """
     work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // setup.itemsize), 0.0),))
-    is_peer = algorithm in PEERS
+    is_peer, wire = algorithm in PEERS, None
+    if is_coded(algorithm):
+        algorithm, _, name = algorithm.rpartition("_")
+        wire = NodeWire(name=name, itemsize=setup.itemsize)  # type: ignore[arg-type]
     plan = CommPlan() if is_peer else CommPlan(algorithm=algorithm)  # type: ignore[arg-type]
     return simulate(
         work,
@@ -65,16 +72,27 @@ def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, set
         on_cuda=setup.on_cuda,
         algorithm=algorithm if is_peer else None,
         cuts=[],
+        wire=wire,
     ).step_s
+
+
+def is_coded(algorithm: str) -> bool:
+    """Return whether sums of this name go through a codec.
+
+    >>> is_coded("two_level_int8"), is_coded("two_level")
+    (True, False)
+    """
+    return algorithm.endswith(("_int8", "_int4"))
 
 
 def fit_overheads(
     bare: Cluster, measured: dict[tuple[str, int], float], setup: MeasuredSetup, *, most_bytes_per_s: float
 ) -> Cluster:
-    """Return the cluster whose predictions of the sums have the least error.
+    """Return the cluster whose predictions of the sums have the least error, of those that go through no codec.
 
     A core's rate is at most `most_bytes_per_s`.
     """
+    measured = {case: time_s for case, time_s in measured.items() if not is_coded(case[0])}
 
     def loss(cluster: Cluster) -> float:
         # In the logarithm a factor of two too much is as bad as one too little, at any size.

@@ -19,6 +19,7 @@ from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
+from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
@@ -163,8 +164,10 @@ class MeasuredCase:
                 cuts=cuts,
                 num_columns=GLOO_THREADS,
             ).step_s
-        plan = replace(self.plan, algorithm=arm.removesuffix("_fp32"))  # type: ignore[arg-type]
-        return simulate(work, cluster, plan, itemsize=itemsize, on_cuda=False).step_s
+        algorithm, _, codec = arm.removesuffix("_fp32").rpartition("_")
+        wire = NodeWire(name=codec, itemsize=itemsize) if codec in ("int8", "int4") else None  # type: ignore[arg-type]
+        plan = replace(self.plan, algorithm=algorithm if wire else arm.removesuffix("_fp32"))  # type: ignore[arg-type]
+        return simulate(work, cluster, plan, itemsize=itemsize, on_cuda=False, wire=wire).step_s
 
 
 def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
+from lightning_hybrid.planning.node_wire import CodecRates
 from recipes.cli.results import environment, write_json
 from tests.evidence.planner.emulated import (
     WIRE_SHARE,
@@ -48,7 +49,8 @@ class Described(Machine):
 def cluster_from(content: dict[str, Any]) -> Cluster:
     """Make the cluster of a summary; over Gloo."""
     links = {name: Link(**content[name]) for name in ("inside", "across")}
-    return Cluster(**{**content, **links, "transport": Gloo(**content["transport"])})
+    parts = links | {"transport": Gloo(**content["transport"]), "codec": CodecRates(**content.get("codec", {}))}
+    return Cluster(**{**content, **parts})
 
 
 def truth_rows(setting: Setting, error_summary: dict[str, Any]) -> list[dict[str, Any]]:

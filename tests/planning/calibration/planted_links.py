@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS
 from lightning_hybrid.planning.calibration.microbenchmarks import (
     ADD_BYTES,
     ALGORITHMS,
@@ -63,6 +64,16 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
         for flows, gain in (("1", 1.0), (str(cluster.ranks_per_node), flow_gain)):
             add("flows", flows, FLOW_BYTES, 2 * far.latency_s + FLOW_BYTES / far.bytes_per_s / gain)
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
+    if "across" in places:
+        for name in CODECS:
+            add("codec", name, ADD_BYTES, ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"))
+        for name, size in CODED_SUMS:
+            add(
+                "sum",
+                name,
+                size,
+                (sums_s or {}).get((name, size)) or predicted_all_reduce_s(cluster, name, size, world),
+            )
     for name in (backend, *ALGORITHMS):
         for size in SUM_BYTES[:-1]:  # the last takes as long to fit as all others
             add(

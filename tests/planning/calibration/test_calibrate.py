@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from lightning_hybrid.planning.calibration.overhead_fit import predicted_all_red
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.node_wire import CodecRates
 from tests.planning.calibration.planted_links import MESSAGES, SOFTWARE_S, gloo_cluster, planted, world_of
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -163,6 +166,20 @@ def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor():
         assert told_s == pytest.approx(1.5 * predicted_all_reduce_s(truth, "two_level", size, world), rel=0.1)
 
 
+def test_rates_of_codecs_are_found_and_what_their_sums_take_beyond_the_model():
+    """Sums of 4 MiB in 8 bits take 1.4 times what the model says; links and software are fitted to the others."""
+    truth = replace(gloo_cluster(2, 2, mbit_per_s=100.0), codec=CodecRates(int8_bytes_per_s=2e9, int4_bytes_per_s=1e9))
+    world = world_of(truth)
+    slow_s = {("two_level_int8", 4 * MIB): 1.4 * predicted_all_reduce_s(truth, "two_level_int8", 4 * MIB, world)}
+    plain, slow = (calibrate(planted(truth, world, sums_s=sums_s), world).cluster for sums_s in (None, slow_s))
+    assert plain.codec.is_measured
+    assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)  # medians of nine with 2 % of noise
+    assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
+    assert slow.transport == plain.transport
+    assert slow.factors["two_level_int8"] == pytest.approx(1.4 * plain.factors["two_level_int8"], rel=0.05)
+    assert slow.factors["two_level_int4"] == plain.factors["two_level_int4"]
+
+
 def test_sums_that_do_not_fit_are_told():
     truth = gloo_cluster(2, 2)
     world = world_of(truth)
@@ -229,8 +246,9 @@ def measured_on_rank(limit_s, ranks_per_node):
 def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
     first, *others = four_ranks.run(measured_on_rank, 60.0, 2)
     assert all(other == first for other in others)
-    assert {case.kind for case in first.times_s} == {"ping", "exchange", "flows", "add", "sum"}
-    assert first.whats("ping") == ["inside", "across"]
+    assert {case.kind for case in first.times_s} == {"ping", "exchange", "flows", "add", "codec", "sum"}
+    assert set(first.whats("codec")) == {"int8", "int4"}
+    assert set(first.whats("ping")) == {"inside", "across"}
     assert set(first.whats("flows")) == {"1", "2"}
     assert set(first.whats("sum")) == {"gloo_ring", "flat", "two_level"}
     assert all(len(times_s) == 3 and min(times_s) > 0 for times_s in first.times_s.values())
@@ -251,6 +269,7 @@ def test_cases_come_in_the_order_of_their_bytes_and_end_at_the_largest():
     assert [case.num_bytes for case in found] == sorted(case.num_bytes for case in found)
     assert max(case.num_bytes for case in found if case.kind in ("ping", "sum")) == MIB
     assert {case.what for case in found if case.kind == "flows"} == {"1", "2", "4"}
+    assert [case.num_bytes for case in found if case.what == "two_level_int4"] == [512 * KIB]
     assert Microbenchmark(kind="ping", what="inside", num_bytes=4) in found
 
 

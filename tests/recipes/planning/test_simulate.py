@@ -97,7 +97,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     answer, *tables = found.printed().split("\n\n")
     assert answer.startswith("12 GPUs (3 x 4), 768 images a step: ")
     assert f" and cost {found.numbers()['run_price']:.2f} at 12 per node and hour." in answer
-    assert len(answer.splitlines()) <= 7
+    assert len(answer.splitlines()) <= 8
     assert sum(len(table.splitlines()) for table in tables) <= 25
     shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
     assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
@@ -137,6 +137,52 @@ def test_the_answer_recommends_a_hierarchy_where_a_run_would_choose_one(monkeypa
     """It has to save a twentieth over all that is flat, the configured plan too: at 100 Gbit/s it saves 3 %."""
     ask = [f"cluster={cluster}", "num_nodes=2", "scaling_ranks=[]", "images_per_s=20000"]
     assert re.search(words, reported(monkeypatch, *ask).answer())
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (
+            ["cluster=dgx_h100", "num_nodes=16"],
+            r"\nFewer bits between nodes would not pay: a step takes [\d.]+ ms, of which [\d.]+ ms are exposed "
+            r"communication, and [\d.]+ ms with int8, [\d.]+ ms with int4; rounding takes [\d.]+ ms, not measured\.\n",
+        ),
+        (
+            ["cluster=netlab", "num_nodes=4", "images_per_s=100", "itemsize=4"],
+            r"would pay: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. They change the "
+            r"numbers, so they are never on by themselves: strategy\.comm_dtype_across_nodes=int4\.",
+        ),
+        (
+            ["cluster=cloud_25gbe", "num_nodes=4", "sync_across_nodes_every=8"],
+            r"\nEvery 8 steps nodes average masters and optimizer state, which takes [\d.]+ ms; in between each takes",
+        ),
+        (
+            ["cluster=cloud_25gbe", "num_nodes=1", "comm_dtype_across_nodes=int8"],
+            r"\ncomm_dtype_across_nodes=int8 has nothing to do on one node\.\n",
+        ),
+    ],
+    ids=["not", "pays", "averages", "one-node"],
+)
+def test_the_answer_says_whether_fewer_bits_between_nodes_pay(monkeypatch, ask, words):
+    found = reported(monkeypatch, *ask, "scaling_ranks=[]", "search.bucket_bytes=[4194304]")
+    assert re.search(words, found.answer())
+    assert found.answer().count("ewer bits between nodes") == (ask[1] != "num_nodes=1" and "every" not in ask[-1])
+
+
+def test_a_run_in_8_bits_or_with_averages_is_planned_as_such(monkeypatch):
+    """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, and 8 / 8 in 8 steps, at 25 Gbit/s."""
+    ask = ["cluster=cloud_25gbe", "num_nodes=2", "images_per_s=1e6", "search=null", "scaling_ranks=[16]"]
+    plain, coded, local = (
+        reported(monkeypatch, *ask, *more)
+        for more in ([], ["comm_dtype_across_nodes=int8"], ["sync_across_nodes_every=8"])
+    )
+    assert coded.outcome.step_s < plain.outcome.step_s
+    assert plain.curve[0].least_s / coded.curve[0].least_s == pytest.approx(2 * 256 / 258, rel=0.01)  # blocks are whole
+    assert plain.curve[0].least_s / local.curve[0].least_s == pytest.approx(2.0)
+    assert coded.compression.plain == plain.compression.plain
+    assert local.outcome.step_s - local.scenario.average_s / 8 < plain.outcome.step_s
+    with pytest.raises(ValueError, match=r"`comm_dtype_across_nodes` \(='int4'\) and `sync_across_nodes_every` \(=2\)"):
+        reported(monkeypatch, *ask, "comm_dtype_across_nodes=int4", "sync_across_nodes_every=2")
 
 
 def test_a_model_of_unknown_pace_is_refused():

@@ -94,8 +94,26 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     assert tune_check.cluster_from(content["cluster"]) == found.found.cluster
 
 
+def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
+    """At 100 Mbit/s, of a step of which little is hidden. The plan is the one without, and knows no codec."""
+    found = report(gloo_cluster(2, 2, mbit_per_s=100.0))
+    found.write(tmp_path, {})
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content["compression"]["proposal"] == "int4"
+    assert content["compression"]["codec_is_measured"]
+    assert [step["name"] for step in content["compression"]["steps"]] == [None, "int8", "int4"]
+    assert content["compression"]["steps"][0]["step_s"] == pytest.approx(found.plans[0].step_s)
+    table = (tmp_path / "table.md").read_text()
+    assert "so they are never on by themselves: strategy.comm_dtype_across_nodes=int4." in table
+    assert "GB/s of float32 that a rank encodes and decodes, all at once: int8 3.8" in table
+    assert "int" not in (tmp_path / "plan.json").read_text()
+    assert "comm_dtype" not in found.usage(tmp_path)
+
+
 def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     found = report(gloo_cluster(1, 4))
+    assert found.compression is None
+    assert "Fewer bits" not in found.markdown()
     assert "num_nodes: 1 #" in found.description()
     assert found.about.endswith("one node only")
     assert "links between nodes were not measured" in found.markdown()

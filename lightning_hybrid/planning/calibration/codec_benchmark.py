@@ -1,0 +1,38 @@
+"""What is timed of codecs: their passes alone, and sums between nodes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.engine.engine import CommEngine
+from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
+
+CODECS = {"int8": Codec(bits=8), "int4": Codec(bits=4)}
+
+# Names and bytes of sums through a codec: two sizes tell how they differ from those without.
+CODED_SUMS = tuple((f"two_level_{name}", num_bytes) for name in CODECS for num_bytes in (512 * KIB, 4 * MIB))
+
+
+def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Return a call that encodes `num_bytes` of float32, and decodes and adds up two messages of as many."""
+    coder = Coder(CODECS[name], device)
+    flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
+    messages = torch.empty(2, coder.codec.message_bytes(flat.numel()), dtype=torch.uint8, device=device)
+    blocks, total = coder.blocks(flat), torch.empty_like(flat)
+    blocks.encode(flat, messages[1], sender=1)
+
+    def call() -> None:
+        blocks.encode(flat, messages[0], sender=0)
+        coder.add(messages, total)
+
+    return call
+
+
+def coded_engines(**settings: Any) -> dict[str, CommEngine]:
+    """Return an engine for each codec, by the name of its sums. Collective; `settings`: those of `CommEngine`."""
+    plan = CommPlan(algorithm="two_level")
+    return {f"two_level_{name}": CommEngine(plan=plan, dtype_across_nodes=CODECS[name], **settings) for name in CODECS}

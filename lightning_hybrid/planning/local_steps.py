@@ -1,0 +1,36 @@
+"""Steps inside nodes with averages over nodes in between, as `sync_across_nodes_every` makes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.plan_search import with_buckets
+from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
+from lightning_hybrid.planning.workload import StepWorkload
+
+CHUNK_BYTES = 16 * MIB  # of the average, of which two are under way
+
+
+def average_s(num_bytes: float, cluster: Cluster, plan: CommPlan, *, on_cuda: bool) -> float:
+    """Compute the time of one average over nodes of `num_bytes` in fp32, which nothing hides.
+
+    They are those of the masters, 4 per parameter, and of the optimizer's moments (`memory.STATE_BYTES`), and are
+    summed over all ranks in chunks of 16 MiB. Running statistics of BatchNorm, some thousandths, are not counted.
+    """
+    num_chunks = max(1, round(num_bytes / CHUNK_BYTES))
+    chunks = StepWorkload(forward_s=0.0, gradients=((max(1, int(num_bytes / 4 / num_chunks)), 0.0),) * num_chunks)
+    return simulate(chunks, cluster, with_buckets(plan, CHUNK_BYTES), itemsize=4, on_cuda=on_cuda).step_s
+
+
+def with_averages(inside: SimulatedSteps, *, every: int, average_s: float) -> SimulatedSteps:
+    """Return steps inside a node with the time of the average spread over them.
+
+        step = step inside the node + average / every
+
+    A node sends 2 (N - 1) / N of the average's bytes, by `every`, in place of those of the gradients in each step
+    (Lin et al. 2020, arXiv:1808.07217).
+    """
+    more_s = average_s / every
+    return replace(inside, steps_s=inside.steps_s + more_s, exposed_s=inside.exposed_s + more_s)

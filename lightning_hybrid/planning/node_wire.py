@@ -1,0 +1,132 @@
+"""The form in which sums travel between nodes, where it is not that of the buckets, and what a codec's rounding takes.
+
+With A bytes in that form and N nodes, a node sends 2 (N - 1) / N A, as without a codec:
+
+    two nodes     one round     each sends its message to the other, and adds up both
+    more          two rounds    each part goes to its owner, who adds up; the sum, encoded once more, to all others
+
+so that an element is encoded 1 + 1 / N times, once with two nodes, and decoded twice (`comm.engine.coded_sum`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_hybrid.checks import require_choice, require_number, require_positive
+from lightning_hybrid.comm.codec.block_format import BLOCK, message_bytes
+
+WireName = Literal["float16", "bfloat16", "int8", "int4"]
+"""As `comm_dtype_across_nodes`."""
+
+# From the launch of a small kernel to that of the next one behind it. Our choice.
+KERNEL_S = 5e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeWire:
+    """The form of sums between nodes.
+
+    Args:
+        name: A dtype or a codec.
+        itemsize: Bytes of an element in the buckets.
+
+    Raises:
+        ValueError: There is no such form.
+
+    >>> [NodeWire(name=name, itemsize=2).num_bytes(512.0) for name in ("float16", "int8", "int4")]
+    [512.0, 258.0, 130.0]
+    """
+
+    name: WireName
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        why = "sums travel in it between nodes. null: in the dtype of the buckets"
+        require_choice("comm_dtype_across_nodes", self.name, get_args(WireName), why)
+
+    @property
+    def bits(self) -> Literal[8, 4] | None:
+        """Bits of an element in a codec; None for a dtype."""
+        return {"int8": 8, "int4": 4}.get(self.name)  # type: ignore[return-value]
+
+    def num_bytes(self, num_bytes: float) -> float:
+        """Return the bytes between nodes of so many in a bucket, whose gradients are whole blocks."""
+        if self.bits is None:
+            return min(2 / self.itemsize, 1.0) * num_bytes
+        return num_bytes / self.itemsize * message_bytes(BLOCK, self.bits) / BLOCK
+
+    def padded(self, numel: int) -> int:
+        """Return the elements of a gradient on the wire: in a codec it fills up its last block.
+
+        >>> NodeWire(name="int8", itemsize=2).padded(300), NodeWire(name="float16", itemsize=4).padded(300)
+        (512, 300)
+        """
+        return numel if self.bits is None else -(-numel // BLOCK) * BLOCK
+
+
+def bits_of(wire: NodeWire | None) -> Literal[8, 4] | None:
+    """Return the bits of an element where sums go through a codec, else None."""
+    return None if wire is None else wire.bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecRates:
+    """Bytes of float32 that a rank encodes once and decodes twice in a second, by codec.
+
+    The defaults are those of one core of an EPYC with AVX-512: encoding int8 alone runs at 4.7e9, decoding two messages
+    at 2.0e10; `tune` measures yours.
+
+    Args:
+        int8_bytes_per_s, int4_bytes_per_s: The rates.
+        kernel_s: On an accelerator, seconds of each kernel beyond its bytes; 0 on a CPU.
+        is_measured: The rates were measured on these ranks.
+
+    Raises:
+        ValueError: A rate is not positive.
+    """
+
+    int8_bytes_per_s: float = 3.8e9
+    int4_bytes_per_s: float = 2.7e9
+    kernel_s: float = 0.0
+    is_measured: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("int8_bytes_per_s", "int4_bytes_per_s"):
+            require_positive(f"codec.{name}", getattr(self, name), "it is float32 that a rank encodes and decodes")
+        require_number("codec.kernel_s", self.kernel_s, "it is a time in seconds, 0 where nothing is launched")
+
+    @classmethod
+    def of_accelerator(cls, memory_bytes_per_s: float) -> CodecRates:
+        """Return what the memory of an accelerator allows, for half-precision gradients.
+
+            bytes of an element    (2 + 4) + (4 + b) + (2 b + 4) + (4 + 2) = 20 + 3 b        b = 258 / 256 or 130 / 256
+                                   to float32, encode, decode two, back
+
+        Arithmetic, about 50 integer operations an element, is taken to hide behind it. No GPU has run the kernels: this
+        is counted, not measured.
+
+        >>> f"{CodecRates.of_accelerator(4.8e12).int8_bytes_per_s:.3g}"
+        '8.34e+11'
+        """
+        require_positive(
+            "memory_bytes_per_s", memory_bytes_per_s, "it is the rate of a device's memory, its datasheet's"
+        )
+        rates = [4 * memory_bytes_per_s / (20 + 3 * message_bytes(BLOCK, bits) / BLOCK) for bits in (8, 4)]
+        return cls(int8_bytes_per_s=rates[0], int4_bytes_per_s=rates[1], kernel_s=KERNEL_S)
+
+    def seconds(self, wire: NodeWire, numel: float, num_nodes: int) -> float:
+        """Compute the time of a rank's passes over `numel` elements that it sums between nodes; 0 for a dtype.
+
+        >>> rates = CodecRates(int8_bytes_per_s=4e9)
+        >>> [rates.seconds(NodeWire(name="int8", itemsize=2), 1e6, num_nodes) for num_nodes in (2, 4)]
+        [0.001, 0.00125]
+        """
+        if wire.bits is None or num_nodes == 1:
+            return 0.0
+        rate = self.int8_bytes_per_s if wire.bits == 8 else self.int4_bytes_per_s
+        # Most of the time is the encoding's: the second one, of sums, counts as if it were all.
+        num_times = 1.0 if num_nodes == 2 else 1 + 1 / num_nodes
+        # To float32 and back, encode, copy, decode; more nodes encode a part for each of them, and decode each part.
+        num_kernels = 5 if num_nodes == 2 else 2 * num_nodes + 5
+        return num_times * 4 * numel / rate + num_kernels * self.kernel_s
