@@ -70,3 +70,28 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(two_ranks, t
     """And saving in mid-run changes nothing."""
     for found in two_ranks.run(fit_and_resume, codec, tmp_path / "one.ckpt", precision, 1):
         assert found == [True, True, False]
+
+
+def fits_by_plan(precision):
+    plans = [
+        CommPlan(algorithm="hierarchical"),
+        CommPlan(algorithm="two_level", bucket_bytes=1024, chunk_bytes=512, num_buckets=1),
+    ]
+    return [fit(plan=plan, precision=precision, ranks_per_node=2, max_epochs=3)[1] for plan in plans]
+
+
+def test_dbg_four(four_ranks, tmp_path):
+    ranks = four_ranks.run(fits_by_plan, "16-true")
+    for a, b in ranks:
+        assert toy.same_bits(a, ranks[0][0])
+        assert toy.same_bits(a, b)
+
+
+def test_dbg_four_resume(four_ranks, tmp_path):
+    for found in four_ranks.run(fit_and_resume, "int4", tmp_path / "one.ckpt", "16-true", 2):
+        assert found == [True, True, False]
+
+
+def test_dbg_four_nodes(four_ranks, tmp_path):
+    for found in four_ranks.run(fit_and_resume, "int4", tmp_path / "one.ckpt", "16-true", 1):
+        assert found == [True, True, False]

@@ -122,6 +122,7 @@ def state_of(run_dir: Path, name: str = "last") -> dict[str, Any]:
     checkpoint = read_checkpoint(run_dir / "checkpoints" / f"{name}.ckpt")
     state = {part: checkpoint[part] for part in SAME}
     state["averaged"] = checkpoint.get("current_model_state"), checkpoint.get("averaging_state")
+    state["residuals"] = checkpoint.get("error_feedback")
     state["data"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
     return state
 
