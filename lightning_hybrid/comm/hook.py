@@ -143,7 +143,9 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
             is_last=bucket.is_last(),
             finish=partial(padded.store, buffer=buffer, after=after),
             block_ids=padded.ids,
-            feedback=state.feedback and feedback_of(state.feedback, engine, bucket, padded, wire, before),
+            feedback=None
+            if state.feedback is None
+            else feedback_of(state.feedback, engine, bucket, padded, wire, before),
         )
     return engine.submit(
         to_wire(buffer, state.comm_dtype, before=before),

@@ -191,7 +191,7 @@ class FeedbackMixin:
         nodes, own = self._topology.nodes, self._topology.node
         for slab in self._slabs():
             begin, last = slab[0][2], slab[-1]
-            share = feedback.share(begin, last[2] + num_blocks_of(num_reals(last[1])))
+            share = feedback.share(begin, last[2] + num_blocks_of(num_reals(last[1])), self.root_device)
             for index, node in enumerate(nodes):
                 values = share if node == own else torch.zeros_like(share)
                 dist.reduce(values, dst=0)  # over all ranks: ranks of a node have different blocks

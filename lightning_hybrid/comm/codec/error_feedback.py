@@ -7,7 +7,7 @@
 So errors do not add up: the sum of all that was sent is that of all gradients, but for one residual. A node has one
 residual, of which the rank that encodes a block holds that part. Which rank it is depends on algorithm, chunks and
 buckets; where they change, residuals move to the rank that needs them. With more than two nodes the second rounding, of
-the sum, stays stochastic: it has no bias, and so needs no state, which would belong to a part of a node and to its place.
+the sum, stays stochastic: it has no bias, and so needs no state, which would belong to one node's part of the sum.
 
 Between runs residuals are kept in the units of gradients that no loss scale and no divisor has changed, summed over
 ranks. They are powers of two: nothing is rounded.
@@ -32,26 +32,24 @@ from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual
 class BucketFeedback:
     """The residuals of one bucket, as long as it is made and cut in one way: one for each range that is encoded.
 
-    `begin`: the residual of the node in all its blocks, float32; None: zeros.
+    `begin`: the residual of the node in all its blocks, float32; None: zeros. `options`: of each `Residual`.
     """
 
-    def __init__(
-        self, padded: PaddedBucket, cut: tuple[Any, ...], begin: Tensor | None, divisor: int, may_skip: bool
-    ) -> None:
+    def __init__(self, padded: PaddedBucket, cut: tuple[Any, ...], begin: Tensor | None, **options: Any) -> None:
         self.padded, self.cut, self.begin = padded, cut, begin
         self.residuals: dict[int, Residual] = {}  # by the first block, counted in the bucket
         self.step = FeedbackStep()
         self.num_sum = 0  # in which sum of all gradients it was last used
-        self._divisor, self._may_skip = divisor, may_skip
+        self._options = options  # of a `Residual`
 
     def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder) -> None:
         """Write `flat`, a range of the bucket, and its residual into `message`. `ids`: a view of the bucket's."""
         first = int(ids.storage_offset())
         if (residual := self.residuals.get(first)) is None:
-            residual = self.residuals[first] = self._new(first, ids, num_blocks_of(flat.numel()), flat.device)
-        residual.encode(flat, message, coder, self.step)
+            residual = self.residuals[first] = self._new(first, num_blocks_of(flat.numel()), flat.device)
+        residual.encode(flat, ids, message, coder, self.step)
 
-    def _new(self, first: int, ids: Tensor, num_blocks: int, device: torch.device) -> Residual:
+    def _new(self, first: int, num_blocks: int, device: torch.device) -> Residual:
         values = torch.zeros(num_blocks * BLOCK, device=device)
         if self.begin is not None:
             known = self.begin[first * BLOCK : (first + num_blocks) * BLOCK]
@@ -62,7 +60,7 @@ class BucketFeedback:
             if first <= block < first + num_blocks
         ]
         return Residual(
-            ids[:num_blocks], values, padding, step=self.step, divisor=self._divisor, may_skip=self._may_skip
+            self.padded.numbers[first : first + num_blocks], values, padding, step=self.step, **self._options
         )
 
 
@@ -115,34 +113,35 @@ class ErrorFeedback:
         """
         found = self._buckets.get(index)
         if found is None or found.padded is not padded or found.cut != cut:
-            begin = self._of_node(padded.ids, divisor)
+            begin = self._of_node(padded.numbers, padded.ids.device, divisor)
             if found is not None:
                 self._left += found.residuals.values()
-            found = self._buckets[index] = BucketFeedback(padded, cut, begin, divisor, self.may_skip)
+            options = {"divisor": divisor, "may_skip": self.may_skip, "on_cuda": self._device.type == "cuda"}
+            found = self._buckets[index] = BucketFeedback(padded, cut, begin, **options)
         else:
             found.begin = None  # every range has its own by now
         found.step, found.num_sum = self._step, self._num_sums
         if is_last:
             self._num_sums += 1
             self._loaded = None
-            self._left = [one for one in self._left if len(one.ids)]
+            self._left = [one for one in self._left if len(one.numbers)]
         return found
 
-    def _of_node(self, ids: Tensor, divisor: int) -> Tensor | None:
+    def _of_node(self, numbers: Tensor, device: torch.device, divisor: int) -> Tensor | None:
         # The residual of the node in these blocks, on every rank, in units of this step; None: there is none yet.
         if self._loaded is not None:
-            rows = self._loaded.view(-1, BLOCK)[ids.cpu().long()].to(self._device)
+            rows = self._loaded.view(-1, BLOCK)[numbers].to(device)
             scale = self._step.loss_scale
             return (rows / divisor if scale is None else rows * (scale / divisor)).flatten()
         if self._num_sums == 0:
             return None
-        begin = torch.zeros(len(ids), BLOCK, device=self._device)
-        place = torch.full((self._num_blocks,), -1, device=self._device)
-        place[ids.long()] = torch.arange(len(ids), device=self._device)
+        begin = torch.zeros(len(numbers), BLOCK, device=device)
+        place = torch.full((self._num_blocks,), -1)
+        place[numbers] = torch.arange(len(numbers))
         for residual in self._of_earlier_sums():
-            at = place[residual.ids.long()]
-            if bool((is_taken := at >= 0).any()):
-                begin[at[is_taken]] = residual.take(is_taken, self._step)
+            at = place[residual.numbers]
+            if len(rows := (at >= 0).nonzero().view(-1)):
+                begin[at[rows]] = residual.take(rows, self._step)
         if self._add_up_ is not None:
             self._add_up_(begin.view(-1))  # of each block one rank has the residual, and the others zeros
         return begin.view(-1)
@@ -156,21 +155,22 @@ class ErrorFeedback:
 
     # ---- between runs ----------------------------------------------------------------------------------------------
 
-    def share(self, begin: int, end: int) -> Tensor:
+    def share(self, begin: int, end: int, device: torch.device) -> Tensor:
         """Return the residuals of the blocks from `begin` to `end`, 256 elements each; zeros where others hold them.
+
+        `device`: that of the gradients.
 
         Added up over the ranks of the node it is the residual of the node. Only between two steps.
         """
-        found = torch.zeros(end - begin, BLOCK, device=self._device)
+        found = torch.zeros(end - begin, BLOCK, device=device)
         if self._loaded is not None:
             if self._is_leader:
                 found.copy_(self._loaded.view(-1, BLOCK)[begin:end])
             return found.view(-1)
         for residual in (*self._left, *(one for some in self._buckets.values() for one in some.residuals.values())):
-            is_here = (residual.ids >= begin) & (residual.ids < end)
-            if bool(is_here.any()):
-                rows = residual.unscaled().view(-1, BLOCK)[: len(residual.ids)]
-                found[residual.ids[is_here].long() - begin] = rows[is_here]
+            rows = ((residual.numbers >= begin) & (residual.numbers < end)).nonzero().view(-1)
+            if len(rows):
+                found[residual.numbers[rows] - begin] = residual.unscaled().view(-1, BLOCK)[rows]
         return found.view(-1)
 
     def load(self, values: Tensor) -> None:
@@ -180,5 +180,5 @@ class ErrorFeedback:
 
     def release_device(self) -> None:
         """Keep this rank's share on the CPU, for `share`: the fit is over."""
-        self._loaded, self._is_leader = self.share(0, self._num_blocks).cpu(), True
+        self._loaded, self._is_leader = self.share(0, self._num_blocks, self._device).cpu(), True
         self._buckets, self._left = {}, []

@@ -33,7 +33,8 @@ class PaddedBucket:
     ) -> None:
         counts = [num_blocks_of(numel) for numel in numels]
         numbers = [first + index for first, count in zip(first_ids, counts, strict=True) for index in range(count)]
-        self.ids = torch.tensor(numbers, dtype=torch.int32, device=device)
+        self.numbers = torch.tensor(numbers, dtype=torch.int64)  # of the blocks, on the host
+        self.ids = self.numbers.to(torch.int32).to(device)
         # Blocks, counted in the bucket, that a gradient does not fill, and how many elements it has in them.
         ends = itertools.accumulate(counts)
         self.partial = [(end - 1, numel % BLOCK) for end, numel in zip(ends, numels, strict=True) if numel % BLOCK]

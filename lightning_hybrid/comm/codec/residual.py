@@ -32,30 +32,32 @@ class Residual:
     Where steps may be skipped it is there twice, before and after the last step, until it is known which one counts.
 
     Args:
-        ids: the numbers of the blocks, int32.
+        numbers: of the blocks, int64, on the CPU.
         values: with which it begins, 256 for each block; kept, not copied.
         padding: elements from begin to end that belong to no gradient, which stay zeros.
         divisor: by which gradients were divided before the sum.
         may_skip: whether steps may be skipped.
+        on_cuda: whether the host runs ahead of the device, and must not ask it.
     """
 
     def __init__(
         self,
-        ids: Tensor,
+        numbers: Tensor,
         values: Tensor,
         padding: Sequence[tuple[int, int]],
         *,
         step: FeedbackStep,
         divisor: int,
         may_skip: bool,
+        on_cuda: bool = False,
     ) -> None:
-        self.ids, self.divisor = ids, divisor
-        self._step, self._may_skip, self._padding = step, may_skip, padding
+        self.numbers, self.divisor = numbers, divisor
+        self._step, self._may_skip, self._padding, self._on_cuda = step, may_skip, padding, on_cuda
         self._values = values
         self._after: Tensor | None = None  # the values after `_step`, if that counts
         self._is_open = False  # whether `_after` is to be decided on
 
-    def encode(self, flat: Tensor, message: Tensor, coder: Coder, step: FeedbackStep) -> None:
+    def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep) -> None:
         """Write `flat` plus the residual into `message`, to the nearest code; the rest is the residual after `step`."""
         values = self.rescaled_(step)[: flat.numel()]
         if self._may_skip:
@@ -65,7 +67,7 @@ class Residual:
             self._is_open = True
         else:
             rest = values.add_(flat)
-        coder.encode_nearest(rest, self.ids, message)
+        coder.encode_nearest(rest, ids, message)
         decoded = torch.empty_like(rest)
         coder.add(message[None], decoded)
         rest.sub_(decoded)
@@ -73,7 +75,7 @@ class Residual:
         if self._padding:
             torch._foreach_zero_([rest[begin:end] for begin, end in self._padding])
         # inf and nan make their block nan: without a loss scale nothing skips the step, and they would stay for ever.
-        if rest.is_cuda or bool((_scales(message, rest.numel()) == _NAN_SCALE).any()):
+        if self._on_cuda or bool((_scales(message, rest.numel()) == _NAN_SCALE).any()):
             rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
@@ -82,7 +84,8 @@ class Residual:
         if self._is_open and skipped is not None:
             assert self._after is not None
             self._is_open = False
-            if skipped.is_cuda:  # without a wait of the host
+            if self._on_cuda:
+                _keep(skipped)
                 torch.where(skipped, self._values, self._after, out=self._values)
             elif not bool(skipped):
                 self._values, self._after = self._after, self._values
@@ -93,8 +96,10 @@ class Residual:
         values, then = self.decided(), self._step.loss_scale
         self._step = step
         if then is not None and step.loss_scale is not None and then is not step.loss_scale:
+            if self._on_cuda:
+                _keep(then, step.loss_scale)
             ratio = step.loss_scale / then
-            if ratio.is_cuda or float(ratio) != 1.0:
+            if self._on_cuda or float(ratio) != 1.0:
                 values.mul_(ratio)
         return values
 
@@ -104,13 +109,20 @@ class Residual:
         values, scale = self.decided(), self._step.loss_scale
         return values * self.divisor if scale is None else values * (self.divisor / scale)
 
-    def take(self, is_taken: Tensor, step: FeedbackStep) -> Tensor:
-        """Return the rows of these blocks (bool, for each block), which are not here any more."""
-        rows = self.rescaled_(step).view(-1, BLOCK)[: len(self.ids)]
-        taken = rows[is_taken]
-        self.ids, self._values, self._after = self.ids[~is_taken], rows[~is_taken].flatten(), None
-        self._padding = ()  # it encodes no more
-        return taken
+    def take(self, rows: Tensor, step: FeedbackStep) -> Tensor:
+        """Return the values of these blocks (int64, their places here), which are not here any more."""
+        values = self.rescaled_(step).view(-1, BLOCK)
+        if self._on_cuda:
+            _keep(values)
+        others = torch.ones(len(self.numbers), dtype=torch.bool).index_fill_(0, rows, False).nonzero().view(-1)
+        self.numbers, self._values, self._after = self.numbers[others], values[others].view(-1), None
+        return values[rows]
+
+
+def _keep(*tensors: Tensor) -> None:
+    # Another stream has made them, and would write to their memory before this one has read it.
+    for tensor in tensors:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _scales(message: Tensor, numel: int) -> Tensor:
