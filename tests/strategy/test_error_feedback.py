@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.checkpoint.file import read_checkpoint
 from lightning_hybrid.comm import CommPlan
 from tests import toy
 

@@ -111,9 +111,9 @@ class Residual:
 
     def take(self, rows: Tensor, step: FeedbackStep) -> Tensor:
         """Return the values of these blocks (int64, their places here), which are not here any more."""
-        values = self.rescaled_(step).view(-1, BLOCK)
         if self._on_cuda:
-            _keep(values)
+            _keep(self._values, *(() if self._after is None else (self._after,)))
+        values = self.rescaled_(step).view(-1, BLOCK)
         others = torch.ones(len(self.numbers), dtype=torch.bool).index_fill_(0, rows, False).nonzero().view(-1)
         self.numbers, self._values, self._after = self.numbers[others], values[others].view(-1), None
         return values[rows]
