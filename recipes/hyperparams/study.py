@@ -170,7 +170,7 @@ class Study:
         for name, arm in self.arms.items():
             key = f"study.arms.{name}"
             if sum(one is not None for one in (arm.lr, arm.point, arm.point_of)) != 1:
-                raise ValueError(f"`{key}` must have either `lr`, to be tuned, or `point_of`, or `point`. Set one of them.")
+                raise ValueError(f"`{key}` must have either `lr`, to be tuned, `point` or `point_of`. Set one of the three.")
             known += [
                 (f"{key}.point_of", [arm.point_of] if arm.point_of else [], [a for a in self.arms if not self.arms[a].point_of]),
                 (f"{key}.like", [arm.like] if arm.like else [], self.arms),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 from collections.abc import Mapping
@@ -67,6 +68,7 @@ def _be_rank(
     runner: Runner, overrides: tuple[str, ...], limits: Limits, place: Mapping[str, str], connection: Connection
 ) -> None:
     """Run the trial as the rank of this place; end with the process that asked for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its business
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
