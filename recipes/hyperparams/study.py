@@ -167,12 +167,15 @@ class Study:
             ("study.reference", [self.reference[0]], self.arms),
             ("study.reference", [self.reference[1]], self.precisions),
         ]
+        with_point = [name for name, arm in self.arms.items() if arm.point_of is None]
         for name, arm in self.arms.items():
             key = f"study.arms.{name}"
             if sum(one is not None for one in (arm.lr, arm.point, arm.point_of)) != 1:
-                raise ValueError(f"`{key}` must have either `lr`, to be tuned, `point` or `point_of`. Set one of the three.")
+                raise ValueError(
+                    f"`{key}` must have either `lr`, to be tuned, `point` or `point_of`. Set one of the three."
+                )
             known += [
-                (f"{key}.point_of", [arm.point_of] if arm.point_of else [], [a for a in self.arms if not self.arms[a].point_of]),
+                (f"{key}.point_of", [arm.point_of] if arm.point_of else [], with_point),
                 (f"{key}.like", [arm.like] if arm.like else [], self.arms),
                 (f"{key}.precisions", arm.precisions or (), self.precisions),
                 (f"{key}.batch_sizes", arm.batch_sizes or (), self.batch_sizes),

@@ -29,7 +29,7 @@ def run_on_ranks(runner: Runner, overrides: tuple[str, ...], limits: Limits, *, 
     try:
         for place in _places(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_be_rank, args=(runner, overrides, limits, place, theirs))
+            process: BaseProcess = context.Process(target=_be_rank, args=(runner, overrides, limits, place, theirs))
             process.start()
             theirs.close()
             ranks[ours] = process
@@ -69,8 +69,13 @@ def _be_rank(
 ) -> None:
     """Run the trial as the rank of this place; end with the process that asked for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its business
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(place)
     connection.send(run_safely(runner, overrides, limits))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
