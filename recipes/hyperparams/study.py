@@ -63,7 +63,8 @@ class StudyArm:
         overrides: Overrides that make it.
         lr: Least and largest learning rate of the tuning.
         axes: For some axes of the study, another in its place; None = this arm leaves the axis out.
-        point_of: Instead of tuning, the arm whose chosen point it takes.
+        point: Instead of tuning, values of the axes that were chosen before.
+        point_of: Instead of tuning, the arm whose point it takes.
         rule: With `point_of`: `same`, at the same batch, or `linear`, scaled from the smallest batch.
         like: The arm from which this one differs in one part, with which the tables compare it.
         precisions, batch_sizes: Precisions and sizes to run; None = all of the study.
@@ -74,6 +75,7 @@ class StudyArm:
     overrides: tuple[str, ...] = ()
     lr: tuple[float, float] | None = None
     axes: Mapping[str, TunedAxis | None] = field(default_factory=dict)
+    point: Mapping[str, float] | None = None
     point_of: str | None = None
     rule: Literal["same", "linear"] = "same"
     like: str | None = None
@@ -165,16 +167,20 @@ class Study:
             ("study.reference", [self.reference[0]], self.arms),
             ("study.reference", [self.reference[1]], self.precisions),
         ]
+        with_point = [name for name, arm in self.arms.items() if arm.point_of is None]
         for name, arm in self.arms.items():
             key = f"study.arms.{name}"
-            if (arm.lr is None) == (arm.point_of is None):
-                raise ValueError(f"`{key}` must have either `lr`, to be tuned, or `point_of`. Set one of the two.")
+            if sum(one is not None for one in (arm.lr, arm.point, arm.point_of)) != 1:
+                raise ValueError(
+                    f"`{key}` must have either `lr`, to be tuned, `point` or `point_of`. Set one of the three."
+                )
             known += [
-                (f"{key}.point_of", [arm.point_of] if arm.point_of else [], [a for a in self.arms if self.arms[a].lr]),
+                (f"{key}.point_of", [arm.point_of] if arm.point_of else [], with_point),
                 (f"{key}.like", [arm.like] if arm.like else [], self.arms),
                 (f"{key}.precisions", arm.precisions or (), self.precisions),
                 (f"{key}.batch_sizes", arm.batch_sizes or (), self.batch_sizes),
                 (f"{key}.axes", arm.axes, self.axes),
+                (f"{key}.point", arm.point or (), self.axes),
             ]
         for key, given, there in known:
             for value in given:
@@ -222,7 +228,7 @@ class Study:
         return cells
 
     def source_of(self, cell: Cell) -> Cell | None:
-        """Return the cell whose point a cell takes, or None if it is tuned itself."""
+        """Return the cell whose point a cell takes, or None if it has one of its own."""
         arm = self.arms[cell.arm]
         if arm.point_of is None:
             return None
@@ -298,10 +304,12 @@ class Study:
         """Return the values with which a cell is tested: its own, or those of the cell it takes them from."""
         source = self.source_of(cell)
         tuned = cell if source is None else source
-        index = self.chosen(tuned, log)
-        if index is None:
+        if (given := self.arms[tuned.arm].point) is not None:
+            point = dict(given)
+        elif (index := self.chosen(tuned, log)) is not None:
+            point = self.point(tuned, index)
+        else:
             return None
-        point = self.point(tuned, index)
         if source is not None and self.arms[cell.arm].rule == "linear":
             factor = cell.batch_size / source.batch_size
             for name, axis in self.axes.items():
@@ -330,7 +338,7 @@ class Study:
                     tell(str(cell), outcome)
                 return all(log.of(trial) is not None for trial in waiting)
 
-            if self.source_of(cell) is None:
+            if self.arms[cell.arm].lr is not None:
                 if not run_all([self.tuning_trials(cell, index)[0] for index in range(self.tuning.num_points)]):
                     return False
                 finalists = self.finalists(cell, log) or []

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
+from lightning_hybrid import metrics as m
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
 from recipes.hyperparams.study import Cell, Study
@@ -143,6 +144,15 @@ def markdown(study: Study, log: TrialLog) -> str:
         values = study.chosen_point(cell, log) if cell in found else None
         return "" if values is None else ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
+    def rounding(cell: Cell) -> str:
+        metrics = [one.metrics for one in study.results(cell, log).values()] if cell in found else []
+        errors = [one[m.COMM_QUANTISATION_NMSE] for one in metrics if m.COMM_QUANTISATION_NMSE in one]
+        return f"{statistics.median(errors):.2g} ({min(errors):.2g} to {max(errors):.2g})" if errors else ""
+
+    def skipped(cell: Cell) -> str:
+        metrics = [one.metrics for one in study.results(cell, log).values()] if cell in found else []
+        return ", ".join(f"{one[m.TRAIN_SKIPPED_STEPS]:.0f}" for one in metrics if m.TRAIN_SKIPPED_STEPS in one)
+
     reference = f"`{study.reference[0]}` in {study.reference[1]} at {study.smallest} images"
     margin = f"{100 * study.margin:g} points"
     parts = [
@@ -158,6 +168,14 @@ def markdown(study: Study, log: TrialLog) -> str:
     ]
     if any(arm.like for arm in study.arms.values()):
         parts += ["One part changed, paired differences to the arm that it is taken from:", table(to_source)]
+    if any(map(rounding, study.cells)):
+        parts += [
+            "Error of what was rounded between nodes, as a part of its sum of squares: median over a run's windows, of "
+            "it the median over seeds, the least and the most:",
+            table(rounding),
+            "Skipped steps, by seed:",
+            table(skipped),
+        ]
     return "\n\n".join([*parts, "Chosen points:", table(point)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import statistics
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RecalibrateBatchNorm
+from lightning_hybrid.run_status import run_status
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
 from recipes.hyperparams.trial_log import Mode, Status, TrialOutcome
 from recipes.hyperparams.trial_pool import Limits
+from recipes.hyperparams.trial_ranks import run_on_ranks
 from recipes.training import keys
 from recipes.training.build import build
 
@@ -46,16 +50,15 @@ def configured(overrides: tuple[str, ...], *, run_dir: str) -> DictConfig:
     """Compose `conf/train.yaml` with overrides, and check it for holes.
 
     Raises:
-        ValueError: A `???` is left, or the trial would need several processes.
+        ValueError: A `???` is left, or the trial would need several hosts.
     """
     with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, f"run_dir='{run_dir}'"])
     config_check.check(cfg, keys.TRAIN_KEYS)
-    world_size = num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
-    if world_size != 1:
+    if cfg.trainer.num_nodes != 1:
         raise ValueError(
-            f"`trainer.devices * trainer.num_nodes` (={world_size}) must be 1 in a trial: trials run side by side, one "
-            "process each. Set trainer.devices=1, and num_workers for more at a time."
+            f"`trainer.num_nodes` (={cfg.trainer.num_nodes}) must be 1 in a trial: it has the ranks of one host. Set "
+            "trainer.num_nodes=1; strategy.ranks_per_node makes nodes of them."
         )
     return cfg
 
@@ -79,6 +82,8 @@ class Watch(Callback):
         self.running: dict[str, Tensor] = {}  # BatchNorm's moving averages as the last validation found them
         self.status: Status = "done"
         self.reason = ""
+        self.metrics: dict[str, float] = {}  # steps that were skipped; the median of what a codec between nodes lost
+        self.rounding = list[float]()  # what a codec between nodes lost, of each window between two looks
 
     def _end(self, trainer: pl.Trainer, status: Status, reason: str) -> None:
         self.status, self.reason = status, reason
@@ -91,9 +96,20 @@ class Watch(Callback):
         # To read the loss waits for the device: therefore only as often as a log, and once at the end.
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if is_last or trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            loss = float(outputs["loss"])
+            # Of all ranks: those that went on alone would wait for the others without end.
+            loss = float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean"))
             if not math.isfinite(loss):
                 self._end(trainer, "diverged", f"train/loss is {loss} at step {trainer.global_step}")
+            comm = run_status(trainer).comm_trace
+            if comm is not None and (lost := comm.drain().quantisation_nmse) is not None:
+                self.rounding.append(lost)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what belongs to the fit alone."""
+        if self.rounding:
+            self.metrics[m.COMM_QUANTISATION_NMSE] = statistics.median(self.rounding)
+        if (num_skipped := run_status(trainer).num_skipped_steps) is not None:
+            self.metrics[m.TRAIN_SKIPPED_STEPS] = num_skipped
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep running statistics, before `RecalibrateBatchNorm` replaces them."""
@@ -139,6 +155,9 @@ class TrainTrial:
         launch.register_resolvers()
         folder = Path(self.run_dir) / TrialOutcome(overrides=overrides, status="done").key
         cfg = configured((*self.base, *overrides), run_dir=str(folder))
+        world_size = num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
+        if world_size > 1 and "LOCAL_RANK" not in os.environ:
+            return run_on_ranks(self, overrides, limits, num_ranks=world_size)
         watch = Watch(objective=self.objective, mode=self.mode, limits=limits)
         with _process_as_it_was():
             return self._run(cfg, watch, overrides)
@@ -147,7 +166,7 @@ class TrainTrial:
         trainer, module, data = build(cfg)
         trainer.callbacks.append(watch)  # type: ignore[attr-defined]
         trainer.fit(module, data)
-        metrics: dict[str, float] = {"num_steps": trainer.global_step}
+        metrics: dict[str, float] = {"num_steps": trainer.global_step, **watch.metrics}
         if watch.status == "done":
             # The last validation of the fit is that of the final weights only if it came at the very end.
             is_validated = bool(watch.curve) and watch.curve[-1][0] == 1.0

@@ -50,7 +50,7 @@ class _Worker:
     def __init__(self, runner: Runner) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads in an unknown state
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, runner), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, runner))  # a daemon could have no ranks
         self.process.start()
         # Only the child holds its end: `recv` then raises EOFError when the child dies, instead of blocking.
         theirs.close()

@@ -23,6 +23,7 @@ KEYS: dict[str, Any] = {
     "about": str | None,
     "only": list[str] | None,
     "at_once": Count,
+    "comm_dtype_across_nodes": str | None,
     "world": OneHost,
     "run_dir": str,
 }
@@ -45,7 +46,8 @@ def main(cfg: DictConfig) -> None:
         with launch.short_errors():
             chosen = fault_table.chosen_of(cases, cfg.only)
         config, folder = config_and_folder(cfg)
-        found = entered.enter_context(closing(fault_case.run_cases(chosen, worlds)))
+        ran = fault_case.run_cases(chosen, worlds, comm_dtype_across_nodes=cfg.comm_dtype_across_nodes)
+        found = entered.enter_context(closing(ran))
         fault_table.record(found, folder, config=config, title=cfg.about or "Injected faults")
 
 

@@ -6,7 +6,7 @@ the status collection and a silent store cost (`ALLOWED_S`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -71,22 +71,26 @@ class FaultCase:
         return f"{'the others end' if self.no_answer else 'survived'}, {how}"
 
 
-def run_cases(cases: Sequence[FaultCase], worlds: Sequence[OneHost]) -> Generator[FaultOutcome]:
+def run_cases(
+    cases: Sequence[FaultCase], worlds: Sequence[OneHost], *, comm_dtype_across_nodes: str | None = None
+) -> Generator[FaultOutcome]:
     """Run every case once, as many at the same time as there are worlds; yield outcomes in the order of `cases`.
 
     The first must be the run without a fault: the weights of the others are compared with its.
+    `comm_dtype_across_nodes`: of the strategy, in every case.
     """
     free: SimpleQueue[OneHost] = SimpleQueue()
     for world in worlds:
         free.put(world)
     undisturbed, *others = cases
-    outcome, weights = run_case(undisturbed, worlds[0])
+    settings = {"comm_dtype_across_nodes": comm_dtype_across_nodes}
+    outcome, weights = run_case(undisturbed, worlds[0], settings=settings)
     yield outcome
 
     def run(case: FaultCase) -> FaultOutcome:
         world = free.get()
         try:
-            return run_case(case, world, weights)[0]
+            return run_case(case, world, weights, settings=settings)[0]
         finally:
             free.put(world)
 
@@ -98,14 +102,16 @@ def run_cases(cases: Sequence[FaultCase], worlds: Sequence[OneHost]) -> Generato
         pool.shutdown(cancel_futures=True)  # interrupted, it waits for the cases under way: no rank is left behind
 
 
-def run_case(case: FaultCase, world: OneHost, weights: int | None = None) -> tuple[FaultOutcome, int | None]:
+def run_case(
+    case: FaultCase, world: OneHost, weights: int | None = None, *, settings: Mapping[str, Any] | None = None
+) -> tuple[FaultOutcome, int | None]:
     """Inject the fault; return the outcome, and a hash of the weights where all ranks have the same.
 
-    `weights`: hash of an undisturbed run, to be compared with.
+    `weights`: hash of an undisturbed run, to be compared with. `settings`: of the strategy.
     """
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
-    spec |= {"precision": case.precision, "num_steps": case.num_steps}
+    spec |= {"precision": case.precision, "num_steps": case.num_steps, "settings": dict(settings or {})}
     spec["rank"] = None if case.everywhere else case.rank
     # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S

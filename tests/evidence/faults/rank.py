@@ -90,7 +90,7 @@ def train_rank(spec: dict[str, Any]) -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=HybridAllReduceStrategy(plan=plan, timeout=timedelta(seconds=spec["timeout_s"])),
+        strategy=HybridAllReduceStrategy(plan=plan, timeout=timedelta(seconds=spec["timeout_s"]), **spec["settings"]),
         precision=spec["precision"],
         max_steps=spec["num_steps"],
         max_epochs=-1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,35 @@ def test_a_mean_waits_for_all_of_its_seeds_and_a_study_without_time_is_not_compl
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
+def test_an_arm_with_a_point_is_tested_there_and_so_are_those_that_take_it(tmp_path):
+    arms = {
+        "SGD": {"overrides": ["optim=sgd"], "point": {"lr": 0.123456, "warmup": 2}},
+        "SGD, int8": {"overrides": ["optim=sgd", "x=8"], "point_of": "SGD", "like": "SGD"},
+    }
+    study = study_of(arms=arms)
+    log, reported, _ = run(study, tmp_path)
+    assert len(reported) == 2 * 2 * 3  # tests alone: arms, batches, seeds
+    assert all("optim.lr=0.123456" in outcome.overrides for _, outcome in reported)
+    assert not any("momentum" in override for _, outcome in reported for override in outcome.overrides)
+    rows = markdown(study, log).splitlines()
+    assert any("SGD, int8" in row and row.count("+0.0 ± 0.0 equal") == 2 for row in rows)
+
+
+def test_what_a_codec_lost_and_the_skipped_steps_have_tables(tmp_path):
+    def rounds(overrides, limits):
+        outcome = PlantedStudy()(overrides, limits)
+        given = dict(override.split("=", 1) for override in overrides)
+        lost = {"comm/quantisation_nmse": float(given["seed"]) * 1e-3} if "x" in given else {}
+        return replace(outcome, metrics={**outcome.metrics, **lost, "train/skipped_steps": int(given["seed"])})
+
+    study = study_of()
+    log, _, _ = run(study, tmp_path, rounds)
+    assert "| 0.002 (0.001 to 0.003) |" in markdown(study, log)
+    assert "| 1, 2, 3 " in markdown(study, log)
+    plain, _, _ = run(study, tmp_path / "plain")
+    assert "Skipped" not in markdown(study, plain)
+
+
 def test_an_arm_whose_tuning_failed_has_an_empty_place(tmp_path):
     def fails(overrides, limits):
         return TrialOutcome(overrides=overrides, status="failed", reason="none")
@@ -242,6 +272,8 @@ MISTAKES = {
     "tuning.seeds": ({"seeds": (9, 1)}, r"`tuning.seeds` \(=\[8, 9\]\) must not have \[9\] of `seeds`"),
     "point_of": ({"arms": {"a": {"point_of": "b"}}}, r"`study.reference` \(=SGD\) must be one of the study's: a"),
     "either": ({"arms": {"SGD": SGD | {"point_of": "SGD"}}}, r"`study.arms.SGD` must have either .* or `point_of`"),
+    "both": ({"arms": {"SGD": SGD | {"point": {"lr": 1.0}}}}, r"`study.arms.SGD` must have either .* or `point_of`"),
+    "point": ({"arms": {"SGD": {"point": {"rate": 1.0}}}}, r"`study.arms.SGD.point` \(=rate\)"),
     "precisions": ({"arms": {"SGD": SGD | {"precisions": ["fp8"]}}}, r"`study.arms.SGD.precisions` \(=fp8\)"),
     "batch_sizes": ({"arms": {"SGD": SGD | {"batch_sizes": [11]}}}, r"`study.arms.SGD.batch_sizes` \(=11\)"),
     "like": ({"arms": {"SGD": SGD | {"like": "b"}}}, r"`study.arms.SGD.like` \(=b\)"),
@@ -271,14 +303,15 @@ def test_every_trial_of_a_study_can_be_configured(name):
 
     config = configured(f"study={name}")
     study = Study.from_config(config)
-    assert {arm.lr[1] / arm.lr[0] for arm in study.arms.values() if arm.lr} == {128.0}
+    assert {arm.lr[1] / arm.lr[0] for arm in study.arms.values() if arm.lr} <= {128.0}
     for one in {(c.arm, c.precision, c.batch_size): c for c in study.cells}.values():
-        point = study.point(study.source_of(one) or one, 0)
-        trial = study.tests(one, point)[0]
+        tuned = study.source_of(one) or one
+        trial = study.tests(one, study.arms[tuned.arm].point or study.point(tuned, 0))[0]
         cfg = trial_configured((*config["trial"], *trial), run_dir="/nowhere")
         assert cfg.global_batch_size == one.batch_size
         assert cfg.trainer.check_val_every_n_epoch == cfg.trainer.max_epochs
-        assert cfg.trainer.accumulate_grad_batches * cfg.batch_size_per_rank == one.batch_size
+        num_parts = cfg.trainer.devices * cfg.trainer.accumulate_grad_batches
+        assert num_parts * cfg.batch_size_per_rank == one.batch_size
         assert cfg.data.seed == study.seeds[0]
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from recipes.hyperparams.trial import TrainTrial, common_of, configured
+from recipes.hyperparams.trial_log import TrialOutcome
 from recipes.hyperparams.trial_pool import run_safely
+from recipes.hyperparams.trial_ranks import run_on_ranks
+from recipes.training.classifier import Classifier
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = (
@@ -86,13 +93,81 @@ def test_a_loss_that_is_not_finite_ends_the_trial():
     [
         ("model.width=0.0001", "`width` (=0.0001) must leave every layer"),
         ("optim.rate=1", "Could not override 'optim.rate'"),
-        ("trainer.devices=2", "`trainer.devices * trainer.num_nodes` (=2) must be 1"),
+        ("trainer.num_nodes=2", "`trainer.num_nodes` (=2) must be 1 in a trial"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_a_failed_trial_with_the_reason(override, reason):
     failed = trial(override)
     assert failed.status == "failed"
     assert reason in failed.reason
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+TWO_NODES = ("trainer.devices=2", "strategy.ranks_per_node=1", "precision=16-true", "optim.lr=4")
+
+
+def trial_of_a_rank(codec):
+    return trial(*TWO_NODES, f"strategy.comm_dtype_across_nodes={codec}")
+
+
+def test_a_trial_on_two_nodes_says_what_their_codec_lost_and_how_many_steps_were_skipped(two_ranks):
+    one, other = two_ranks.run(trial_of_a_rank, "int8")
+    assert one.status == "done"
+    assert one.value == other.value  # validation is over all ranks
+    assert 1e-6 < one.metrics["comm/quantisation_nmse"] < 1e-3
+    assert one.metrics["train/skipped_steps"] == other.metrics["train/skipped_steps"]
+    plain = two_ranks.run(trial_of_a_rank, "float16")[0]
+    assert "comm/quantisation_nmse" not in plain.metrics
+    assert plain.value != one.value
+
+
+def trial_that_is_lost_on_a_rank():
+    whole = Classifier.training_step
+
+    def lost(module, batch, batch_idx):
+        return whole(module, batch, batch_idx) * (math.nan if module.global_rank == 1 else 1.0)
+
+    with mock.patch.object(Classifier, "training_step", lost):
+        return trial("trainer.devices=2", "strategy.ranks_per_node=1")
+
+
+def test_a_loss_that_one_rank_has_lost_ends_the_trial_on_all_at_the_same_step(two_ranks):
+    one, other = two_ranks.run(trial_that_is_lost_on_a_rank)
+    assert (one.status, one.metrics["num_steps"]) == (other.status, other.metrics["num_steps"]) == ("diverged", 1)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The outcome has this process's place in the world; `bad`: rank 1 ends so, while the others wait."""
+
+    bad: str = ""
+
+    def __call__(self, overrides, limits):
+        rank = int(os.environ["LOCAL_RANK"])
+        if self.bad:
+            if rank == 1:
+                os._exit(3) if self.bad == "dies" else Path("/nowhere/x").read_text()
+            time.sleep(600)
+        return TrialOutcome(overrides=overrides, status="done", value=rank, metrics={"pid": os.getpid()})
+
+
+@pytest.mark.long
+def test_ranks_of_a_trial_are_processes_of_which_none_is_left_when_one_fails():
+    overrides = ("optim.lr=1",)
+    done = run_on_ranks(Places(), overrides, (), num_ranks=3)
+    assert (done.status, done.value) == ("done", 0)
+    assert done.metrics["pid"] != os.getpid()
+    assert run_on_ranks(Places("fails"), overrides, (), num_ranks=2).reason.startswith("FileNotFoundError")
+    assert run_on_ranks(Places("dies"), overrides, (), num_ranks=2).reason == "the process of rank 1 ended"
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.long
+def test_a_trial_starts_its_own_ranks():
+    done = trial(*TWO_NODES)
+    assert (done.status, done.metrics["num_steps"]) == ("done", 4)
+    assert "test/acc" in done.metrics
 
 
 def test_an_objective_that_nothing_logs_is_named():
