@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -75,6 +75,19 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         raise ValueError(
             f"`cuts` (={list(cuts)}) must be {total - 1} ascending places, the first block of each stage after the "
             f"first: {num_stages} ranks hold {total} stages. Leave strategy.cuts out to balance them."
+        )
+
+
+def refuse_local_steps(options: Mapping[str, Any]) -> None:
+    """Check that every step is synchronous.
+
+    Raises:
+        ValueError: nodes are to train on their own.
+    """
+    if (every := options.get("sync_across_nodes_every", 1)) != 1:
+        raise ValueError(
+            f"`sync_across_nodes_every` (={every!r}) cannot be combined with strategy='hybrid_pipeline': a pipeline "
+            "may cross nodes. Leave it out, or train with strategy='hybrid_allreduce'."
         )
 
 

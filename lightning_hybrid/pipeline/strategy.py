@@ -24,6 +24,7 @@ from lightning_hybrid.pipeline.arguments import (
     check_options,
     check_trainer,
     cut_places,
+    refuse_local_steps,
 )
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
@@ -91,6 +92,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self._data_engine: CommEngine | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
+        refuse_local_steps(options)
         super().__init__(**{"tune": "off", **options})
 
     @property

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState
+from lightning_hybrid.comm import CommPlan, CommTrace, HookState
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -32,6 +32,7 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.local_sgd.strategy_mixin import LocalSGDMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 from lightning_hybrid.strategy.shared_update.refusals import shard_update_from
@@ -49,7 +50,7 @@ else:
 
 
 class HybridAllReduceMixin(
-    CommSetupMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
+    CommSetupMixin, LocalSGDMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
 ):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
@@ -76,6 +77,9 @@ class HybridAllReduceMixin(
             nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
+        sync_across_nodes_every: steps from one average of the nodes' weights to the next; 1: gradients are averaged over
+            all ranks, as they are in any case up to `sync_across_nodes_from_step` (post-local SGD).
+        outer_step: `lr` and `momentum` of a Nesterov step between averages of nodes (DiLoCo); None: the average.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
@@ -103,6 +107,9 @@ class HybridAllReduceMixin(
         reduction: Literal["mean", "adasum"] = "mean",
         loss_scale: str | float | LossScale | None = None,
         shard_update: Literal["off", "node"] | bool = "off",
+        sync_across_nodes_every: int = 1,
+        sync_across_nodes_from_step: int = 0,
+        outer_step: Mapping[str, float] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -126,13 +133,17 @@ class HybridAllReduceMixin(
             reduction=reduction,
             loss_scale=loss_scale,
             tune=tune,
+            shard_update=shard_update,
+            local_steps=(sync_across_nodes_every, sync_across_nodes_from_step, outer_step),
         )
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
         self._shard_update = shard_update_from(shard_update)
-        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and reduction == "mean"
+        sums_all_ranks = (
+            reduction == "mean" and self._local_steps is None
+        )  # in each step, which is done in several ways
+        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
-        self._engine: CommEngine | None = None
         self._averaged_parameters: set[int] | None = None
         self._has_optimizers = False  # made before the module was converted
         super().__init__(
@@ -180,6 +191,7 @@ class HybridAllReduceMixin(
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
+            node_group=self._equal_ranks,
             **({} if self._shared is None else self._shared.placement),
         )
 
@@ -254,8 +266,8 @@ class HybridAllReduceMixin(
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        parameters = self.model.parameters()
-        self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype, parameters=parameters)
+        parameters, dtype = self.model.parameters(), self._comm_dtype
+        self._hook_state = HookState(engine=self._engine, comm_dtype=dtype, parameters=parameters)
         self.model.register_comm_hook(self._hook_state, self._bucket_hook)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
