@@ -32,14 +32,14 @@ def agree_on_state_(
     """Give all ranks one state of optimizers and loss scales. Collective: every rank of WORLD must call it."""
     params = [_params_of(one) for optimizer in optimizers for one in optimizers_within(optimizer)]
     states = [one.state for optimizer in optimizers for one in optimizers_within(optimizer)]
-    entries = sorted(_entries(params, states), key=str)
+    entries = sorted(_entries(params, states), key=_place)
     own = hashlib.sha256(repr(entries).encode()).hexdigest(), [one.state_dict() for one in step_states]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     if len({digest for digest, _ in found}) > 1:  # rare: a node whose steps were all skipped has no state yet
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, entries)
-        union = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=str)
+        union = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=_place)
         for entry in union:
             _make_if_missing(entry, params, states)
         entries = union
@@ -55,6 +55,10 @@ def agree_on_state_(
     _take_largest_(counts, average.device)
     for index, state in enumerate(step_states):
         state.load_state_dict(agreed([of_rank[index] for _, of_rank in found]))
+
+
+def _place(entry: _Entry) -> tuple[int, int, str]:
+    return entry[:3]
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
