@@ -39,6 +39,8 @@ class CommSetupMixin:
     _work_group: dist.ProcessGroup | None = None
     _shares_update = False
     _local_steps: LocalSteps | None = None
+    _averaged_parameters: set[int] | None = None  # by `id`
+    _has_optimizers = False  # made before the module was converted
     _topology: Topology  # known when DDP is configured
     _reduction: Literal["mean", "adasum"] = "mean"
     _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)

@@ -77,9 +77,8 @@ class HybridAllReduceMixin(
             nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
-        sync_across_nodes_every: steps from one average of the nodes' weights to the next; 1: gradients are averaged over
-            all ranks, as they are in any case up to `sync_across_nodes_from_step` (post-local SGD).
-        outer_step: `lr` and `momentum` of a Nesterov step between averages of nodes (DiLoCo); None: the average.
+        sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps from one average of the nodes' weights to
+            the next, the step from which, `lr` and `momentum` of a step between averages; see README.md.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
@@ -144,8 +143,6 @@ class HybridAllReduceMixin(
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
-        self._averaged_parameters: set[int] | None = None
-        self._has_optimizers = False  # made before the module was converted
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
