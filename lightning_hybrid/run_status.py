@@ -36,6 +36,7 @@ class RunStatus:
     update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
     replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
+    node_group: dist.ProcessGroup | None = None  # those of the node, while nodes train on their own; None: all agree
 
     @property
     def loss_scales(self) -> list[LossScale]:

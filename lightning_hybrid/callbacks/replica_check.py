@@ -49,7 +49,8 @@ class ReplicaCheck(Callback):
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. The start of
     training, also from a checkpoint, and its end are checked too. Buffers and parameters that DDP ignores are left out.
     Where the ranks of a node share masters and optimizer state, (a, b) are of what all have, and another two for each
-    local rank are of its parts: those of equal local rank, one on every node, have the same.
+    local rank are of its parts: those of equal local rank, one on every node, have the same. While nodes train on their
+    own (`sync_across_nodes_every`), the ranks of each node are compared.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.
@@ -97,7 +98,7 @@ class ReplicaCheck(Callback):
             return
         assert self._fingerprint is not None
         status = run_status(trainer)
-        group, (place, num_places) = status.replica_group, status.place_in_node
+        group, (place, num_places) = status.replica_group or status.node_group, status.place_in_node
         own, parts = ({name: self._fingerprint.of(one) for name, one in some} for some in _sorted_by_owner(trainer))
         order = order_of(trainer.train_dataloader)
         # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.

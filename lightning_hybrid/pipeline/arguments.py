@@ -109,7 +109,11 @@ _NOT_IN_A_PIPELINE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan": (lambda value: isinstance(value, Planner), "a planner is asked about the gradients of a whole network"),
     "reduction": (lambda value: value == "adasum", "data ranks average the gradients of their stages"),
     "shard_update": (lambda value: value == "node", "a rank has masters and optimizer state of its stages only"),
-    "tune": (lambda value: value not in (None, False, "off", "auto"), "plans are tried on the buckets of a whole network"),
+    "sync_across_nodes_every": (lambda value: value not in (None, 1), "its stages may be on several nodes"),
+    "tune": (
+        lambda value: value not in (None, False, "off", "auto"),
+        "plans are tried on the buckets of a whole network",
+    ),
 }
 
 

@@ -25,7 +25,6 @@ from lightning_hybrid.pipeline.arguments import (
     check_options,
     check_trainer,
     cut_places,
-    refuse_options_of_whole_models,
 )
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
@@ -145,7 +144,7 @@ class HybridPipelineMixin(DataRanksMixin):
             if metric.process_group is None:
                 metric.process_group = self._groups.data
         if is_fit:
-            self.precision_plugin.clip_grad_by_norm = partial(  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_norm = partial(
                 clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
             )
         rank_zero_info(

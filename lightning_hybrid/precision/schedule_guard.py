@@ -80,10 +80,16 @@ class ScheduleGuard:
     def release(self) -> None:
         """Give the schedulers their own classes back."""
         for config in self._guarded:
-            if is_guarded(config.scheduler):
-                config.scheduler.__class__ = type(config.scheduler)._unguarded  # type: ignore[attr-defined]
+            release_schedule(config)
         self._guarded.clear()
         self._waiting.clear()
+
+
+def release_schedule(config: LRSchedulerConfig) -> None:
+    """Give a scheduler its own class back, with which it steps however its optimizer's step ended."""
+    scheduler = config.scheduler
+    if is_guarded(scheduler):
+        scheduler.__class__ = type(scheduler)._unguarded  # type: ignore[attr-defined]
 
 
 def is_guarded(scheduler: object) -> bool:

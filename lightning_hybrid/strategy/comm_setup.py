@@ -29,6 +29,7 @@ from lightning_hybrid.strategy.arguments import (
     refuse_unknown_options,
 )
 from lightning_hybrid.strategy.error_feedback import with_feedback
+from lightning_hybrid.strategy.local_sgd.settings import LocalSteps, local_steps_from
 from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
 
@@ -38,6 +39,9 @@ class CommSetupMixin:
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
     _work_group: dist.ProcessGroup | None = None
     _shares_update = False
+    _local_steps: LocalSteps | None = None
+    _averaged_parameters: set[int] | None = None  # by `id`
+    _has_optimizers = False  # made before the module was converted
     _topology: Topology  # known when DDP is configured
     _reduction: Literal["mean", "adasum"] = "mean"
     _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
@@ -62,6 +66,8 @@ class CommSetupMixin:
         loss_scale: str | float | LossScale | None,
         tune: Any = "off",
         error_feedback: bool = False,
+        shard_update: Any = "off",
+        local_steps: tuple[Any, Any, Any] = (1, 0, None),
     ) -> dict[str, Any]:
         # Returns the options for DDP. `own`: the strategy's, by name.
         refuse_unknown_options(ddp_kwargs, own=own)
@@ -79,6 +85,17 @@ class CommSetupMixin:
             dtype_across_nodes=comm_dtype_across_nodes,
             tune=tune,
         )
+        excluded: dict[str, tuple[Any, tuple[Any, ...]]] = {  # by local steps: name, value, and what they go with
+            "reduction": (reduction, ("mean",)),
+            "shard_update": (shard_update, ("off", False)),
+            "comm_dtype_across_nodes": (comm_dtype_across_nodes, (None,)),
+            "tune": (tune, ("auto", "off", False)),
+            "find_unused_parameters": (for_ddp.get("find_unused_parameters", False), (False,)),
+        }
+        self._local_steps = local_steps_from(*local_steps, excluded=excluded)
+        # Whether each step has a sum over all ranks, and the library chooses among the ways to carry it out.
+        is_sum = reduction == "mean" and self._local_steps is None
+        self._is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and is_sum
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
@@ -129,6 +146,7 @@ class CommSetupMixin:
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
             shares_update=self._shares_update,
+            compared=None if self._local_steps is None else vars(self._local_steps),
         )
         self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)

@@ -13,11 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState
-from lightning_hybrid.lightning_names import lightning_function, lightning_types
+from lightning_hybrid.comm import CommPlan, CommTrace, HookState
+from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
@@ -33,6 +31,8 @@ from lightning_hybrid.strategy.arguments import (
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.error_feedback import FeedbackMixin
 from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
+from lightning_hybrid.strategy.local_sgd.strategy_mixin import LocalSGDMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 from lightning_hybrid.strategy.shared_update.refusals import shard_update_from
@@ -50,7 +50,15 @@ else:
 
 
 class HybridAllReduceMixin(
-    CommSetupMixin, FeedbackMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
+    CommSetupMixin,
+    FeedbackMixin,
+    LocalSGDMixin,
+    SharedUpdateMixin,
+    HalfPrecisionMixin,
+    DurableCheckpointMixin,
+    RendezvousMixin,
+    FailureReportMixin,
+    _Base,
 ):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
@@ -78,6 +86,8 @@ class HybridAllReduceMixin(
             nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
+        sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps between two averages of the nodes'
+            weights, the step from which, `lr` and `momentum` of a step between averages; see README.md.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
@@ -106,6 +116,9 @@ class HybridAllReduceMixin(
         reduction: Literal["mean", "adasum"] = "mean",
         loss_scale: str | float | LossScale | None = None,
         shard_update: Literal["off", "node"] | bool = "off",
+        sync_across_nodes_every: int = 1,
+        sync_across_nodes_from_step: int = 0,
+        outer_step: Mapping[str, float] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -130,15 +143,15 @@ class HybridAllReduceMixin(
             reduction=reduction,
             loss_scale=loss_scale,
             tune=tune,
+            shard_update=shard_update,
+            local_steps=(sync_across_nodes_every, sync_across_nodes_from_step, outer_step),
         )
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
         self._shard_update = shard_update_from(shard_update)
-        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and reduction == "mean"
+        sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
+        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks
         self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
         self._tuning: FitTuning | None = None
-        self._engine: CommEngine | None = None
-        self._averaged_parameters: set[int] | None = None
-        self._has_optimizers = False  # made before the module was converted
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -151,29 +164,6 @@ class HybridAllReduceMixin(
             **for_ddp,
         )
 
-    _precision_type: type[MasterWeightMixin]  # of the same Lightning
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The precision in force, which Lightning's `trainer.precision` reads."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        """Put master weights in the place of Lightning's plain half precision; leave everything else."""
-        if isinstance(plugin, lightning_types("pytorch.plugins.precision.HalfPrecision")):
-            scale = self._loss_scale if plugin.precision == "16-true" else None
-            plugin = self._precision_type(plugin.precision, loss_scale=scale)
-        self._precision_plugin = plugin
-
-    @property
-    def _half(self) -> MasterWeightMixin | None:
-        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
-
-    @property
-    def _masters(self) -> MasterWeights | None:
-        return None if self._half is None else self._half.masters
-
     @property
     def run_status(self) -> RunStatus:
         """What callbacks may know of the run."""
@@ -184,6 +174,7 @@ class HybridAllReduceMixin(
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
+            node_group=self._equal_ranks,
             **({} if self._shared is None else self._shared.placement),
         )
 
@@ -258,8 +249,8 @@ class HybridAllReduceMixin(
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
         self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        parameters = self.model.parameters()
-        self._hook_state = HookState(engine=self._engine, comm_dtype=self._comm_dtype, parameters=parameters)
+        parameters, dtype = self.model.parameters(), self._comm_dtype
+        self._hook_state = HookState(engine=self._engine, comm_dtype=dtype, parameters=parameters)
         self.model.register_comm_hook(self._hook_state, self._bucket_hook)
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
@@ -319,18 +310,7 @@ class HybridAllReduceMixin(
             self._tuning.after_optimizer_step()
         return outputs
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as DDP, and return fp32: what a model in fp32 returns."""
-        outputs = super().predict_step(*args, **kwargs)
-        return outputs if self._masters is None else self._masters.hooks.to_fp32(outputs)
-
     # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state, once schedules that wait for a step's outcome have set the learning rate."""
-        if self._half is not None:
-            self._half.run_deferred_schedules()
-        return super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
@@ -346,12 +326,6 @@ class HybridAllReduceMixin(
         return None
 
     # ---- end -------------------------------------------------------------------------------------------------------
-
-    def on_train_end(self) -> None:
-        """Make the last schedules' steps; endless overflow that no logged step has seen is an error now."""
-        super().on_train_end()
-        if self._half is not None:
-            self._half.on_train_end()
 
     def teardown(self) -> None:
         """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""

@@ -260,6 +260,7 @@ class CudaStreams:
                 bucket=each.bucket.plan,
                 traffic=each.bucket.traffic,
                 is_last=each.bucket.is_last,
+                is_in_update=each.bucket.is_in_update,
                 ready_s=at_s(each.ready),
                 done_s=at_s(each.done),
                 stages=[

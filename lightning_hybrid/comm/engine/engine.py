@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -72,6 +72,7 @@ class CommEngine:
         replicas: where each of several sets of ranks has an engine of its own: all sets. `topology` is then that of the
             own set. None: all ranks average together.
         group: the ranks of the own set; None: WORLD.
+        compared: further settings that must be equal on all ranks, by name.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -89,6 +90,7 @@ class CommEngine:
         shares_update: bool = False,
         replicas: ReplicaSets | None = None,
         group: dist.ProcessGroup | None = None,
+        compared: Mapping[str, object] | None = None,
     ) -> None:
         self.topology = topology
         self.plan = plan
@@ -108,8 +110,8 @@ class CommEngine:
             warnings.warn(fallback, stacklevel=2)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
         alone, on_cuda = topology.world_size == 1, self._on_cuda
-        compared = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group)
-        token, hosts, addresses = compared
+        found = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group, compared)
+        token, hosts, addresses = found
         self._watchdog = Watchdog(
             store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
             rank=topology.rank,
@@ -205,6 +207,7 @@ class CommEngine:
         keeps_shard: bool = False,
         block_ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
+        is_in_update: bool = False,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
@@ -215,6 +218,7 @@ class CommEngine:
         this rank gets its own shards alone; only where `two_level` carries it.
         `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
         `feedback`: the residuals of these blocks; None: the codec rounds by chance.
+        `is_in_update`: it holds no gradients, and the optimizer's step waits for it, which the trace counts.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -233,6 +237,7 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
+        bucket.is_in_update = is_in_update or exchange is not None
         bucket.is_coded = self.coder is not None and exchange is None
         new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:

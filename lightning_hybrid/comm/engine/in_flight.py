@@ -89,6 +89,7 @@ class InFlightBucket:
     adasum_numels: tuple[int, ...] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
     contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
     is_last: bool = False  # of its step
+    is_in_update: bool = False  # no gradients: the optimizer's step waits for it
     keeps_shard: bool = False  # `two_level` stops before the gather
     is_coded: bool = False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
     is_issued: bool = False  # all of it is on the device's streams, where nothing changes its order any more

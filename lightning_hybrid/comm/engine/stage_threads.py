@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT, is_node_exchange
+from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import CopyPool
@@ -118,7 +118,7 @@ class StageThreads:
             num_bytes=bucket.plan.num_bytes,
             is_last=bucket.is_last,
             traffic=bucket.traffic,
-            is_in_update=is_node_exchange(bucket.plan.algorithm),
+            is_in_update=bucket.is_in_update,
         )
         columns = self._columns[bucket.plan.algorithm][: self._num_columns[bucket.plan.algorithm]]
         for chunk in bucket.chunks:

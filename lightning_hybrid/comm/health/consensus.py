@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +48,7 @@ def compare_plans(
     device: torch.device,
     across_nodes: object = None,
     group: dist.ProcessGroup | None = None,
+    compared: Mapping[str, object] | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
     """Compare software, plan and topology over all ranks of a group (None: WORLD). Collective: all must call it.
 
@@ -60,6 +61,7 @@ def compare_plans(
     """
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(across_nodes)  # a dtype, or a codec
+    own |= compared or {}
     gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
     values = (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses())
     dist.all_gather_object(gathered, values, group=group)

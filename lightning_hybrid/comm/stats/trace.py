@@ -34,6 +34,7 @@ class DeviceTimes:
     ready_s: float  # its gradients were there
     done_s: float  # it was averaged
     stages: Sequence[tuple[str, float, float, int]] = ()  # name, begin, end, bytes
+    is_in_update: bool = False  # no gradients: the optimizer's step waited for it
 
 
 class _Counts:
@@ -66,7 +67,7 @@ class CommTrace:
         self._last_end_s = 0.0
         # Re-entrant: `replay` holds it over many calls of `begin` and `end`.
         self._lock = threading.RLock()
-        self._look: Callable[[], None] | None = None
+        self._looks: list[Callable[[], None]] = []
         self._num_in_flight = 0
         self._busy_since_s: float | None = None
         self._exposed_since_s: float | None = None
@@ -84,13 +85,13 @@ class CommTrace:
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def look_first(self, look: Callable[[], None]) -> None:
-        """Call `look` before counts are read: it replays what a device has done."""
-        self._look = look
+        """Call `look` before counts are read: it replays what a device has done for an engine."""
+        self._looks.append(look)
 
     def _look_first(self) -> None:
-        if self._look is not None:
+        for look in self._looks:
             # A look replays, which takes the lock, and takes the lock of looks first: the other order could deadlock.
-            self._look()
+            look()
 
     def begin(
         self,
@@ -176,13 +177,12 @@ class CommTrace:
                     for stage, begin_s, end_s, num_bytes in each.stages:
                         self._stage(each.bucket, stage, 0, begin_s, end_s, num_bytes)
                 else:
-                    is_in_update = is_node_exchange(each.bucket.algorithm)
                     self.begin(
                         num_bytes=each.bucket.num_bytes,
                         is_last=each.is_last,
                         traffic=each.traffic,
                         at_s=at_s,
-                        is_in_update=is_in_update,
+                        is_in_update=each.is_in_update or is_node_exchange(each.bucket.algorithm),
                     )
 
     @property

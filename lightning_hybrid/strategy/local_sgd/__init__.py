@@ -1,0 +1,1 @@
+"""Local steps: each node trains on its own for some steps, and then the nodes' weights are averaged."""

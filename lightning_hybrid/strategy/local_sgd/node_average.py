@@ -1,0 +1,105 @@
+"""Averages of tensors over nodes.
+
+    flat      | tensor 0 | tensor 1 | ...     in fp32, of the leader of each node; zeros of its other ranks
+    average   sum over all ranks of flat / number of nodes
+
+The ranks of a node hold the same, so its leader gives it and the others add nothing: the sum is that over nodes, by
+whatever algorithm carries it, and all ranks get the same bits. While one chunk is on its way the next is packed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.strategy.shared_update.part_pairs import flattened, has_gaps
+
+# Elements of a chunk, of which two are in memory: 32 MiB in fp32.
+CHUNK_NUMEL = 1 << 22
+
+_WIDE = (torch.float64, torch.complex128)
+
+
+class NodeAverage:
+    """Averages over the nodes of an engine."""
+
+    def __init__(self, engine: CommEngine) -> None:
+        self._engine, self.device = engine, engine.device
+        self._num_nodes = engine.topology.num_nodes
+        self._is_leader = engine.topology.rank == engine.topology.leader
+
+    @torch.no_grad()
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their average over nodes, which is taken in fp32, or in fp64 of such tensors.
+
+        Collective: every rank must call it, with tensors of the same shapes, strides and dtypes in the same order. In
+        place; afterwards all ranks hold the same bits. Raises the engine's errors.
+        """
+        for dtype in (torch.float32, torch.float64):
+            is_wide = dtype is torch.float64
+            some = [one for one in tensors if (one.dtype in _WIDE) is is_wide and one.numel()]
+            with_gaps = [one for one in some if has_gaps(one)]
+            compact = {id(one): one.contiguous() for one in with_gaps}
+            rows = [_row(compact.get(id(one), one)) for one in some]
+            self._average_rows_(rows, dtype)
+            for one in with_gaps:
+                one.copy_(compact[id(one)])
+
+    def _average_rows_(self, rows: Sequence[Tensor], dtype: torch.dtype) -> None:
+        chunks = chunks_of(rows, CHUNK_NUMEL)
+        largest = max((sum(map(torch.numel, chunk)) for chunk in chunks), default=0)
+        memory = [torch.empty(largest, dtype=dtype, device=self._engine.device) for _ in chunks[:2]]
+        under_way: deque[Future[Tensor]] = deque()
+        for index, chunk in enumerate(chunks):
+            if len(under_way) == 2:
+                under_way.popleft().wait()  # its memory is used again
+            flat = memory[index % 2][: sum(map(torch.numel, chunk))]
+            if self._is_leader:
+                torch._foreach_copy_(_parts(flat, chunk), chunk)
+            else:
+                flat.zero_()
+            finish = partial(self._put, rows=chunk)
+            under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, is_in_update=True))
+        for future in under_way:
+            future.wait()
+
+    @torch.no_grad()
+    def _put(self, flat: Tensor, *, rows: list[Tensor]) -> Tensor:
+        flat.div_(self._num_nodes)
+        torch._foreach_copy_(rows, _parts(flat, rows))
+        return flat
+
+
+def chunks_of(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
+    """Cut rows into chunks of `numel` elements, the last of fewer.
+
+    >>> [[row.tolist() for row in chunk] for chunk in chunks_of([torch.arange(3), torch.arange(4)], 2)]
+    [[[0, 1]], [[2], [0]], [[1, 2]], [[3]]]
+    """
+    chunks: list[list[Tensor]] = []
+    room = 0
+    for row in rows:
+        begin = 0
+        while begin < row.numel():
+            if room == 0:
+                chunks.append([])
+                room = numel
+            step = min(room, row.numel() - begin)
+            chunks[-1].append(row[begin : begin + step])
+            begin, room = begin + step, room - step
+    return chunks
+
+
+def _row(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return flattened(real, real)
+
+
+def _parts(flat: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+    return list(flat.split([row.numel() for row in rows]))

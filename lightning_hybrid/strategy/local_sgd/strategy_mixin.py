@@ -1,0 +1,330 @@
+"""Steps of each node on its own, and the average of the nodes after them, for the strategy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
+from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.precision.averaging import masters_of
+from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
+from lightning_hybrid.precision.schedule_guard import release_schedule
+from lightning_hybrid.run_status import has_grad_scaler, run_status
+from lightning_hybrid.strategy.local_sgd.node_average import NodeAverage
+from lightning_hybrid.strategy.local_sgd.optimizer_agreement import agree_on_state_
+from lightning_hybrid.strategy.local_sgd.outer_step import OuterStep
+from lightning_hybrid.strategy.local_sgd.settings import LocalSteps, refuse_setup
+
+_BROADCAST_BYTES = 25 * 2**20
+
+# The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
+OUTER_MOMENTUM = "outer_momentum"
+
+
+class NodesApart:
+    """The nodes of one fit: whether they train on their own, what each has, and its average.
+
+    Args:
+        steps: when they average.
+        engine: sums over all ranks. `node_engine`: over those of the node, which have `group` too.
+        hook_state: of DDP's hook, whose engine is changed.
+    """
+
+    def __init__(
+        self,
+        steps: LocalSteps,
+        *,
+        engine: CommEngine,
+        node_engine: CommEngine,
+        group: dist.ProcessGroup,
+        hook_state: HookState,
+    ) -> None:
+        self.steps, self.node_engine, self.group = steps, node_engine, group
+        self._hook_state = hook_state
+        self.average = NodeAverage(engine)
+        self.outer: OuterStep | None = None
+        self.is_apart = False  # whether nodes take steps on their own now
+        self.has_own_weights = False  # whether there was one since weights were averaged
+        self.has_own_state = False  # the same of optimizer state
+
+    def note_step(self) -> None:
+        """Note that weights and state are about to be each node's own, or are."""
+        self.has_own_weights = self.has_own_state = True
+
+    def part(self, model: nn.Module) -> None:
+        """Let nodes take steps on their own from now on."""
+        self.is_apart = True
+        self._hook_state.engine = self.node_engine
+        # DDP's broadcast of buffers from rank zero before each forward, as one from each node's leader.
+        model._register_buffer_comm_hook(  # type: ignore[operator]
+            self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD
+        )
+
+
+def _broadcast_in_node(group: dist.ProcessGroup, buffers: Mapping[str, Tensor]) -> None:
+    dist._broadcast_coalesced(group, list(buffers.values()), _BROADCAST_BYTES, 0)
+
+
+class LocalSGDMixin:
+    """Strategy mixin: average weights over nodes every so many steps, with `sync_across_nodes_every`."""
+
+    # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
+
+    _local_steps: LocalSteps | None = None
+    _nodes: NodesApart | None = None
+    _outer_momentum: dict[str, Tensor] | None = None  # of a checkpoint, until the fit begins
+    _topology: Topology
+    _plan: CommPlan
+    _engine: CommEngine | None
+    _hook_state: HookState
+    _timeout: timedelta | None
+    _ddp_kwargs: dict[str, Any]
+    model: Any
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[Any]
+    precision_plugin: Any
+    lightning_module: Any
+    root_device: torch.device
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as DDP; make the groups of the nodes."""
+        super().setup(trainer)  # type: ignore[misc]
+        if self._local_steps is None or self._engine is None:
+            return
+        if self._topology.num_nodes == 1:
+            rank_zero_warn(
+                f"`sync_across_nodes_every` (={self._local_steps.every}) has nothing to do: all ranks share one node, "
+                "and each step averages their gradients. Leave it out, or say by `strategy.ranks_per_node` what a node "
+                "is."
+            )
+            return
+        layers = self.lightning_module.named_modules()
+        refuse_setup(self._topology, layers, has_grad_scaler=has_grad_scaler(self.precision_plugin))
+        self._nodes = self._new_nodes(self._local_steps)
+        for config in self.lr_scheduler_configs:
+            # A node that skips a step would fall behind the others' rate for good.
+            release_schedule(config)
+        for optimizer in self.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch would warn where the first is skipped
+        rank_zero_info(
+            f"comm: gradients are averaged in each of {self._topology.num_nodes} nodes from step "
+            f"{self._local_steps.from_step} on, weights between them every {self._local_steps.every} steps"
+        )
+
+    def _new_nodes(self, steps: LocalSteps) -> NodesApart:
+        assert self._engine is not None
+        assert self._timeout is not None
+        nodes = [list(node) for node in self._topology.nodes]
+        group: Any = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)[0]
+        replicas = ReplicaSets(world=self._topology, sets=self._topology.nodes)
+        node_engine = CommEngine(
+            topology=replicas.own,
+            plan=self._plan,
+            timeout=self._timeout,
+            device=self.root_device,
+            trace=self._engine.trace,
+            replicas=replicas,
+            group=group,
+        )
+        return NodesApart(steps, engine=self._engine, node_engine=node_engine, group=group, hook_state=self._hook_state)
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start a batch as DDP; from the step on from which nodes train on their own, let them."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self._nodes is None:
+            return
+        assert self._engine is not None
+        self._engine.raise_if_failed()  # another node may have failed, for which nothing here waits
+        num_steps = self.lightning_module.trainer.global_step
+        if not self._nodes.is_apart and num_steps >= self._nodes.steps.from_step:
+            self._nodes.part(self.model)
+            if self._nodes.steps.has_outer_step:
+                self._nodes.outer = self._new_outer_step(self._nodes.steps)
+        if self._nodes.is_apart:
+            self._nodes.note_step()  # user code may step past Lightning
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step as DDP; average over nodes where a period ends."""
+        outputs = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        if self._nodes is not None and self._nodes.is_apart:
+            self._nodes.note_step()
+            if self._nodes.steps.end_at(self.lightning_module.trainer.global_step + 1):  # Lightning counts it later
+                self._average_weights()
+        return outputs
+
+    def on_validation_start(self) -> None:
+        """Average over nodes, so that the average is validated."""
+        self._average_weights()
+        super().on_validation_start()  # type: ignore[misc]
+
+    def on_train_end(self) -> None:
+        """Average over nodes what the last steps have changed."""
+        self._average_all()
+        super().on_train_end()  # type: ignore[misc]
+
+    # ---- averages --------------------------------------------------------------------------------------------------
+
+    def _average_weights(self) -> None:
+        # Collective. What it takes to go on from a common point, but for optimizer state, which would double the bytes.
+        nodes = self._nodes
+        if nodes is None or not nodes.has_own_weights:
+            return
+        pairs = self._pairs()
+        for pair in pairs:
+            pair.absorb_outside_writes_()
+        weights = list(self._weights().values())
+        nodes.average.average_([*weights, *self._statistics(), *self._moving_averages()])
+        if nodes.outer is not None:
+            nodes.outer.step_(weights)
+        copy_to_low_(pairs)
+        for pair in pairs:
+            pair.mark_clean()
+        if others := self._other_buffers():
+            assert dist.group.WORLD is not None
+            dist._broadcast_coalesced(dist.group.WORLD, others, _BROADCAST_BYTES, 0)
+        nodes.has_own_weights = False
+
+    def _average_all(self) -> None:
+        # Collective. All ranks then hold the same, of which one file has all.
+        self._average_weights()
+        if self._nodes is not None and self._nodes.has_own_state:
+            step_states = run_status(self.lightning_module.trainer).optimizer_steps
+            agree_on_state_(self.optimizers, step_states, self._nodes.average)
+            self._nodes.has_own_state = False
+
+    def _trained_by_name(self) -> dict[str, Tensor]:
+        # The parameters that DDP averages, by name.
+        ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = self.lightning_module.named_parameters()
+        return {name: one for name, one in named if one.requires_grad and name not in ignored}
+
+    def _pairs(self) -> list[MasterPair]:
+        masters = masters_of(self.lightning_module)
+        found = () if masters is None else map(masters.pair_of, self._trained_by_name().values())
+        return [pair for pair in found if pair is not None]
+
+    def _weights(self) -> dict[str, Tensor]:
+        # What an optimizer changes, by name: masters where there are some.
+        masters, found = masters_of(self.lightning_module), {}
+        for name, parameter in self._trained_by_name().items():
+            pair = None if masters is None else masters.pair_of(parameter)
+            found[name] = (parameter if pair is None else pair.master).detach()
+        return found
+
+    def _statistics(self) -> list[Tensor]:
+        return _statistics_of(self.lightning_module) if self._broadcasts_buffers else []
+
+    def _other_buffers(self) -> list[Tensor]:
+        if not self._broadcasts_buffers:
+            return []
+        averaged = {id(one) for one in self._statistics()}
+        return [one for one in self.model.modules_buffers if id(one) not in averaged]
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        # Else each rank keeps its own, as under DDP.
+        return bool(self._ddp_kwargs.get("broadcast_buffers", True))
+
+    def _moving_averages(self) -> list[Tensor]:
+        # Of callbacks such as EMA: each node has followed its own weights.
+        kinds = lightning_types("pytorch.callbacks.WeightAveraging")
+        callbacks = [one for one in self.lightning_module.trainer.callbacks if isinstance(one, kinds)]
+        averages = [getattr(one, "_average_model", None) for one in callbacks]
+        models = [one.module for one in averages if isinstance(one, AveragedModel)]
+        tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in models)
+        return [one.detach() for one in tensors if one.is_floating_point()]
+
+    # ---- outer step ------------------------------------------------------------------------------------------------
+
+    def _new_outer_step(self, steps: LocalSteps) -> OuterStep:
+        weights = self._weights()
+        outer = OuterStep(list(weights.values()), lr=steps.outer_lr, momentum=steps.outer_momentum)
+        saved, self._outer_momentum = self._outer_momentum, None
+        for name, momentum in zip(weights, outer.momenta, strict=True):
+            if saved is not None and name in saved:
+                momentum.copy_(saved[name])
+        return outer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save as DDP, with the momentum of the outer step."""
+        if self._nodes is not None and self._nodes.outer is not None and "optimizer_states" in checkpoint:
+            checkpoint[OUTER_MOMENTUM] = dict(zip(self._trained_by_name(), self._nodes.outer.momenta, strict=True))
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load as DDP; keep the momentum of the outer step until training begins."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self._local_steps is not None:
+            self._outer_momentum = checkpoint.get(OUTER_MOMENTUM)
+        return checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, of the average. Collective while nodes train on their own."""
+        if not _is_failing():  # else others do not come: what this node has is better than nothing
+            self._average_all()
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        return state
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _equal_ranks(self) -> dist.ProcessGroup | None:
+        # Those that hold the same now; None: all.
+        return self._nodes.group if self._nodes is not None and self._nodes.has_own_state else None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Report as DDP; the ranks of this node learn of it as well."""
+        if self._nodes is not None and self._nodes.is_apart:
+            failure = self._nodes.node_engine.failure
+            self._nodes.node_engine.abort(f"{type(exception).__name__}: {exception}")
+            if failure and failure in str(exception):
+                exception.add_note(f"In sums within a node its ranks, here {list(self._topology.node)}, count from 0.")
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Tear down as DDP, and free the groups of the nodes."""
+        nodes, self._nodes, self._outer_momentum = self._nodes, None, None
+        try:
+            if nodes is not None:
+                nodes.node_engine.close()
+                with suppress(ValueError):  # destroying the default group has destroyed this one
+                    if dist.is_initialized():
+                        dist.destroy_process_group(nodes.group)
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+
+def _statistics_of(module: nn.Module) -> list[Tensor]:
+    layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats)
+    return [one for layer in layers for one in (layer.running_mean, layer.running_var) if one is not None]
+
+
+def _is_failing() -> bool:
+    # A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
+    error = sys.exc_info()[1]
+    return error is not None and not isinstance(error, lightning_types("pytorch.utilities.exceptions.SIGTERMException"))
