@@ -93,7 +93,7 @@ def test_arrows_run_one_way():
 
 def test_the_walk_sees_what_it_should():
     """Guards the guard."""
-    assert {"precision.plugin", "comm", "data.prefetch"} <= ours(
+    assert {"checkpoint.mixin", "comm", "data.prefetch"} <= ours(
         imports_of(PACKAGE / "strategy" / "hybrid_allreduce.py")
     )
     assert is_allowed("comm.engine.engine", "comm.plan")
