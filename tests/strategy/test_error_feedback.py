@@ -10,7 +10,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.checkpoint.file import read_checkpoint
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.strategy.error_feedback import refuse_unknown_outcomes
+from lightning_hybrid.strategy.error_feedback import FeedbackMixin, refuse_unknown_outcomes
 from tests import toy
 
 LONG = pytest.mark.long
@@ -155,6 +155,29 @@ def test_two_nodes_then_four_then_two_owe_the_same(two_ranks, four_ranks, tmp_pa
             assert bool(((value - expected[name]).abs() <= ulp).all()), name
     two_ranks.run(save_as_it_is, fourth, third, 2, timeout_s=LIMIT_S)
     assert not toy.same_bits(owed(fourth), owed(third))
+
+
+class Saving:
+    """What stands after the mixin."""
+
+    def save_checkpoint(self, checkpoint, path):
+        self.saved = checkpoint
+
+
+class FailingStrategy(FeedbackMixin, Saving):
+    _feedback = object()
+
+
+def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monkeypatch):
+    """Other ranks may not come to collect them."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    strategy = FailingStrategy()
+    try:
+        raise KeyError("label")
+    except KeyError:
+        with pytest.warns(UserWarning, match="saved while KeyError ends this rank has no residuals"):
+            strategy.save_checkpoint({"optimizer_states": []}, "one.ckpt")
+    assert strategy.saved == {"optimizer_states": []}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
