@@ -60,7 +60,7 @@ class Cluster:
         transport: The software that carries messages: `Nccl` or `Gloo`.
         is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
         factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
-            `two_level_int8` is that of sums through a codec.
+            `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
         codec: What rounding takes where sums between nodes go through a codec.
 
     Raises:
@@ -149,11 +149,10 @@ class Cluster:
                 f"(={wire.name!r}): others send what the buckets hold. Leave one of them out."
             )
         wire = wire if self.num_nodes > 1 else None
-        name = algorithm
+        factor = self.factors.get(algorithm, 1.0)
         if (bits := bits_of(wire)) is not None:
             plan_for_codec(CommPlan(algorithm=algorithm), self, bits=bits, on_cuda=False)  # type: ignore[arg-type]
-            name = f"{algorithm}_int{bits}"
-        factor = self.factors.get(name, 1.0)
+            factor = self.factors.get(f"{algorithm}_int{bits}", factor)
         return tuple(
             stage if factor == 1.0 else replace(stage, delay_s=factor * stage.delay_s, work_s=factor * stage.work_s)
             for stage in self._modelled(algorithm, num_bytes, wire)

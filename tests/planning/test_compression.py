@@ -116,6 +116,9 @@ def test_a_measured_factor_of_sums_through_a_codec_is_theirs_alone():
     assert scaled.alone_s("two_level", SIZE, INT8) == pytest.approx(1.5 * plain.alone_s("two_level", SIZE, INT8))
     assert scaled.alone_s("two_level", SIZE, INT4) == plain.alone_s("two_level", SIZE, INT4)
     assert scaled.alone_s("two_level", SIZE) == plain.alone_s("two_level", SIZE)
+    known = cluster(2, 2, factors={"two_level": 1.2, "two_level_int8": 1.5})
+    assert known.alone_s("two_level", SIZE, INT8) == scaled.alone_s("two_level", SIZE, INT8)
+    assert known.alone_s("two_level", SIZE, INT4) == pytest.approx(1.2 * plain.alone_s("two_level", SIZE, INT4))
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

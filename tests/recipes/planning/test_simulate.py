@@ -26,6 +26,7 @@ from recipes.planning.layers import layers_of, measured_work, work_of
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
 from recipes.planning.simulate_report import SimulationReport
 from tests.evidence.planner import emulated
+from tests.evidence.planner.compression_rows import CASES
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import published_rows
 from tests.programs import run_program
@@ -167,6 +168,12 @@ def test_the_answer_says_whether_fewer_bits_between_nodes_pay(monkeypatch, ask, 
     found = reported(monkeypatch, *ask, "scaling_ranks=[]", "search.bucket_bytes=[4194304]")
     assert re.search(words, found.answer())
     assert found.answer().count("ewer bits between nodes") == (ask[1] != "num_nodes=1" and "every" not in ask[-1])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_readme_says_what_the_model_does(case):
+    assert f"\n{case.row()}\n" in (ROOT / "lightning_hybrid" / "planning" / "README.md").read_text()
 
 
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such(monkeypatch):

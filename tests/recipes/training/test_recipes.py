@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -179,6 +181,16 @@ def test_every_command_of_the_readmes_is_a_configuration(overrides):
         cfg = compose("train", overrides=[*QUIET, *overrides])
     assert OmegaConf.missing_keys(cfg) == set()
     assert cfg.trainer.accumulate_grad_batches >= 1
+
+
+def test_a_codec_is_a_key_of_the_strategy():
+    ask = ["recipe=resnet50_8k", "data=synthetic"]
+    for name, bits in (("int8", 8), ("int4", 4)):
+        strategy = instantiate(configured(*ask, f"strategy.comm_dtype_across_nodes={name}").strategy)
+        assert strategy._dtype_across_nodes.bits == bits
+    pipeline = configured(*ask, "strategy=pipeline", "strategy.comm_dtype_across_nodes=int8").strategy
+    with pytest.raises(InstantiationException, match="cannot be combined with a pipeline"):
+        instantiate(pipeline)
 
 
 def test_the_readmes_have_commands():
