@@ -436,6 +436,26 @@ def test_state_is_saved_whole_and_goes_on_as_whole_tensors_and_as_shards(rule, p
         assert from_whole <= (2e-6 if path == PATHS["fused"] else 0)
 
 
+def verdicts_on_rank():
+    """A step that finds an inf by itself, then one that is given a verdict, then one with neither."""
+    params = shards(parameters(*SHAPES), mesh_of((2,)), [[Shard(0)]])
+    optimizer = LARS(groups_of(params), lr=1.0)
+    found = []
+    for given in ({"grad_scale": torch.tensor(2.0)}, {"found_inf": torch.tensor(0.0)}, {}):
+        for param in params:
+            param.grad = torch.full_like(param, float("inf") if "grad_scale" in given else 1.0)
+        vars(optimizer).update(given)
+        optimizer.step()
+        found.append(None if optimizer.last_found_inf is None else float(optimizer.last_found_inf))
+        for name in given:
+            delattr(optimizer, name)
+    return found
+
+
+def test_the_verdict_of_a_step_is_its_own(two_ranks):
+    assert two_ranks.run(verdicts_on_rank) == [[1.0, 0.0, None]] * 2
+
+
 def written_on_rank(path):
     mesh = mesh_of((2,))
     (weight,) = shards(parameters((4, 3)), mesh, [[Shard(0)]])
