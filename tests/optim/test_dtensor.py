@@ -441,13 +441,13 @@ def verdicts_on_rank():
     params = shards(parameters(*SHAPES), mesh_of((2,)), [[Shard(0)]])
     optimizer = LARS(groups_of(params), lr=1.0)
     found = []
-    for given in ({"grad_scale": torch.tensor(2.0)}, {"found_inf": torch.tensor(0.0)}, {}):
+    for attributes in ({"grad_scale": torch.tensor(2.0)}, {"found_inf": torch.tensor(0.0)}, {}):
         for param in params:
-            param.grad = torch.full_like(param, float("inf") if "grad_scale" in given else 1.0)
-        vars(optimizer).update(given)
+            param.grad = torch.full_like(param, float("inf") if "grad_scale" in attributes else 1.0)
+        vars(optimizer).update(attributes)
         optimizer.step()
         found.append(None if optimizer.last_found_inf is None else float(optimizer.last_found_inf))
-        for name in given:
+        for name in attributes:
             delattr(optimizer, name)
     return found
 
