@@ -211,7 +211,7 @@ class LayerwiseOptimizer(Optimizer):
                 self._listed_step(is_checked)
             elif has_dtensors(self.param_groups):
                 with local_shards(self) as local:
-                    local._scaling = self._scaling
+                    local._scaling, local.last_found_inf = self._scaling, self.last_found_inf
                     local._step(is_checked)
                     self.last_found_inf = local.last_found_inf
             else:

@@ -306,7 +306,8 @@ class HybridPipelineMixin(DataRanksMixin):
         if self._data_engine is not None and self._data_engine.device.type == "cuda":
             self._data_engine.raise_if_failed()
         with self._waiting_for_ranks():
-            gather_checkpoint(checkpoint, self.pipeline_ranks)
+            group = None if self._groups is None else self._groups.agree  # None: after the fit
+            gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

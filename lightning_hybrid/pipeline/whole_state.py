@@ -55,19 +55,22 @@ def fill_(checkpoint: dict[str, Any], parts: Mapping[tuple[Any, ...], Any]) -> N
             checkpoint[path[0]][path[1]] = value
 
 
-def gather_checkpoint(checkpoint: dict[str, Any], ranks: PipelineRanks) -> None:
+def gather_checkpoint(
+    checkpoint: dict[str, Any], ranks: PipelineRanks, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Fill the checkpoint of rank 0 with the parts of its pipeline. Collective: every rank of that pipeline.
 
-    The others' tensors stay: only rank 0 writes a file.
+    The others' tensors stay: only rank 0 writes a file. `group`: of the pipeline, over host memory, as NCCL would need
+    a stage's whole state once more on the device; None: WORLD.
     """
     if ranks.data_rank > 0:  # another pipeline: it holds the same values
         return
     if ranks.position > 0:
-        dist.send_object_list([parts_of(_on_host(checkpoint))], dst=0)
+        dist.send_object_list([parts_of(_on_host(checkpoint))], dst=0, group=group)
         return
     for rank in ranks.pipelines[0][1:]:
         received: list[Any] = [None]
-        dist.recv_object_list(received, src=rank)
+        dist.recv_object_list(received, src=rank, group=group)
         fill_(checkpoint, received[0])
     for state in checkpoint.get("optimizer_states", ()):  # in the order in which one rank alone would write it
         state["state"] = dict(sorted(_own_state(state).items()))

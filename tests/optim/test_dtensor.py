@@ -90,7 +90,7 @@ def distance(params, others):
     return max(((other - one).norm() / one.norm()).item() for one, other in pairs)
 
 
-def steps_on_rank(mesh_shape, placements, rule, options, path, num_steps=6, shapes=SHAPES):
+def steps_on_rank(mesh_shape, placements, rule, options, path, num_steps=3, shapes=SHAPES):
     """The distance from whole tensors on the same path."""
     mesh = mesh_of(mesh_shape)
     ours = parameters(*shapes)
@@ -161,7 +161,7 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
     path=st.sampled_from(sorted(PATHS)),
 )
 def test_any_shapes_and_placements(four_ranks, shapes, placements, rule, path):
-    for found in four_ranks.run(steps_on_rank, (2, 2), placements, rule, {}, PATHS[path], 3, shapes):
+    for found in four_ranks.run(steps_on_rank, (2, 2), placements, rule, {}, PATHS[path], shapes=shapes):
         assert found <= max(1e-6, BOUND[path])
 
 
@@ -434,6 +434,26 @@ def test_state_is_saved_whole_and_goes_on_as_whole_tensors_and_as_shards(rule, p
     for from_whole, from_shards in two_ranks.run(resumed_on_rank, rule, path):
         assert from_shards == 0
         assert from_whole <= (2e-6 if path == PATHS["fused"] else 0)
+
+
+def verdicts_on_rank():
+    """A step that finds an inf by itself, then one that is given a verdict, then one with neither."""
+    params = shards(parameters(*SHAPES), mesh_of((2,)), [[Shard(0)]])
+    optimizer = LARS(groups_of(params), lr=1.0)
+    found = []
+    for attributes in ({"grad_scale": torch.tensor(2.0)}, {"found_inf": torch.tensor(0.0)}, {}):
+        for param in params:
+            param.grad = torch.full_like(param, float("inf") if "grad_scale" in attributes else 1.0)
+        vars(optimizer).update(attributes)
+        optimizer.step()
+        found.append(None if optimizer.last_found_inf is None else float(optimizer.last_found_inf))
+        for name in attributes:
+            delattr(optimizer, name)
+    return found
+
+
+def test_the_verdict_of_a_step_is_its_own(two_ranks):
+    assert two_ranks.run(verdicts_on_rank) == [[1.0, 0.0, None]] * 2
 
 
 def written_on_rank(path):
