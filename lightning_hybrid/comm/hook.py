@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.codec.error_feedback import BucketFeedback, ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, PaddedBucket, num_reals
 from lightning_hybrid.comm.engine.engine import CommEngine
 
@@ -57,8 +58,25 @@ class HookState:
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
         self.scatter = scatter
-        self._blocks = BlockNumbers(parameters)
+        self.blocks = BlockNumbers(parameters)
+        self.feedback = self._new_feedback()
         self._padded: dict[int, tuple[list[int], PaddedBucket]] = {}  # by index of the bucket, with what it is made for
+
+    def _new_feedback(self) -> ErrorFeedback | None:
+        engine = self.engine
+        if engine is None or engine.coder is None or not engine.coder.codec.error_feedback:
+            return None
+
+        def add_up_(values: Tensor) -> None:
+            engine.submit(values, bucket_index=0, exchange="node_sum").wait()
+
+        topology = engine.topology
+        return ErrorFeedback(
+            self.blocks.num_blocks,
+            device=engine.device,
+            add_up_=add_up_ if max(map(len, topology.nodes)) > 1 else None,
+            is_leader=topology.rank == topology.leader,
+        )
 
     def padded(self, bucket: dist.GradBucket) -> PaddedBucket:
         """Return the memory in which a codec carries this bucket."""
@@ -66,7 +84,7 @@ class HookState:
         made_for = [id(parameter) for parameter in parameters]
         if (found := self._padded.get(bucket.index())) is None or found[0] != made_for:  # DDP makes its buckets again
             numels = [num_reals(parameter) for parameter in parameters]
-            firsts = [self._blocks.first_of(parameter) for parameter in parameters]
+            firsts = [self.blocks.first_of(parameter) for parameter in parameters]
             dtype, device = self.comm_dtype or bucket.buffer().dtype, bucket.buffer().device
             found = made_for, PaddedBucket(numels, firsts, dtype=dtype, device=device)
             self._padded[bucket.index()] = found
@@ -75,7 +93,7 @@ class HookState:
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
         # caller must do it, with a state that has an engine.
-        return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None}
+        return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None, "feedback": None}
 
 
 def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
@@ -118,12 +136,16 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
     if engine.coder is not None:
         padded = state.padded(bucket)
+        wire = padded.load(buffer, before=before)
         return engine.submit(
-            padded.load(buffer, before=before),
+            wire,
             bucket_index=bucket.index(),
             is_last=bucket.is_last(),
             finish=partial(padded.store, buffer=buffer, after=after),
             block_ids=padded.ids,
+            feedback=None
+            if state.feedback is None
+            else feedback_of(state.feedback, engine, bucket, padded, wire, before),
         )
     return engine.submit(
         to_wire(buffer, state.comm_dtype, before=before),
@@ -131,6 +153,20 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         is_last=bucket.is_last(),
         finish=partial(from_wire, buffer=buffer, after=after),
     )
+
+
+def feedback_of(
+    feedback: ErrorFeedback,
+    engine: CommEngine,
+    bucket: dist.GradBucket,
+    padded: PaddedBucket,
+    wire: Tensor,
+    before: int,
+) -> BucketFeedback:
+    """Return the residuals of a bucket. Collective in a node where others encode its blocks than before."""
+    plan = engine.planned(bucket.index(), wire.numel(), wire.dtype)
+    cut = plan.algorithm, plan.num_chunks
+    return feedback.bucket(bucket.index(), padded, cut=cut, divisor=before, is_last=bucket.is_last())
 
 
 def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:

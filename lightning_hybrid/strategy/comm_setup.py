@@ -28,6 +28,7 @@ from lightning_hybrid.strategy.arguments import (
     refuse_slices,
     refuse_unknown_options,
 )
+from lightning_hybrid.strategy.error_feedback import with_feedback
 from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
 
@@ -60,6 +61,7 @@ class CommSetupMixin:
         reduction: Any,
         loss_scale: str | float | LossScale | None,
         tune: Any = "off",
+        error_feedback: bool = False,
     ) -> dict[str, Any]:
         # Returns the options for DDP. `own`: the strategy's, by name.
         refuse_unknown_options(ddp_kwargs, own=own)
@@ -68,7 +70,7 @@ class CommSetupMixin:
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
         self._comm_dtype = dtype_from(comm_dtype)
-        self._dtype_across_nodes = across_nodes_from(comm_dtype_across_nodes)
+        self._dtype_across_nodes = with_feedback(across_nodes_from(comm_dtype_across_nodes), error_feedback)
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
         self._reduction = reduction_from(
             reduction,

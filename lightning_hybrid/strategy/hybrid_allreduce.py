@@ -31,6 +31,7 @@ from lightning_hybrid.strategy.arguments import (
     user_moves_batches,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
+from lightning_hybrid.strategy.error_feedback import FeedbackMixin
 from lightning_hybrid.strategy.failures import FailureReportMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
@@ -49,7 +50,7 @@ else:
 
 
 class HybridAllReduceMixin(
-    CommSetupMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
+    CommSetupMixin, FeedbackMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
 ):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
@@ -67,6 +68,7 @@ class HybridAllReduceMixin(
         comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
         comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits. Also
             `"int8"` or `"int4"`: rounded to 8 or 4 bits without bias, see comm/README.md.
+        error_feedback: with these, whether sums are rounded to the nearest, and errors added to the next step's.
         tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
             noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
         tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
@@ -96,6 +98,7 @@ class HybridAllReduceMixin(
         plan: CommPlan | Planner | str | None = None,
         comm_dtype: str | torch.dtype | None = None,
         comm_dtype_across_nodes: str | torch.dtype | None = None,
+        error_feedback: bool = False,
         tune: Literal["auto", "on", "off"] | bool = "auto",
         tune_cache_dir: str | None = None,
         trace_dir: str | None = None,
@@ -123,6 +126,7 @@ class HybridAllReduceMixin(
             plan=plan,
             comm_dtype=comm_dtype,
             comm_dtype_across_nodes=comm_dtype_across_nodes,
+            error_feedback=error_feedback,
             reduction=reduction,
             loss_scale=loss_scale,
             tune=tune,
@@ -330,6 +334,7 @@ class HybridAllReduceMixin(
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
+        self._load_residuals(checkpoint)
         masters = self._masters
         if masters is None or self._shared is not None:
             return super().load_optimizer_state_dict(checkpoint)

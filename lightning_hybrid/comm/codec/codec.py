@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from lightning_hybrid.cpp_library import CannotBuildError
+
+if TYPE_CHECKING:
+    from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
 
 _MASK = 2**32 - 1
 
@@ -28,6 +31,7 @@ class Codec:
     """A number of bits in which an element travels between nodes: 8, or 4 after a rotation; see `block_format`.
 
     `seed`: of the noise of stochastic rounding, and of the rotation's signs; the same on every rank.
+    `error_feedback`: whether sums of a node are rounded to the nearest, and what that takes is added to the next ones.
 
     >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
     ('int4 (seed 1)', 0.5078125)
@@ -35,9 +39,10 @@ class Codec:
 
     bits: Literal[8, 4]
     seed: int = 0
+    error_feedback: bool = False
 
     def __str__(self) -> str:
-        return f"int{self.bits} (seed {self.seed})"
+        return f"int{self.bits}{' with error feedback' if self.error_feedback else ''} (seed {self.seed})"
 
     def signs(self, device: torch.device) -> Tensor | None:
         """Return the signs of the rotation by 16, float32; None where blocks are not rotated."""
@@ -91,32 +96,40 @@ class Coder:
         if step != self.step:
             self.step, self.turn = step, 0
 
-    def blocks(self, flat: Tensor, ids: Tensor | None = None) -> Blocks:
+    def blocks(self, flat: Tensor, ids: Tensor | None = None, feedback: BucketFeedback | None = None) -> Blocks:
         """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on its device; None: from zero on."""
         if ids is None:
             ids = torch.arange(num_blocks_of(flat.numel()), dtype=torch.int32, device=flat.device)
-        return Blocks(coder=self, ids=ids, step=self.step, turn=self.turn)
+        return Blocks(coder=self, ids=ids, step=self.step, turn=self.turn, feedback=feedback)
+
+    def encode_nearest(self, flat: Tensor, ids: Tensor, message: Tensor) -> None:
+        """Write `flat` (1-D, float32) into `message` (uint8), each element to the nearest code."""
+        self._encode(flat, ids, None, message)
 
     def add(self, messages: Tensor, to: Tensor) -> None:
         """Write the sum of `messages`, one in each row, in their order and in float32, into `to` (1-D, float32)."""
         self._passes.add(messages, to)
 
-    def _encode(self, flat: Tensor, blocks: Blocks, message: Tensor, sender: int) -> None:
-        noise = torch.zeros(2, dtype=torch.float64) if self._measures and sender != OF_A_SUM else None
-        key = self.codec.seed & _MASK, blocks.step & _MASK, sender, blocks.turn & _MASK
-        self._passes.encode(flat, blocks.ids, key, message, noise)
+    def _encode(self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor) -> None:
+        is_own = key is None or key[2] != OF_A_SUM
+        noise = torch.zeros(2, dtype=torch.float64) if self._measures and is_own else None
+        self._passes.encode(flat, ids, key, message, noise)
         if noise is not None:
             self._count_rounding(*noise.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The blocks of a tensor on its way between nodes, and the place in the training at which it was submitted."""
+    """The blocks of a tensor on its way between nodes, and the place in the training at which it was submitted.
+
+    `feedback`: the residuals that are added before a node's sum is rounded; None: there are none.
+    """
 
     coder: Coder
     ids: Tensor
     step: int
     turn: int
+    feedback: BucketFeedback | None = None
 
     def since(self, begin: int) -> Blocks:
         """Return the blocks from element `begin` on, a multiple of 256."""
@@ -124,10 +137,14 @@ class Blocks:
 
     def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
         """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8)."""
+        if self.feedback is not None and sender != OF_A_SUM and len(self.ids) > 0:
+            self.feedback.encode(flat, self.ids, message, self.coder)
+            return
         missing = num_blocks_of(flat.numel()) - len(self.ids)
         # Shards of equal size may go beyond the tensor: what is there are zeros, which every noise leaves zeros.
-        blocks = replace(self, ids=torch.nn.functional.pad(self.ids, (0, missing))) if missing > 0 else self
-        self.coder._encode(flat, blocks, message, sender)
+        ids = torch.nn.functional.pad(self.ids, (0, missing)) if missing > 0 else self.ids
+        key = self.coder.codec.seed & _MASK, self.step & _MASK, sender, self.turn & _MASK
+        self.coder._encode(flat, ids, key, message)
 
 
 def _passes_for(device: torch.device, codec: Codec) -> Passes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -32,7 +33,11 @@ class PaddedBucket:
     ) -> None:
         counts = [num_blocks_of(numel) for numel in numels]
         numbers = [first + index for first, count in zip(first_ids, counts, strict=True) for index in range(count)]
-        self.ids = torch.tensor(numbers, dtype=torch.int32, device=device)
+        self.numbers = torch.tensor(numbers, dtype=torch.int64)  # of the blocks, on the host
+        self.ids = self.numbers.to(torch.int32).to(device)
+        # Blocks, counted in the bucket, that a gradient does not fill, and how many elements it has in them.
+        ends = itertools.accumulate(counts)
+        self.partial = [(end - 1, numel % BLOCK) for end, numel in zip(ends, numels, strict=True) if numel % BLOCK]
         self._numels = list(numels)
         self._wire = torch.zeros(sum(counts) * BLOCK, dtype=dtype, device=device)
         rows = self._wire.split([count * BLOCK for count in counts])
@@ -72,6 +77,11 @@ class BlockNumbers:
         self._num_blocks = 0
         for parameter in parameters:
             self.first_of(parameter)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all parameters that have a number."""
+        return self._num_blocks
 
     def first_of(self, parameter: Tensor) -> int:
         """Return the number of the first block of a parameter, which it gets where it has none."""

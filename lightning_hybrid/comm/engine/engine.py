@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
 from lightning_hybrid.comm.engine.adasum import refuse_cut_bucket
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
@@ -94,7 +95,7 @@ class CommEngine:
         self.device = device
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
-        self._shares_update = shares_update
+        self._has_exchanges = shares_update or getattr(dtype_across_nodes, "error_feedback", False)
         self._timeout = timeout
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
         self._is_closed = False
@@ -160,7 +161,7 @@ class CommEngine:
 
     def _prepare(self) -> None:
         columns: dict[Any, int] = dict(self.plan.columns(self.topology, on_cuda=self._on_cuda))
-        if self._shares_update:
+        if self._has_exchanges:
             columns |= dict.fromkeys(NODE_STAGES, 1)
         self._groups.add(stage_scopes(columns))
         self._carrier.use(columns)
@@ -203,6 +204,7 @@ class CommEngine:
         exchange: NodeExchange | None = None,
         keeps_shard: bool = False,
         block_ids: Tensor | None = None,
+        feedback: BucketFeedback | None = None,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
@@ -212,6 +214,7 @@ class CommEngine:
         `keeps_shard`: of `flat`, cut as `planned` says and each chunk into as many equal shards as the node has ranks,
         this rank gets its own shards alone; only where `two_level` carries it.
         `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
+        `feedback`: the residuals of these blocks; None: the codec rounds by chance.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -231,7 +234,7 @@ class CommEngine:
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
         bucket.is_coded = self.coder is not None and exchange is None
-        new_job = self._jobs_of(bucket, block_ids) if bucket.is_coded else self._new_job
+        new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:
             bucket.keeps_shard, bucket.traffic = True, replace(traffic, inside=traffic.inside / 2)  # no gather
             new_job = partial(self._new_job, keeps_shard=True)
@@ -249,10 +252,12 @@ class CommEngine:
                 self._carrier.accept(bucket)
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
 
-    def _jobs_of(self, bucket: InFlightBucket, block_ids: Tensor | None) -> Callable[[Tensor], Job]:
+    def _jobs_of(
+        self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
+    ) -> Callable[[Tensor], Job]:
         assert self.coder is not None
         flat, new_job = bucket.flat, self._new_job
-        blocks = self.coder.blocks(flat, block_ids)
+        blocks = self.coder.blocks(flat, block_ids, feedback)
         if bucket.is_last:
             self.coder.turn += 1  # a step may have several sums of all gradients
 

@@ -4,13 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.codec import codec as codecs
+from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from tests.comm.engine.recording_cuda import Cuda
 from tests.comm.engine.test_coded_sum import BITS, expected_sum
 from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # noqa: F401  fixtures
-from tests.comm.layouts import integers, name
+from tests.comm.layouts import engine_over, integers, name, reals
 
 
 def torch_passes(device, codec):
@@ -67,3 +69,77 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(fake_world, cuda,
     assert cuda.found == []
     assert cuda.host_waits == []
     engine.close()
+
+
+class Bucket:
+    """As DistributedDataParallel's, of one gradient."""
+
+    def __init__(self, index, buffer, parameter, *, is_last):
+        self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
+        self.parameters = lambda: [parameter]
+
+
+def steps_with_feedback(engine, plans, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
+    """Sums over several steps, of which some are skipped, with another loss scale and another plan in each."""
+    parameters = [torch.zeros(numel) for numel in (3_001, 5)]
+    state = HookState(engine=engine, parameters=parameters)
+    state.feedback.may_skip = True
+    found = []
+    for step, divisor in enumerate(divisors):
+        engine.adopt(plans[step % len(plans)])
+        state.feedback.begin_step(torch.tensor(1024.0) / divisor)
+        buffers = [reals(dist.get_rank() + 10 * step, one.numel(), torch.float32) / divisor for one in parameters]
+        futures = [
+            average_bucket(state, Bucket(index, buffer, parameters[index], is_last=index == 1))
+            for index, buffer in enumerate(buffers)
+        ]
+        for future, buffer in zip(futures, buffers, strict=True):
+            future.wait()
+            found.append(buffer.mul(divisor))
+        state.feedback.end_step(torch.tensor(step in skipped) & (buffers[0][0] == buffers[0][0]))
+    num_blocks = state.blocks.num_blocks
+    found.append(state.feedback.share(0, num_blocks, torch.device("cpu")))
+    return found
+
+
+PLANS = [CommPlan(algorithm=algorithm, chunk_bytes=2**12) for algorithm in ("two_level", "hierarchical")]
+
+
+@BITS
+def test_error_feedback_on_streams_asks_the_device_nothing(fake_world, cuda, monkeypatch, bits):  # noqa: F811
+    """Skipped steps, loss scales and residuals that move to other ranks."""
+    monkeypatch.setattr(codecs, "_passes_for", torch_passes)
+    engine = engine_of("two_level", dtype_across=Codec(bits=bits, error_feedback=True))
+    engine.prepare(PLANS)
+    steps_with_feedback(engine, PLANS)
+    assert cuda.found == []
+    assert cuda.host_waits == []
+    engine.close()
+
+
+def feedback_on_rank(nodes, bits, on_streams):
+    codec = Codec(bits=bits, seed=3, error_feedback=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if on_streams:
+            Cuda().installed(patch)
+            patch.setattr(codecs, "_passes_for", torch_passes)
+            engine = engine_of("two_level", nodes, dtype_across=codec)
+        else:
+            engine = engine_over(nodes, PLANS[0], dtype_across_nodes=codec)
+        engine.prepare(PLANS)
+        found = steps_with_feedback(engine, PLANS)
+        engine.close()
+    return found
+
+
+@pytest.mark.long
+@BITS
+def test_error_feedback_on_streams_gives_the_bits_of_threads(four_ranks, bits):
+    nodes = ((0, 1), (2, 3))
+    by_threads, by_streams = (four_ranks.run(feedback_on_rank, nodes, bits, on) for on in (False, True))
+    for found, other in zip(by_threads, by_streams, strict=True):
+        assert all(map(torch.equal, found, other))
+        assert all(map(torch.equal, found[:-1], by_threads[0][:-1]))
+    # Of each block one rank of the node holds the residual.
+    first, second = (found[-1].view(-1, BLOCK).abs().amax(1) > 0 for found in by_threads[:2])
+    assert bool((first ^ second).all())
