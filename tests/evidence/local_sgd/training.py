@@ -96,7 +96,9 @@ class Node:
 def train(arm: Arm, kind: str, lr: float, seed: int) -> dict[str, Any]:
     """Train, and return accuracy on unseen fonts in percent, synchronisations, and the bytes that a node sends."""
     torch.manual_seed(seed)
-    network = AlexNetBN(num_classes=32, image_size=32, width=0.0625, stem_kernel=3, stem_stride=2, dropout=0.0)
+    network = AlexNetBN(
+        num_classes=32, in_channels=1, image_size=32, width=0.0625, stem_kernel=3, stem_stride=2, dropout=0.0
+    )
     sets = glyphs_split()
     normalize = Normalize.fitted_to(sets["train"].images)
     num_images = len(sets["train"].labels) * NUM_EPOCHS
