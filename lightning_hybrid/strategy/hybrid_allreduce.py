@@ -86,8 +86,8 @@ class HybridAllReduceMixin(
             nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
-        sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps between two averages of the nodes'
-            weights, the step from which, `lr` and `momentum` of a step between averages; see README.md.
+        sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps from one average of nodes' weights to
+            the next, the step from which, `lr` and `momentum` of a step between averages; see README.md.
         timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.

@@ -52,7 +52,7 @@ class NodeAverage:
                 one.copy_(compact[id(one)])
 
     def _average_rows_(self, rows: Sequence[Tensor], dtype: torch.dtype) -> None:
-        chunks = _chunks_of(rows, CHUNK_NUMEL)
+        chunks = row_chunks(rows, CHUNK_NUMEL)
         largest = max((sum(map(torch.numel, chunk)) for chunk in chunks), default=0)
         memory = [torch.empty(largest, dtype=dtype, device=self._engine.device) for _ in chunks[:2]]
         under_way: deque[Future[Tensor]] = deque()
@@ -76,10 +76,10 @@ class NodeAverage:
         return flat
 
 
-def _chunks_of(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
+def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
     """Cut rows into chunks of `numel` elements, the last of fewer.
 
-    >>> [[row.tolist() for row in chunk] for chunk in _chunks_of([torch.arange(3), torch.arange(4)], 2)]
+    >>> [[row.tolist() for row in chunk] for chunk in row_chunks([torch.arange(3), torch.arange(4)], 2)]
     [[[0, 1]], [[2], [0]], [[1, 2]], [[3]]]
     """
     chunks: list[list[Tensor]] = []

@@ -114,7 +114,7 @@ def record(rows: Sequence[dict[str, Any]], num_samples: int, words: Sequence[str
         if any(row["network"] == name for row in rows)
     )
     num_cores = about["num_cores"]
-    head = f"""# Whole networks in stages, beside data parallelism and accumulation alone
+    head = f"""# Whole networks in stages, data parallel, and with accumulation alone
 
 ```console
 OMP_NUM_THREADS=1 python -m tests.evidence.stage_speed {shlex.join(words)}
