@@ -32,6 +32,7 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.layer_slices.strategy_mixin import SlicesMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 from lightning_hybrid.strategy.shared_update.refusals import shard_update_from
@@ -49,7 +50,7 @@ else:
 
 
 class HybridAllReduceMixin(
-    CommSetupMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
+    CommSetupMixin, SlicesMixin, SharedUpdateMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base
 ):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
@@ -181,6 +182,7 @@ class HybridAllReduceMixin(
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
             **({} if self._shared is None else self._shared.placement),
+            **({} if self._slices is None else {"own_state": self._slices.own_state}),
         )
 
     @property
@@ -214,6 +216,7 @@ class HybridAllReduceMixin(
             super().setup(trainer)
         if self._engine is not None:
             self._share_work(self.optimizers)
+            self._connect_slices()
             if self._shares_update:
                 self._begin_sharing(self._masters)
             self._warn_of_reduction(self.optimizers)
@@ -330,7 +333,7 @@ class HybridAllReduceMixin(
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
-        masters = self._masters
+        masters, checkpoint = self._masters, self._with_own_slices(checkpoint)
         if masters is None or self._shared is not None:
             return super().load_optimizer_state_dict(checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
