@@ -79,7 +79,7 @@ def adamw(module):
 
 
 def lars(module, fused=True, **options):
-    return LARS(param_groups(module, weight_decay=1e-3), lr=1.0, trust_coefficient=0.1, fused=fused, **options)
+    return LARS(param_groups(module, weight_decay=1e-3), lr=1.0, trust_coefficient=0.02, fused=fused, **options)
 
 
 def lars_lists(module):
@@ -108,7 +108,9 @@ def loader(num, size=NUM_IMAGES):
     return torch.utils.data.DataLoader(images_of(num, size=size), batch_size=size)
 
 
-def fit(make_optimizer, precision, is_cut, num=5, options=None, module_options=None, val=None, **settings):
+def fit(
+    make_optimizer, precision, is_cut, num=5, options=None, module_options=None, val=None, ckpt_path=None, **settings
+):
     """What a fit leaves, and what it saw."""
     module = Module(make_optimizer, is_cut, **(module_options or {}))
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
@@ -119,7 +121,7 @@ def fit(make_optimizer, precision, is_cut, num=5, options=None, module_options=N
         use_distributed_sampler=False,
         **{"max_epochs": 1, "num_sanity_val_steps": 0, **settings},
     )
-    trainer.fit(module, loader(num), val)
+    trainer.fit(module, loader(num), val, ckpt_path=ckpt_path)
     return {
         "weights": toy.weights(module),
         "state": trainer.optimizers[0].state_dict()["state"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -69,6 +70,23 @@ def refuse_topology(topology: Topology) -> None:
             "`node_slices` needs nodes of equal size: a slice is the same on every node, and here nodes hold "
             f"{sizes} ranks. Launch equal nodes, or leave `node_slices` (in recipes `model.slice_fc`) out."
         )
+
+
+def without_odd_heads(
+    module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int
+) -> list[tuple[str, ...]]:
+    """Leave out heads whose classes do not divide, with a warning: data says how many there are, and nobody else."""
+    found = []
+    for names in layers:
+        classes = getattr(module.get_submodule(names[0]), "out_features", 0) if len(names) == 1 else 0
+        if classes % num_slices:
+            rank_zero_warn(
+                f"`{names[0]}` has {classes} classes, which do not divide by the {num_slices} ranks of a node: every "
+                "rank has it whole. Other layers of `node_slices` are cut."
+            )
+        else:
+            found.append(names)
+    return found
 
 
 def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int) -> None:

@@ -20,6 +20,7 @@ from lightning_hybrid.strategy.layer_slices.refusals import (
     refuse_optimizers,
     refuse_options,
     refuse_topology,
+    without_odd_heads,
 )
 from lightning_hybrid.strategy.layer_slices.sliced_layers import SlicedLayers, requested_layers
 
@@ -82,6 +83,7 @@ class SlicesMixin:
                     "share one)."
                 )
                 return
+            layers = without_odd_heads(module, layers, num_slices=len(topology.node))
             refuse_layers(module, layers, num_slices=len(topology.node))
             averaging = lightning_types("pytorch.callbacks.WeightAveraging")
             averages = [one._average_model for one in callbacks if isinstance(one, averaging)]
