@@ -28,8 +28,9 @@ class Net(nn.Module):
         self.node_slices = (("fc6", "fc7"), ("fc8",)) if is_cut else ()
 
     def forward(self, images):
-        x = self.dropout(self.fc6(self.trunk(images)).relu())
-        return self.fc8(self.fc7(x).relu())
+        # No ReLU: in half precision a unit near zero would be off in one run and on in the other.
+        x = self.dropout(self.fc6(self.trunk(images)).tanh())
+        return self.fc8(self.fc7(x).tanh())
 
 
 class Module(pl.LightningModule):
