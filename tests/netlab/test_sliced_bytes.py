@@ -11,9 +11,9 @@ from lightning_hybrid.models.sliced import SlicedHead, sliced_pair
 from tests.netlab.cluster import Cluster
 from tests.netlab.test_bytes import TOLERANCE, bytes_sent
 
-# fc6, fc7 and fc8 of AlexNet at an eighth of their features, fp16, an eighth of 64 images on each of eight ranks: all
-# bytes are those of the whole network, divided by 64.
-NUM_RANKS, NUM_IMAGES, NUM_INPUTS, NUM_FEATURES, NUM_CLASSES = 8, 8, 1152, 512, 128
+# fc6, fc7 and fc8 of AlexNet at a quarter of their features, fp16, a quarter of 64 images on each of eight ranks: all
+# bytes are those of the whole network, divided by 16.
+NUM_RANKS, NUM_IMAGES, NUM_INPUTS, NUM_FEATURES, NUM_CLASSES = 8, 16, 2304, 1024, 256
 
 
 def counted(step):
@@ -54,7 +54,7 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
     claims = rows * (NUM_INPUTS + NUM_FEATURES), rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_RANKS)
     print(f"pair {pair} of {claims[0]}, with the head {cut} of {claims[1]}, gradients of whole layers {whole}")
     for found, claim in zip((pair, cut), claims, strict=True):
-        assert claim <= found <= claim * (1 + TOLERANCE) + 2**16  # barriers and counts of images
+        assert claim <= found <= claim * (1 + TOLERANCE) + 2**19  # barriers and counts of images of eight ranks
     whole_fc8 = NUM_RANKS * 2 * (NUM_RANKS - 1) / NUM_RANKS * NUM_FEATURES * NUM_CLASSES * 2
     assert whole / (pair + whole_fc8) == pytest.approx(5.4, rel=0.05)
     assert whole / cut == pytest.approx(6.5, rel=0.05)

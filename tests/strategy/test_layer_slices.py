@@ -17,6 +17,7 @@ from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, Trai
 from lightning_hybrid.models import slice_exchange
 from lightning_hybrid.models.sliced import SlicedHead
 from lightning_hybrid.run_status import run_status
+from lightning_hybrid.strategy.layer_slices import refusals
 from lightning_hybrid.strategy.layer_slices.sliced_layers import SlicedLayers
 from tests import toy
 from tests.strategy import sliced
@@ -58,7 +59,7 @@ HALF_BOUNDS = {"16-true": 4e-3, "bf16-true": 4e-2}
 @pytest.mark.parametrize(
     ("optimizer", "precision", "looks"),
     [
-        case(lars, "16-true", False, is_long=False),  # all in one pass
+        case(lars, "16-true", False),  # all in one pass
         case(lars, "16-true", True),
         case(sliced.lamb, "16-true", False),
         case(sgd, "16-true", False),
@@ -316,6 +317,7 @@ def of_targets():
     return difference(*found)
 
 
+@pytest.mark.long
 def test_a_training_step_can_take_the_loss_of_the_head(two_ranks):
     assert max(two_ranks.run(of_targets)) < BOUND
 
@@ -383,71 +385,67 @@ class Doubled(nn.Linear):
     """A layer that is no plain one."""
 
 
-def with_layer(change):
-    module = Module(sgd, looks=False)
-    change(module.net)
-    return module
+def net_with(**layers):
+    net = sliced.Net()
+    for name, layer in layers.items():
+        setattr(net, name, net.get_submodule(layer) if isinstance(layer, str) else layer)
+    return net
 
 
-def tie(net):
-    net.also = net.fc6
-
-
-def refused(name):
-    fits = {
-        "shard_update": lambda: fit(sgd, "32-true", True, options={"shard_update": "node"}),
-        "reduction": lambda: fit(sgd, "32-true", True, options={"reduction": "adasum"}),
-        "precision": lambda: fit(sgd, "bf16-mixed", True),
-        "swa": lambda: fit(
-            sgd, "32-true", True, callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)], max_epochs=2
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ({"fc6": Doubled(10, 16)}, r"^`fc6` \(=Doubled\) must be a torch.nn.Linear"),
+        ({"also": "fc6"}, "^`fc6` must be in one place to be cut"),
+        (
+            {"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)},
+            r"^`out_features` of `fc6` \(=15\) must be a multiple of",
         ),
-        "orthogonal": lambda: fit(orthogonal, "32-true", True),
-        "optimizer": lambda: fit(adafactor, "32-true", True),
-    }
-    layers = {
-        "a subclass": lambda net: setattr(net, "fc6", Doubled(10, 16)),
-        "tied": tie,
-        "odd features": lambda net: (setattr(net, "fc6", nn.Linear(10, 15)), setattr(net, "fc7", nn.Linear(15, 14))),
-        "no pair": lambda net: setattr(net, "fc7", nn.Linear(18, 14)),
-        "compiled": lambda net: net.compile(),
-    }
-    if name in fits:
-        return toy.error_of(fits[name])
-    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False)
-    return toy.error_of(trainer.fit, with_layer(layers[name]), loader(1))
+        ({"fc7": nn.Linear(18, 14)}, r"^`out_features` of `fc6` \(=16\) must be `in_features` of `fc7` \(=18\)"),
+    ],
+)
+def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
+    net = net_with(**layers)
+    with pytest.raises(ValueError, match=text):
+        refusals.refuse_layers(net, net.node_slices, num_slices=2)
 
 
-def orthogonal(module):
-    return lars(module, fused=False, direction="orthogonal")
+def test_a_pair_has_two_names():
+    with pytest.raises(ValueError, match=r"must have groups of two names"):
+        refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
 
-def adafactor(module):
-    return torch.optim.Adafactor(module.parameters())
+def test_what_needs_whole_weights_is_refused():
+    with pytest.raises(ValueError, match=r"^`reduction` \(='adasum'\) and `node_slices` \(=\(\)\) exclude each other"):
+        refusals.refuse_options((), precision="32-true", module=sliced.Net(), reduction=("adasum", "mean"))
+    with pytest.raises(ValueError, match=r"^`precision` \(='16-mixed'\)"):
+        refusals.refuse_options((), precision="16-mixed", module=sliced.Net())
+    with pytest.raises(ValueError, match=r"^`callbacks` \(=StochasticWeightAveraging\)"):
+        refusals.refuse_callbacks([pl.callbacks.StochasticWeightAveraging(1e-2)])
+    net = sliced.Net()
+    net.trunk._compiled_call_impl = object()  # as `net.trunk.compile()` leaves it, without importing the compiler
+    with pytest.raises(ValueError, match=r"^`trunk` \(=Sequential\) is compiled"):
+        refusals.refuse_options((), precision="32-true", module=net)
 
 
-REFUSALS = {
-    "shard_update": "ValueError: `shard_update` (='node') and `node_slices` (=[('net.fc6', 'net.fc7'), ('net.fc8',)])",
-    "reduction": "ValueError: `reduction` (='adasum') and `node_slices`",
-    "precision": "ValueError: `precision` (='bf16-mixed') and `node_slices`",
-    "swa": "ValueError: `callbacks` (=StochasticWeightAveraging) cannot be combined with `node_slices`",
-    "orthogonal": 'ValueError: `direction` (="orthogonal") and `node_slices` exclude each other',
-    "optimizer": "ValueError: `optimizer` (=Adafactor) cannot train slices",
-    "a subclass": "ValueError: `net.fc6` (=Doubled) must be a torch.nn.Linear",
-    "tied": "ValueError: `net.fc6` must be in one place to be cut",
-    "odd features": "ValueError: `out_features` of `net.fc6` (=15) must be a multiple of the 2 ranks of a node",
-    "no pair": "ValueError: `out_features` of `net.fc6` (=16) must be `in_features` of `net.fc7` (=18)",
-    "compiled": "ValueError: `net` (=Net) is compiled, which excludes `node_slices`",
-}
+def test_optimizers_with_norms_of_their_own_are_refused():
+    net = sliced.Net()
+    slices = {id(net.fc6.weight)}
+    with pytest.raises(ValueError, match=r"^`optimizer` \(=Adafactor\) cannot train slices"):
+        refusals.refuse_optimizers([torch.optim.Adafactor(net.parameters())], slices)
+    with pytest.raises(ValueError, match=r'^`direction` \(="orthogonal"\)'):
+        refusals.refuse_optimizers([lars(net, fused=False, direction="orthogonal")], slices)
+    refusals.refuse_optimizers([torch.optim.Adafactor(net.trunk.parameters()), lars(net)], slices)
 
 
-def all_refused():
-    return {name: refused(name) for name in REFUSALS}
+def shared_too():
+    return toy.error_of(fit, sgd, "32-true", True, num=1, options={"shard_update": "node"})
 
 
-def test_what_cannot_be_cut_is_refused_before_training(two_ranks):
-    for found in two_ranks.run(all_refused):
-        for name, text in REFUSALS.items():
-            assert found[name].startswith(text), (name, found[name])
+def test_a_fit_is_refused_before_training(two_ranks):
+    for error in two_ranks.run(shared_too):
+        names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
+        assert error.startswith(f"ValueError: `shard_update` (='node') and `node_slices` (={names}) exclude each other")
 
 
 def uneven_training():
@@ -456,6 +454,7 @@ def uneven_training():
     return toy.error_of(trainer.fit, Module(sgd, looks=False), loader(1, size=size))
 
 
+@pytest.mark.long
 def test_ranks_with_other_numbers_of_images_are_named_in_training(two_ranks):
     for error in two_ranks.run(uneven_training):
         assert "must have the same size on all ranks that share a layer, and they have [6, 5]" in error
@@ -472,6 +471,7 @@ def none():
     return pytest.MonkeyPatch.context()
 
 
+@pytest.mark.long
 def test_one_rank_on_each_node_has_whole_layers(two_ranks):
     two_ranks.run(alone)
 
@@ -491,6 +491,7 @@ def odd_head():
     return kinds
 
 
+@pytest.mark.long
 def test_a_head_whose_classes_do_not_divide_stays_whole(two_ranks):
     assert two_ranks.run(odd_head) == [["ColumnSlicedLinear", "Linear"]] * 2
 
