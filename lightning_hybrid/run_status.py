@@ -34,6 +34,8 @@ class RunStatus:
     place_in_node: tuple[int, int] = (0, 1)  # where parts are shared: local rank, ranks; equal ones have the same parts
     # While it is entered with an optimizer, that has what this rank updates in place of the parameters.
     update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
+    # While it is entered, state dicts of the module have this rank's slices of cut layers, and ask no other rank.
+    own_state: Callable[[], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
     replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
     node_group: dist.ProcessGroup | None = None  # those of the node, while nodes train on their own; None: all agree

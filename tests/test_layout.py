@@ -17,7 +17,7 @@ OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
     "flavours": {"strategy", "pipeline", "precision", "checkpoint"},
-    "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
+    "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch", "models.sliced"},
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "callbacks": {"metrics", "comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.coded_plan", "comm.codec", "comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,

@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.optim.dtensor import local_shard
+from lightning_hybrid.run_status import run_status
 
 MOST_PLACES = 5
 
@@ -116,7 +117,8 @@ def save_state(
         snapshot["cuda_rng_state"] = torch.cuda.get_rng_state(device)
     if trainer.is_global_zero:
         # Not the strategy's: where ranks share the update, that takes all of them.
-        snapshot["state_dict"] = trainer.lightning_module.state_dict()
+        with run_status(trainer).own_state():
+            snapshot["state_dict"] = trainer.lightning_module.state_dict()
         snapshot["precision"] = trainer.precision_plugin.state_dict()
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part:

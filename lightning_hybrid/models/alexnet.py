@@ -12,6 +12,7 @@ from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.models.activation_checkpointing import run_stages, stages_of
 
 BNPosition = Literal["before_relu", "after_pool"]
+SliceFC = Literal["off", "node"] | bool  # YAML reads `off` as a boolean
 
 CONV_CHANNELS = (96, 256, 384, 384, 256)
 POOLED = (True, True, False, False, True)  # a max-pool follows conv1, conv2 and conv5
@@ -71,12 +72,13 @@ class AlexNetBN(nn.Module):
         bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
         bn_momentum: Weight of the new batch in the running statistics; 0.1 is torch's and Ginsburg's.
         checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
+        slice_fc: `"node"`: under `hybrid_allreduce` fc6, fc7 and fc8 are cut over the ranks of a node (see `sliced`).
 
     Shapes: images `"batch in_channels image_size image_size"` -> logits `"batch num_classes"`, in the images' dtype.
 
     Raises:
-        ValueError: `bn_position` is unknown, `width` leaves a layer without channels, a kernel is even, `pool_padding`
-            is above 1, or the strides reduce `image_size` to nothing.
+        ValueError: `bn_position` or `slice_fc` is unknown, `width` leaves a layer without channels, a kernel is even,
+            `pool_padding` is above 1, or the strides reduce `image_size` to nothing.
 
     >>> import torch
     >>> network = AlexNetBN(num_classes=10, in_channels=1, image_size=8, width=0.125)
@@ -108,6 +110,7 @@ class AlexNetBN(nn.Module):
         bn_eps: float = 1e-5,
         bn_momentum: float = 0.1,
         checkpoint_activations: bool = False,
+        slice_fc: SliceFC = "off",
     ) -> None:
         super().__init__()
         for name, value in (
@@ -127,6 +130,7 @@ class AlexNetBN(nn.Module):
         if stem_padding is not None:
             paddings[0] = stem_padding
         self.checkpoint_activations = checkpoint_activations
+        self.node_slices = _node_slices(slice_fc, ("fc6", "fc7"), ("fc8",))
         bn = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
 
         # Not grouped, as both of Ginsburg's are, in two: Jia et al. speak of 62 million parameters, which is the
@@ -203,6 +207,7 @@ class AlexNet(nn.Module):
         in_channels: Channels of the images.
         dropout: Probability of a zero before the two hidden layers.
         checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
+        slice_fc: As in `AlexNetBN`, for the three layers of the classifier.
 
     Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits
     `"batch num_classes"`, in the images' dtype.
@@ -221,11 +226,13 @@ class AlexNet(nn.Module):
         in_channels: int = 3,
         dropout: float = 0.5,
         checkpoint_activations: bool = False,
+        slice_fc: SliceFC = "off",
     ) -> None:
         super().__init__()
         require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
         require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
         self.checkpoint_activations = checkpoint_activations
+        self.node_slices = _node_slices(slice_fc, ("classifier.1", "classifier.4"), ("classifier.6",))
         # Names, order and initialisation (torch's default) are torchvision's.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
@@ -257,6 +264,15 @@ class AlexNet(nn.Module):
         """Compute the logits of a batch of normalised images."""
         x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations)
         return self.classifier(self.avgpool(x).flatten(1))
+
+
+def _node_slices(slice_fc: SliceFC, *layers: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    if slice_fc not in ("off", "node", False):
+        raise ValueError(
+            f"`slice_fc` (={slice_fc!r}) must be off or node: whether the ranks of a node share the fully connected "
+            "layers. Set model.slice_fc=node, or leave it out."
+        )
+    return layers if slice_fc == "node" else ()
 
 
 def _out_size(size: int, *, kernel: int, stride: int, padding: int) -> int:

@@ -2,17 +2,24 @@
 
     ColumnSlicedLinear    gathers the images of the group -> this rank's output features of all of them
     RowSlicedLinear       this rank's input features      -> sums over the group; each rank gets its own images back
-    SlicedHead            gathers, this rank's classes    -> cross-entropy of its own images, with no logits sent
+    SlicedHead            gathers, this rank's classes    -> logits of its own images, or their cross-entropy, for which
+                                                             no logits are sent
 
 Between the first two stand operations on single elements (ReLU, dropout). With g ranks, b images on each, and layers of
 n_in x n x n_out, a rank sends 2 (g - 1) b (n_in + n_out) elements in a step, forward and backward, where gradients of
 whole layers are 2 (g - 1) / g of all weights: fewer up to b = weights / (g (n_in + n_out)), 512 images for AlexNet on 8
-ranks. It holds 1 / g of the weights. Between nodes nothing changes: each slice travels once per node.
+ranks. A head of n_in x c sends 2 (g - 1) b (n_in + c / g), or 2 (g - 1) b n_in and few numbers for its cross-entropy. A
+rank holds 1 / g of the weights. Between nodes nothing changes: each slice travels once per node.
 
 Parameters stand under the names that `nn.Linear` gives them, and state dicts hold whole tensors; to take one is
-collective. The gradient of a slice is the sum over its group; `average_slices` makes it what DDP makes of others. For
-loops of one's own, with fp32 and an optimizer whose rule is by element: `hybrid_allreduce` refuses slices. There, not
-yet built: one verdict of overflow in a node, trust ratios of whole tensors, whole optimizer state in checkpoints. ::
+collective. The gradient of a slice is the sum over its group; averaged over nodes it is what DDP makes of whole ones.
+
+Under `hybrid_allreduce` a network says by an attribute which of its `nn.Linear` are cut over the ranks of each node for
+the time of a fit: names of two are a pair, of one a head. ::
+
+    self.node_slices = (("fc6", "fc7"), ("fc8",))
+
+A loop of one's own cuts them itself, with fp32 and an optimizer whose rule is by element::
 
     net.fc6, net.fc7 = sliced_pair(net.fc6, net.fc7, group=node)
     net.fc8 = SlicedHead(net.fc8, group=node)                        loss = net.fc8(features, targets).mean()
@@ -30,61 +37,130 @@ and the cross-entropy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from lightning_hybrid.models.slice_exchange import (
+    class_parallel_cross_entropy,
+    gather_images,
+    gathered_rows,
+    own_logits,
+    refuse_unequal_batches,
+    sum_to_own_images,
+)
 
 
-class _Sliced(nn.Module):
-    """A linear layer of which each rank of a group has a slice."""
+class SlicedLinear(nn.Module):
+    """A linear layer of which each rank of a group has a slice. Abstract."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    slice_group: dist.ProcessGroup
     sliced: tuple[str, ...]  # parameters that are cut
     dim: int  # in which the weight is cut
+    is_own_state: bool = False  # whether state dicts hold this rank's slices, and to take one is not collective
+    numbers: RankNumbers | None = None  # random ones, from the first layer of a pair to the second
+    gathered: tuple[Tensor, Tensor | None] | None = None  # whole weight and bias, while `forward` shall use them
 
     def __init__(self, whole: nn.Linear, *, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.slice_group = group
         self.in_features, self.out_features = whole.in_features, whole.out_features
-        size, features = dist.get_world_size(group), whole.weight.shape[self.dim]
-        if features % size:
-            raise ValueError(
-                f"`{('out_features', 'in_features')[self.dim]}` (={features}) must be a multiple of the {size} ranks "
-                f"of the group: each holds as many. The next that fits is {-(-features // size) * size}."
-            )
         for name, parameter in whole.named_parameters():
-            own = self._own(parameter.detach(), name)
-            self.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            self.register_parameter(name, copied)
         if whole.bias is None:
             self.register_parameter("bias", None)
+        self._cut_(group)
 
-    def _own(self, whole: Tensor, name: str) -> Tensor:
+    @classmethod
+    def cut_(cls, layer: nn.Linear, *, group: dist.ProcessGroup) -> None:
+        """Make a layer one of this class, in place: modules, parameters and hooks stay the same objects.
+
+        Raises:
+            ValueError: The features do not divide.
+        """
+        cls._refuse_odd_features(layer, dist.get_world_size(group))
+        layer.__class__ = cls  # type: ignore[assignment]
+        layer._cut_(group)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def make_whole_(self) -> None:
+        """Make it an `nn.Linear` again, with whole parameters. In place, collective."""
+        for name, parameter in self._slices():
+            parameter.data = self.whole_of(name, parameter.detach())
+        for name in ("slice_group", "numbers", "gathered", "is_own_state"):
+            self.__dict__.pop(name, None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    @classmethod
+    def _refuse_odd_features(cls, layer: Any, size: int) -> None:
+        if (features := layer.weight.shape[cls.dim]) % size:
+            raise ValueError(
+                f"`{('out_features', 'in_features')[cls.dim]}` (={features}) must be a multiple of the {size} ranks "
+                f"of the group: each holds as many. The next that fits is {-(-features // size) * size}."
+            )
+
+    @torch.no_grad()
+    def _cut_(self, group: dist.ProcessGroup) -> None:
+        self._refuse_odd_features(self, dist.get_world_size(group))
+        self.slice_group = group
+        for name, parameter in self._slices():
+            parameter.data = self.own_of(name, parameter.detach())
+
+    def _slices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, parameter) for name in self.sliced if (parameter := getattr(self, name)) is not None)
+
+    def own_of(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a tensor as large as a parameter; all of it where that is not cut."""
         if name not in self.sliced:
             return whole.clone()
-        return whole.chunk(dist.get_world_size(self.slice_group), self.dim)[dist.get_rank(self.slice_group)].clone()
+        # Contiguous: steps and messages run over memory.
+        own = whole.chunk(dist.get_world_size(self.slice_group), self.dim)[dist.get_rank(self.slice_group)]
+        return own.clone(memory_format=torch.contiguous_format)
 
-    def _whole(self, own: Tensor) -> Tensor:
+    def whole_of(self, name: str, own: Tensor) -> Tensor:
+        """Return the whole of a tensor of which each rank has a slice as of a parameter. Collective."""
+        if name not in self.sliced:
+            return own
         own = own.transpose(0, self.dim).contiguous()  # ranks' slices come one behind the other
-        return _gathered(own, self.slice_group).transpose(0, self.dim).contiguous()
+        return gathered_rows(own, self.slice_group).transpose(0, self.dim).contiguous()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, parameter in self.named_parameters():
-            own = parameter if keep_vars else parameter.detach()
-            destination[prefix + name] = self._whole(own.detach()) if name in self.sliced else own
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Compute with whole weights, each rank by itself, until `drop`. Collective; `forward` then is not."""
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        self.gathered = self.whole_of("weight", weight), None if bias is None else self.whole_of("bias", bias)
+
+    def drop(self) -> None:
+        """Forget the whole weights."""
+        self.gathered = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state with whole tensors. Collective."""
+        # Not by a hook: those of the state dict, which may put other values in, come before.
+        state, prefix = super().state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        for name, _ in () if self.is_own_state else self._slices():
+            state[prefix + name] = self.whole_of(name, state[prefix + name].detach())
+        return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         own = {
-            prefix + name: self._own(state_dict[prefix + name], name)
+            prefix + name: self.own_of(name, state_dict[prefix + name])
             for name in self.sliced
             if prefix + name in state_dict
         }
         super()._load_from_state_dict({**state_dict, **own}, prefix, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedLinear:
+        memo[id(self.slice_group)] = self.slice_group  # there once: a copy is cut over the same ranks
+        copied: SlicedLinear = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Describe the whole layer, and how many ranks share it."""
@@ -92,7 +168,7 @@ class _Sliced(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, a slice of {ranks}"
 
 
-class ColumnSlicedLinear(_Sliced):
+class ColumnSlicedLinear(SlicedLinear):
     """A linear layer cut by output features: `[b, n_in]` on each of g ranks -> `[g b, n / g]`, images in rank order.
 
     Collective: every rank of the group must call it, and backward, with as many images.
@@ -109,11 +185,16 @@ class ColumnSlicedLinear(_Sliced):
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute this rank's features of all images of the group."""
-        _refuse_unequal_batches(images, self.slice_group)
-        return nn.functional.linear(_GatherImages.apply(images, self.slice_group), self.weight, self.bias)
+        if self.gathered is not None:
+            return nn.functional.linear(images, *self.gathered)
+        refuse_unequal_batches(images, self.slice_group)
+        features = nn.functional.linear(gather_images(images, self.slice_group), self.weight, self.bias)
+        if self.numbers is not None and self.training:
+            self.numbers.begin(features.device, dist.get_rank(self.slice_group))
+        return features
 
 
-class RowSlicedLinear(_Sliced):
+class RowSlicedLinear(SlicedLinear):
     """A linear layer cut by input features: `[g b, n / g]` on each of g ranks -> `[b, n_out]`, the rank's own images.
 
     Sums over the group are added in fp32 at least and rounded once. The bias is whole on every rank. Collective, as
@@ -124,39 +205,88 @@ class RowSlicedLinear(_Sliced):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute all features of this rank's images."""
-        own = _SumToOwnImages.apply(nn.functional.linear(features, self.weight), self.slice_group)
+        if self.gathered is not None:
+            return nn.functional.linear(features, *self.gathered)
+        if self.numbers is not None:
+            self.numbers.end()
+        own = sum_to_own_images(nn.functional.linear(features, self.weight), self.slice_group)
         return own if self.bias is None else own + self.bias
 
 
-class SlicedHead(_Sliced):
-    """A last layer and its cross-entropy, cut by classes: features and targets of b images -> their b losses.
+class SlicedHead(SlicedLinear):
+    """A last layer cut by classes: features of b images -> their logits, or with targets their cross-entropy.
 
         loss_i = log sum_c exp(z_ic) - z_i,target(i)          z = W x + bias; fp32 at least
 
-    It sends the features of images, and three numbers for each, but no logits. Collective, as `ColumnSlicedLinear`,
-    whose arguments it has.
+    For losses it sends the features of images, and three numbers for each, but no logits. Collective, as
+    `ColumnSlicedLinear`, whose arguments it has.
 
-    Shapes: features `[b, n_in]`, targets `[b]` of int64 in 0 ... classes - 1 -> losses `[b]`, fp32 or fp64, whose mean
-    is `torch.nn.functional.cross_entropy`.
+    Shapes: features `[b, n_in]` -> logits `[b, classes]`, in the features' dtype; with targets `[b]` of int64 in 0 ...
+    classes - 1 -> losses `[b]`, fp32 or fp64, whose mean is `torch.nn.functional.cross_entropy`.
     """
 
     sliced, dim = ("weight", "bias"), 0
 
-    def forward(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Compute the cross-entropy of each of this rank's images."""
-        _refuse_unequal_batches(features, self.slice_group)
-        logits = nn.functional.linear(_GatherImages.apply(features, self.slice_group), self.weight, self.bias)
-        return _ClassParallelCrossEntropy.apply(logits, targets, self.slice_group)
+    def forward(self, features: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Compute the logits of this rank's images, or the cross-entropy of each."""
+        if self.gathered is not None:
+            logits = nn.functional.linear(features, *self.gathered)
+            if targets is None:
+                return logits
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            return nn.functional.cross_entropy(logits.to(wide), targets, reduction="none")
+        refuse_unequal_batches(features, self.slice_group)
+        logits = nn.functional.linear(gather_images(features, self.slice_group), self.weight, self.bias)
+        if targets is None:
+            return own_logits(logits, self.slice_group)
+        return class_parallel_cross_entropy(logits, targets, self.slice_group)
+
+
+class RankNumbers:
+    """Random numbers of each rank's own, between the two layers of a pair.
+
+    There each rank has other features: with one stream on all ranks, dropout would take the same places out of each
+    slice. The stream outside goes on behind the pair as it was, so that ranks which agree on it still do.
+    """
+
+    def __init__(self) -> None:
+        self._outside: tuple[torch.Generator, Tensor] | None = None
+
+    def begin(self, device: torch.device, rank: int) -> None:
+        """Draw from now on what `rank` alone draws, by a seed from the stream so far."""
+        on_cuda = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+        seed = int(torch.randint(2**31, ()))
+        self._outside = generator, generator.get_state()
+        generator.manual_seed(seed + rank)
+
+    def end(self) -> None:
+        """Go on with the stream from before."""
+        outside, self._outside = self._outside, None
+        if outside is not None:
+            generator, state = outside
+            generator.set_state(state)
 
 
 def sliced_pair(first: nn.Linear, second: nn.Linear, *, group: dist.ProcessGroup) -> tuple[nn.Module, nn.Module]:
     """Return both layers cut over a group, to be put where they were; raises as `ColumnSlicedLinear`."""
+    refuse_odd_pair(first, second)
+    pair = ColumnSlicedLinear(first, group=group), RowSlicedLinear(second, group=group)
+    pair[0].numbers = pair[1].numbers = RankNumbers()
+    return pair
+
+
+def refuse_odd_pair(first: nn.Linear, second: nn.Linear) -> None:
+    """Check that the second layer takes the features of the first.
+
+    Raises:
+        ValueError: It does not.
+    """
     if first.out_features != second.in_features:
         raise ValueError(
             f"`out_features` of the first (={first.out_features}) must be `in_features` of the second "
             f"(={second.in_features}): each rank computes on with the features that it has."
         )
-    return ColumnSlicedLinear(first, group=group), RowSlicedLinear(second, group=group)
 
 
 def slices_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -166,7 +296,7 @@ def slices_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)`.
     """
     for prefix, layer in module.named_modules():
-        if isinstance(layer, _Sliced):
+        if isinstance(layer, SlicedLinear):
             for name in layer.sliced:
                 parameter = getattr(layer, name)
                 if parameter is not None:
@@ -186,89 +316,3 @@ def average_slices(slices: Iterable[nn.Parameter], *, across: dist.ProcessGroup 
             parameter.grad.div_(world_size)  # before the sum, which fp16 might not hold
             if across is not None:
                 dist.all_reduce(parameter.grad, group=across)
-
-
-def _refuse_unequal_batches(images: Tensor, group: dist.ProcessGroup) -> None:
-    # Gloo takes a shorter message for a longer one in silence, or ends the process. On CUDA the host would wait.
-    if images.is_cuda:
-        return
-    sizes = _gathered(torch.tensor([images.shape[0]]), group).tolist()
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"the batch (={images.shape[0]} images here) must have the same size on all ranks that share a layer, and "
-            f"they have {sizes}: images are gathered. Set drop_last=True in the DataLoader."
-        )
-
-
-class _GatherImages(torch.autograd.Function):
-    """Images of all ranks, in rank order; backward sums their gradients and returns those of the own."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(own.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_sum(gradient.contiguous(), ctx.group), None
-
-
-class _SumToOwnImages(torch.autograd.Function):
-    """The sum over ranks of the own images; backward gathers the gradients of all images."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_sum(parts.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient.contiguous(), ctx.group), None
-
-
-class _ClassParallelCrossEntropy(torch.autograd.Function):
-    """Losses of the own images from logits `[g b, classes / g]` of all; backward: softmax minus one at the target."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-        rank, (num_images, num_classes) = dist.get_rank(group), logits.shape
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        targets = _gathered(targets, group)
-        largest = wide.amax(1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        exponentials = (wide - largest[:, None]).exp_()
-        own_class = targets - rank * num_classes
-        is_here = (own_class >= 0) & (own_class < num_classes)
-        own_class = own_class.clamp(0, num_classes - 1)
-        chosen = torch.where(is_here, wide.gather(1, own_class[:, None])[:, 0] - largest, 0.0)
-        sums = torch.stack([exponentials.sum(1), chosen])
-        dist.all_reduce(sums, group=group)
-        ctx.group, ctx.dtype = group, logits.dtype
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own_class, is_here)
-        num_own = num_images // dist.get_world_size(group)
-        return (sums[0].log() - sums[1])[rank * num_own : (rank + 1) * num_own]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        softmax, own_class, is_here = ctx.saved_tensors
-        of_all = _gathered(gradient.contiguous(), ctx.group)
-        result = softmax * of_all[:, None]
-        result.scatter_add_(1, own_class[:, None], -(of_all * is_here)[:, None])
-        return result.to(ctx.dtype), None, None
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # Rows of all ranks, in rank order.
-    size = dist.get_world_size(group)
-    whole = own.new_empty(size * own.shape[0], *own.shape[1:])
-    _all_gather(whole, own, group=group)
-    return whole
-
-
-def _own_sum(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # The sum over ranks of this rank's rows: each sends every other its rows and no more, and adds in fp32 at least.
-    size = dist.get_world_size(group)
-    arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=group)
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    return arrived.view(size, -1, *parts.shape[1:]).sum(0, dtype=wide).to(parts.dtype)

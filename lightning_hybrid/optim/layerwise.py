@@ -40,7 +40,8 @@ class LayerwiseOptimizer(Optimizer):
 
     Ranks may share the update, by two more: the trust ratio is that of the whole tensor, in the fused step to the bit.
 
-        parts                   {parameter: `Part`}: a 1-D parameter that is a part of a tensor, with gradient and copy
+        parts                   {parameter: `Part`}: a 1-D parameter that is a part of a tensor, with gradient and copy;
+                                or a slice in any dimension, whose part is from 0 to its own number of elements
         add_up_                 adds a float64 tensor over the ranks that hold the parts, in place, the same bits on all
 
     LARS calls `add_up_` once a step, LAMB twice; all those ranks must step. Parameters without a part are whole on all

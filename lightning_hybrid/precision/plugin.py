@@ -292,7 +292,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (
             self._is_automatic
-            and self._decides_alone
+            and self._decides_alone(optimizer)
             and supports_fused_master_step(optimizer, self._device)
             and not grads_are_observed(optimizer, model)
             and not any(self._unscaled.of(parameter) for parameter in parameters_of(optimizer))

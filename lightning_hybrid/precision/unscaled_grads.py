@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import unscale_
 
@@ -197,6 +198,6 @@ class MicrobatchMixin:
             return found_inf
         return self._agree_on_overflow(found_inf)
 
-    @property
-    def _decides_alone(self) -> bool:
-        return self._agree_on_overflow is None or self.loss_scale is None
+    def _decides_alone(self, optimizer: Optimizer) -> bool:
+        # Or with the ranks that hold other parts of its parameters, in its own step.
+        return self._agree_on_overflow is None or self.loss_scale is None or bool(getattr(optimizer, "parts", None))

@@ -156,7 +156,8 @@ def bucket_caps_for_ddp(
         or "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters
     ):
         return {}
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # Without what DDP is to ignore.
+    trained = [one for one in module.parameters() if one.requires_grad and not getattr(one, "_ddp_ignored", False)]
     if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
     # DDP puts gradients of each dtype into buckets of their own, and one list must do for all: it is made for the dtype
@@ -285,18 +286,18 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
-def refuse_slices(module: nn.Module) -> None:
-    """Check that no layer is cut over ranks (`models/sliced.py`): every rank's slice would be taken for the whole.
+def refuse_slices(module: nn.Module, cut: Collection[str]) -> None:
+    """Check that no layers but those that the strategy has `cut` are slices: they would be taken for whole ones.
 
     Raises:
         ValueError: names the layer.
     """
     for name, layer in module.named_modules():
-        if hasattr(layer, "slice_group"):
+        if hasattr(layer, "slice_group") and name not in cut:
             raise ValueError(
-                f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cannot train "
-                "slices yet, as its loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as "
-                "it is, or train with DistributedDataParallel in a loop of your own, as models/sliced.py shows."
+                f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cuts layers "
+                "itself, so that loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as it "
+                "is and name it in `node_slices`, as models/sliced.py shows, or train in a loop of your own."
             )
 
 

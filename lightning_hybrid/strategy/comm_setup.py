@@ -42,6 +42,7 @@ class CommSetupMixin:
     _local_steps: LocalSteps | None = None
     _averaged_parameters: set[int] | None = None  # by `id`
     _has_optimizers = False  # made before the module was converted
+    _slices: Any = None  # of layers that the strategy has cut
     _topology: Topology  # known when DDP is configured
     _reduction: Literal["mean", "adasum"] = "mean"
     _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
@@ -118,7 +119,7 @@ class CommSetupMixin:
 
     def _find_plan(self, module: nn.Module) -> None:
         """Find the topology and, where a planner was given, its plan for this module. Collective."""
-        refuse_slices(module)
+        refuse_slices(module, cut=() if self._slices is None else self._slices.names)
         self._topology = self._discover_topology()
         if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
             self._plan, self._bucket_hook = plan, adasum_bucket

@@ -32,6 +32,7 @@ from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_paramet
 from lightning_hybrid.strategy.error_feedback import FeedbackMixin
 from lightning_hybrid.strategy.failures import FailureReportMixin
 from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
+from lightning_hybrid.strategy.layer_slices.strategy_mixin import SlicesMixin
 from lightning_hybrid.strategy.local_sgd.strategy_mixin import LocalSGDMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
@@ -53,6 +54,7 @@ class HybridAllReduceMixin(
     CommSetupMixin,
     FeedbackMixin,
     LocalSGDMixin,
+    SlicesMixin,
     SharedUpdateMixin,
     HalfPrecisionMixin,
     DurableCheckpointMixin,
@@ -176,6 +178,7 @@ class HybridAllReduceMixin(
             link_bytes_per_s=self.link_bytes_per_s,
             node_group=self._equal_ranks,
             **({} if self._shared is None else self._shared.placement),
+            **({} if self._slices is None else {"own_state": self._slices.own_state}),
         )
 
     @property
@@ -209,6 +212,7 @@ class HybridAllReduceMixin(
             super().setup(trainer)
         if self._engine is not None:
             self._share_work(self.optimizers)
+            self._connect_slices()
             if self._shares_update:
                 self._begin_sharing(self._masters)
             self._warn_of_reduction(self.optimizers)
@@ -315,7 +319,7 @@ class HybridAllReduceMixin(
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         self._load_residuals(checkpoint)
-        masters = self._masters
+        masters, checkpoint = self._masters, self._with_own_slices(checkpoint)
         if masters is None or self._shared is not None:
             return super().load_optimizer_state_dict(checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")

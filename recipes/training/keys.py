@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.data.order import EpochOrder, largest_global_batch_size
 from lightning_hybrid.models import forward_flops_per_image
 from recipes.cli.ranges import Count, NotNegative, Positive, Ranks, Seed
@@ -86,6 +87,11 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
             takes. The message says all that has to be set.
     """
     model: nn.Module = instantiate(cfg.model)
+    if getattr(model, "node_slices", ()) and not isinstance(trainer.strategy, HybridAllReduceStrategy):
+        raise ValueError(
+            f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) exclude each other: this "
+            "strategy does not cut layers over ranks. Set strategy=hybrid, or model.slice_fc=off."
+        )
     num_classes, shape = getattr(data, "num_classes", 0), getattr(data, "image_shape", None)
     count, batch = getattr(data, "num_train_images_up_to", None), cfg.global_batch_size
     num_images = batch if count is None else count(batch)

@@ -21,8 +21,8 @@ from lightning_hybrid.checkpoint.file import (
     mark_of,
 )
 
-NO_INFLUENCE = {"model.checkpoint_activations"}
-"""Saved keys that change no number of a run."""
+NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
+"""Saved keys that change no number of a run, but for the order of additions."""
 
 
 # ---- which -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.models import AlexNetBN, sliced
+from lightning_hybrid.models import AlexNetBN, slice_exchange
 from lightning_hybrid.models.sliced import ColumnSlicedLinear, SlicedHead, average_slices, sliced_pair, slices_of
 from tests import toy
 
@@ -71,7 +71,9 @@ def trained(net, dtype, across=None, num_steps=3):
             for prefix, layer in net.named_children():
                 for name, parameter in layer.named_parameters():
                     is_cut = f"{prefix}.{name}" in slices
-                    gradients[f"{prefix}.{name}"] = layer._whole(parameter.grad) if is_cut else parameter.grad.clone()
+                    gradients[f"{prefix}.{name}"] = (
+                        layer.whole_of(name, parameter.grad) if is_cut else parameter.grad.clone()
+                    )
         optimizer.step()
     return gradients, net.state_dict()
 
@@ -112,7 +114,7 @@ def alexnets():
     for (name, cut_one), whole_one in zip(other.named_parameters(), whole.parameters(), strict=True):
         gradient = cut_one.grad
         if name in slices:  # of which it is the sum over the node already
-            gradient = getattr(other, name.partition(".")[0])._whole(gradient)
+            gradient = getattr(other, name.partition(".")[0]).whole_of(name.partition(".")[2], gradient)
         else:
             dist.all_reduce(gradient)
         dist.all_reduce(whole_one.grad)
@@ -176,7 +178,7 @@ def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
 def bytes_sent_by_a_pair():
     """In forward and backward, by what is handed to collectives: each rank's share goes to every other."""
     sent, size = [], dist.get_world_size()
-    gather, exchange = sliced._all_gather, dist.all_to_all_single
+    gather, exchange = slice_exchange._all_gather, dist.all_to_all_single
     with pytest.MonkeyPatch.context() as patch:
 
         def gathers(whole, own, group):
@@ -187,7 +189,7 @@ def bytes_sent_by_a_pair():
             sent.append((size - 1) * parts.numel() * parts.element_size() // size)
             exchange(arrived, parts, group=group)
 
-        patch.setattr(sliced, "_all_gather", gathers)
+        patch.setattr(slice_exchange, "_all_gather", gathers)
         patch.setattr(dist, "all_to_all_single", exchanges)
         first, second = sliced_pair(nn.Linear(10, 16), nn.Linear(16, 14), group=dist.group.WORLD)
         second(first(torch.randn(NUM_IMAGES, 10, requires_grad=True)).relu()).sum().backward()

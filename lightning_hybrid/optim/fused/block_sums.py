@@ -19,7 +19,8 @@ class BlockSums:
         take(message)             the message, added over ranks -> `whole`; of whole tensors `own`: all ranks have it
         whole (2, blocks)         what one rank with all tensors would have: added up in the same order, the same bits
 
-    0 + x is x: whichever order ranks are added in, no bit is rounded.
+    0 + x is x: whichever order ranks are added in, no bit is rounded. Of slices, which have no order in the whole, each
+    rank gives a part that begins at 0 and is all of its tensor: block by block their sums are added.
 
     Args:
         params: The tensors; one with a part is 1-D, of its elements.
@@ -32,13 +33,17 @@ class BlockSums:
         numels = [param.numel() if part is None else part.numel for param, part in zip(params, parts, strict=True)]
         self.num_blocks = [-(-numel // block) for numel in numels]
         firsts = list(itertools.accumulate(self.num_blocks, initial=0))
-        places = list[int]()
+        places, are_whole = list[int](), list[bool]()
         for param, part, first in zip(params, parts, firsts, strict=False):
             begin = first if part is None else first + -(-part.begin // block)
-            places += range(begin, begin + -(-param.numel() // block))
+            here = range(begin, begin + -(-param.numel() // block))
+            places += here
+            are_whole += [part is None] * len(here)
         self.first_of = firsts
         self._own = own
         self._places = torch.tensor(places, dtype=torch.int64, device=own.device)
+        self._of_wholes = torch.tensor(are_whole, dtype=torch.bool, device=own.device).nonzero().flatten()
+        self._places_of_wholes = self._places[self._of_wholes]
         self.whole = torch.zeros(2, firsts[-1], dtype=own.dtype, device=own.device)
 
     def message(self) -> Tensor:
@@ -49,7 +54,7 @@ class BlockSums:
         """Take the message as added over ranks."""
         self.whole.copy_(message)
         # Each rank has added the sums of whole tensors: they count once.
-        self.whole.index_copy_(1, self._places, self._own)
+        self.whole.index_copy_(1, self._places_of_wholes, self._own.index_select(1, self._of_wholes))
 
 
 def add_up(block_sums: Sequence[BlockSums], found_inf: Tensor, add_up_: Callable[[Tensor], None]) -> Tensor:

@@ -131,7 +131,7 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
 
 
 def test_what_changes_no_number_may_change(tmp_path):
-    before = {"model": {"depth": 50, "checkpoint_activations": False}}
+    before = {"model": {"depth": 50, "checkpoint_activations": False, "slice_fc": "node"}}
     path = saved(tmp_path, "last.ckpt", 4, callbacks={"Configuration": {"kept": before}})
     resume.refuse_other_configuration(path, {"model": {"depth": 50, "checkpoint_activations": True}})
     with pytest.raises(ValueError, match=r"^`model.depth` \(=18\)") as caught:

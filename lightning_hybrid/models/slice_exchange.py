@@ -1,0 +1,145 @@
+"""What ranks that share layers send one another in forward and backward: images, sums and logits, and few numbers.
+
+All are collective over the group, with as many images on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def refuse_unequal_batches(images: Tensor, group: dist.ProcessGroup) -> None:
+    """Check on a CPU that all ranks of the group have as many images.
+
+    Raises:
+        ValueError: on every rank, with their numbers.
+    """
+    # Gloo takes a shorter message for a longer one in silence, or ends the process. On CUDA the host would wait.
+    if images.is_cuda:
+        return
+    sizes = gathered_rows(torch.tensor([images.shape[0]]), group).tolist()
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"the batch (={images.shape[0]} images here) must have the same size on all ranks that share a layer, and "
+            f"they have {sizes}: images are gathered. Set drop_last=True in the DataLoader."
+        )
+
+
+def gather_images(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the images `[b, ...]` of all ranks, in rank order; their gradients are summed over ranks."""
+    return _GatherImages.apply(own, group)
+
+
+def sum_to_own_images(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sums over ranks of `[g b, ...]`, of the own images alone; in fp32 at least, rounded once."""
+    return _SumToOwnImages.apply(parts, group)
+
+
+def own_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the logits of the own images, `[b, classes]`, from those of own classes, `[g b, classes / g]`."""
+    return _OwnLogits.apply(logits, group)
+
+
+def class_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the cross-entropy of each own image, from logits of own classes, `[g b, classes / g]`."""
+    return _ClassParallelCrossEntropy.apply(logits, targets, group)
+
+
+class _GatherImages(torch.autograd.Function):
+    """Images of all ranks, in rank order; backward sums their gradients and returns those of the own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered_rows(own.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_sum(gradient.contiguous(), ctx.group), None
+
+
+class _SumToOwnImages(torch.autograd.Function):
+    """The sum over ranks of the own images; backward gathers the gradients of all images."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_sum(parts.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered_rows(gradient.contiguous(), ctx.group), None
+
+
+class _OwnLogits(torch.autograd.Function):
+    """Logits of the own images, of all classes, from those `[g b, classes / g]` of all images."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, size = group, dist.get_world_size(group)
+        arrived = torch.empty_like(logits)  # one rank's classes behind the other's
+        dist.all_to_all_single(arrived, logits.contiguous(), group=group)
+        return arrived.view(size, -1, logits.shape[1]).transpose(0, 1).reshape(logits.shape[0] // size, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        size = dist.get_world_size(ctx.group)
+        by_rank = gradient.view(gradient.shape[0], size, -1).transpose(0, 1).contiguous()
+        arrived = torch.empty_like(by_rank)
+        dist.all_to_all_single(arrived, by_rank, group=ctx.group)
+        return arrived.flatten(0, 1), None
+
+
+class _ClassParallelCrossEntropy(torch.autograd.Function):
+    """Losses of the own images from logits `[g b, classes / g]` of all; backward: softmax minus one at the target."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
+        rank, (num_images, num_classes) = dist.get_rank(group), logits.shape
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        targets = gathered_rows(targets, group)
+        largest = wide.amax(1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (wide - largest[:, None]).exp_()
+        own_class = targets - rank * num_classes
+        is_here = (own_class >= 0) & (own_class < num_classes)
+        own_class = own_class.clamp(0, num_classes - 1)
+        chosen = torch.where(is_here, wide.gather(1, own_class[:, None])[:, 0] - largest, 0.0)
+        sums = torch.stack([exponentials.sum(1), chosen])
+        dist.all_reduce(sums, group=group)
+        ctx.group, ctx.dtype = group, logits.dtype
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own_class, is_here)
+        num_own = num_images // dist.get_world_size(group)
+        return (sums[0].log() - sums[1])[rank * num_own : (rank + 1) * num_own]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        softmax, own_class, is_here = ctx.saved_tensors
+        of_all = gathered_rows(gradient.contiguous(), ctx.group)
+        result = softmax * of_all[:, None]
+        result.scatter_add_(1, own_class[:, None], -(of_all * is_here)[:, None])
+        return result.to(ctx.dtype), None, None
+
+
+def gathered_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, in rank order."""
+    size = dist.get_world_size(group)
+    whole = own.new_empty(size * own.shape[0], *own.shape[1:])
+    _all_gather(whole, own, group=group)
+    return whole
+
+
+def _own_sum(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # The sum over ranks of this rank's rows: each sends every other its rows and no more, and adds in fp32 at least.
+    size = dist.get_world_size(group)
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=group)
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    return arrived.view(size, -1, *parts.shape[1:]).sum(0, dtype=wide).to(parts.dtype)
