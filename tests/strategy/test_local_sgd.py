@@ -382,7 +382,7 @@ def test_what_cannot_work_is_refused_where_the_strategy_is_made(options, message
 
 
 def test_a_pipeline_refuses_local_steps():
-    with pytest.raises(ValueError, match=r"^`sync_across_nodes_every` \(=4\) cannot be combined with strategy='hy"):
+    with pytest.raises(ValueError, match=r"^`sync_across_nodes_every` \(=4\) cannot be combined with a pipeline"):
         HybridPipelineStrategy(sync_across_nodes_every=4)
 
 
