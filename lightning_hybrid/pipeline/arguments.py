@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -10,7 +10,6 @@ from torch import nn
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
-from lightning_hybrid.strategy.arguments import Planner
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -76,38 +75,6 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         raise ValueError(
             f"`cuts` (={list(cuts)}) must be {total - 1} ascending places, the first block of each stage after the "
             f"first: {num_stages} ranks hold {total} stages. Leave strategy.cuts out to balance them."
-        )
-
-
-def refuse_options_of_whole_models(options: Mapping[str, Any]) -> None:
-    """Check that no option of `HybridAllReduceStrategy` is given that a pipeline would not carry out.
-
-    Raises:
-        ValueError: names the option.
-
-    >>> refuse_options_of_whole_models({"comm_dtype": "bfloat16", "shard_update": "off", "reduction": "mean"})
-    """
-    refused = {
-        "shard_update": (("off", False), "the ranks of a node hold other stages, and no masters that they could share"),
-        "reduction": (("mean",), "Adasum combines the means of nodes, and a node's ranks hold other stages"),
-        "tune": (("off", "auto", False), "plans are tried on a whole model's buckets"),
-    }
-    for name, (accepted, why) in refused.items():
-        if name in options and options[name] not in accepted:
-            raise ValueError(
-                f"`{name}` (={options[name]!r}) cannot be carried out in a pipeline: {why}. Leave strategy.{name} out, "
-                'or take strategy="hybrid_allreduce".'
-            )
-    if isinstance(options.get("plan"), Planner):
-        raise ValueError(
-            f"`plan` (={options['plan']!r:.80}) must be a CommPlan or the path of one in a pipeline: a planner chooses "
-            "for the gradients of a whole model. Leave strategy.plan out."
-        )
-    across = options.get("comm_dtype_across_nodes")
-    if str(across).removeprefix("torch.") in ("int8", "int4"):
-        raise ValueError(
-            f"`comm_dtype_across_nodes` (={across!r}) must be a dtype in a pipeline: codecs were not built for the "
-            "sums of one stage. Set strategy.comm_dtype_across_nodes=bfloat16."
         )
 
 

@@ -24,7 +24,6 @@ from lightning_hybrid.pipeline.arguments import (
     check_options,
     check_trainer,
     cut_places,
-    refuse_options_of_whole_models,
 )
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
@@ -85,7 +84,6 @@ class HybridPipelineMixin(DataRanksMixin):
         **options: Any,
     ) -> None:
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
-        refuse_options_of_whole_models(options)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
         self._stages: Stages | None = None

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
-from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import Muting, digest_of, input_of_net, loss_in, microbatches, random_state
@@ -19,14 +18,6 @@ from lightning_hybrid.pipeline.placement import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
 from tests.pipeline import cases
-
-
-class AnyPlanner:
-    """A planner, as `planning.cluster.Cluster` is one."""
-
-    def plan_for(self, numels, topology, *, itemsize, on_cuda):
-        return CommPlan()
-
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
@@ -45,11 +36,6 @@ class AnyPlanner:
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
         ({"cuts": [1], "schedule": "interleaved"}, "must be 3 ascending places"),
         ({"algorithm": "fastest"}, "algorithm"),
-        ({"shard_update": "node"}, "hold other stages, and no masters"),
-        ({"reduction": "adasum"}, "Adasum combines the means of nodes"),
-        ({"tune": "on"}, "tried on a whole model's buckets"),
-        ({"plan": AnyPlanner()}, "must be a CommPlan or the path of one"),
-        ({"comm_dtype_across_nodes": "int8"}, "codecs were not built"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
