@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
+from lightning_hybrid.strategy.arguments import Planner
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -76,6 +77,38 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
             f"`cuts` (={list(cuts)}) must be {total - 1} ascending places, the first block of each stage after the "
             f"first: {num_stages} ranks hold {total} stages. Leave strategy.cuts out to balance them."
         )
+
+
+def check_data_options(options: Mapping[str, Any]) -> None:
+    """Check that the options for the data ranks are those that a pipeline carries out.
+
+    Raises:
+        ValueError: names the option.
+
+    >>> check_data_options({"comm_dtype_across_nodes": "float16"})
+    >>> check_data_options({"comm_dtype_across_nodes": "int8"})
+    Traceback (most recent call last):
+    ValueError: `comm_dtype_across_nodes` (='int8') cannot be combined with a pipeline: a codec numbers the blocks of \
+a whole network, and a rank has that of its stages. Leave strategy.comm_dtype_across_nodes out, or set it to float16.
+    """
+    for name, (refused, why) in _NOT_IN_A_PIPELINE.items():
+        value = options.get(name)
+        if refused(value):
+            cure = ", or set it to float16" if name == "comm_dtype_across_nodes" else ""
+            raise ValueError(
+                f"`{name}` (={value!r:.80}) cannot be combined with a pipeline: {why}. Leave strategy.{name} out{cure}."
+            )
+
+
+_NOT_IN_A_PIPELINE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "comm_dtype_across_nodes": (
+        lambda value: str(value).removeprefix("torch.") in ("int8", "int4"),
+        "a codec numbers the blocks of a whole network, and a rank has that of its stages",
+    ),
+    "plan": (lambda value: isinstance(value, Planner), "a planner is asked about the gradients of a whole network"),
+    "reduction": (lambda value: value == "adasum", "data ranks average the gradients of their stages"),
+    "shard_update": (lambda value: value == "node", "a rank has masters and optimizer state of its stages only"),
+}
 
 
 def check_ranks(*, num_stages: int, world_size: int) -> None:

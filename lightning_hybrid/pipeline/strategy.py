@@ -21,6 +21,7 @@ from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.pipeline.arguments import (
     Schedule,
     blocks_of,
+    check_data_options,
     check_options,
     check_trainer,
     cut_places,
@@ -65,7 +66,8 @@ class HybridPipelineMixin(DataRanksMixin):
             an `example_input_array` (the network's input), else by parameters.
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
-        **options: as in `HybridAllReduceStrategy`, for the data ranks; `tune` is off.
+        **options: as in `HybridAllReduceStrategy`, for the data ranks; `tune` is off, and what needs the gradients of a
+            whole network is refused: a codec, a planner, `reduction`, `shard_update`.
 
     Raises:
         ValueError: an option cannot work; before any process group exists where it can be known by then.
@@ -84,6 +86,7 @@ class HybridPipelineMixin(DataRanksMixin):
         **options: Any,
     ) -> None:
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
+        check_data_options(options)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
         self._stages: Stages | None = None

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import Muting, digest_of, input_of_net, loss_in, microbatches, random_state
@@ -18,6 +19,14 @@ from lightning_hybrid.pipeline.placement import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
 from tests.pipeline import cases
+
+
+class Everywhere:
+    """A planner."""
+
+    def plan_for(self, numels, topology, *, itemsize, on_cuda):
+        return CommPlan()
+
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
@@ -36,6 +45,10 @@ from tests.pipeline import cases
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
         ({"cuts": [1], "schedule": "interleaved"}, "must be 3 ascending places"),
         ({"algorithm": "fastest"}, "algorithm"),
+        ({"comm_dtype_across_nodes": "int4"}, "a codec numbers the blocks of a whole network"),
+        ({"reduction": "adasum"}, "data ranks average the gradients of their stages"),
+        ({"shard_update": "node"}, "a rank has masters and optimizer state of its stages only"),
+        ({"plan": Everywhere()}, "a planner is asked about the gradients of a whole network"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
