@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.health.abort import forget
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRanks:
@@ -93,9 +95,12 @@ class PipelineGroups:
         made = [dist.new_group(list(each), timeout=timeout, group_desc=f"pipeline {name}", **options) for each in sets]
         return made[own]
 
-    def destroy(self) -> None:
-        """Free the groups; ranks that still wait in one learn of it by an error."""
+    def destroy(self, *, are_aborted: bool = False) -> None:
+        """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
         for group in (self.pipe, self.agree, self.data):
+            if are_aborted and group is not self.agree:  # which is over host memory
+                forget(group)
+                continue
             with suppress(ValueError):  # the default group is gone, and took them with it
                 if dist.is_initialized():
                     dist.destroy_process_group(group)

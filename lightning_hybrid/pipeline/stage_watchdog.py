@@ -118,6 +118,11 @@ class StageWatchdog(SetupWatchdog):
         """Whether a wait was left, which still uses its process group."""
         return bool(self._error) and self._began_s is not None
 
+    @property
+    def has_aborted(self) -> bool:
+        """Whether a failure has aborted the communicators of the device."""
+        return bool(self._error) and self._device.type == "cuda"
+
     def _serve(self) -> None:
         for job in iter(self._jobs.get, None):
             run, done = job

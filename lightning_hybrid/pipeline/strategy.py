@@ -356,7 +356,7 @@ class HybridPipelineMixin(DataRanksMixin):
             if metric.process_group is stages.groups.data:
                 metric.process_group = None
         if not stages.watchdog.is_stuck:
-            stages.groups.destroy()
+            stages.groups.destroy(are_aborted=stages.watchdog.has_aborted)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

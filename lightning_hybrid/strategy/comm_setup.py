@@ -17,6 +17,7 @@ from lightning_hybrid.comm.adasum_hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
+from lightning_hybrid.comm.health.abort import forget
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
     Planner,
@@ -168,12 +169,15 @@ class CommSetupMixin:
         if self._bucket_hook is adasum_bucket:
             warn_of_trust_ratios(optimizers)
 
-    def _end_shared_work(self, optimizers: Sequence[Optimizer]) -> None:
+    def _end_shared_work(self, optimizers: Sequence[Optimizer], *, has_failed: bool) -> None:
         group, self._work_group = self._work_group, None
         if group is not None:
             for one in optimizers:
                 one.__dict__.pop("work_group", None)
-            dist.destroy_process_group(group)
+            if has_failed and self.root_device.type == "cuda":
+                forget(group)  # a failure has aborted all communicators: nothing is to be waited for
+            else:
+                dist.destroy_process_group(group)
 
     def _note_plan(self, plan: CommPlan) -> None:
         self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")

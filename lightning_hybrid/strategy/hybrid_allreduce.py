@@ -342,7 +342,7 @@ class HybridAllReduceMixin(
                 if self._trace_dir is not None:
                     engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
         finally:
-            self._end_shared_work(self.optimizers)
+            self._end_shared_work(self.optimizers, has_failed=engine is not None and bool(engine.failure))
             self._averaged_parameters = None
             if self._masters is not None:
                 self._masters.restore()  # before Lightning moves the module away from its masters

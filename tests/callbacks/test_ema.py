@@ -47,6 +47,7 @@ def averaged(precision, ema=MasterWeightAveraging, validate=True):
     return by_hand.average, by_hand.validated, left
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_the_average_is_that_of_the_masters_to_the_bit(two_ranks, precision):
     """In validation DDP lets every rank see the statistics of rank zero: there only are they a rank's own."""

@@ -179,6 +179,7 @@ def test_loggers_go_on_with_the_step_they_were_at(two_ranks, tmp_path, where):
         assert seen == [(step, step + 1) for step in range(at, 12)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("every_n_steps", "step", "last"), [(3, 4, 6), (3, 6, 9), (5, 4, 5), (100, 4, 12)])
 def test_all_ranks_are_asked_every_few_steps(two_ranks, tmp_path, every_n_steps, step, last):
     """After steps 0, n, 2 n, ...; at the end of training in any case."""

@@ -161,7 +161,7 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
     path=st.sampled_from(sorted(PATHS)),
 )
 def test_any_shapes_and_placements(four_ranks, shapes, placements, rule, path):
-    for found in four_ranks.run(steps_on_rank, (2, 2), placements, rule, {}, PATHS[path], shapes=shapes):
+    for found in four_ranks.run(steps_on_rank, (2, 2), placements, rule, {}, PATHS[path], 3, shapes):
         assert found <= max(1e-6, BOUND[path])
 
 

@@ -197,6 +197,7 @@ def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(name, num_ranks, pa
     assert_shared_as_whole(rule, {**options, **PATHS[path]}, shapes_for(num_ranks), num_ranks)
 
 
+@pytest.mark.sampled(5)
 @every_path
 @pytest.mark.parametrize("rule", COMMON)
 @pytest.mark.parametrize("held_by", [0, 2, "all"])

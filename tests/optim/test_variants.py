@@ -16,6 +16,7 @@ lists_or_loop = pytest.mark.parametrize("path", [PATHS["loop"], PATHS["lists"]],
 SHAPES = [(7,), (20, 410), (), (5, 3)]
 
 
+@pytest.mark.sampled(2)
 @every_path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fifty_steps_are_the_familys_rule(family, path):

@@ -119,6 +119,7 @@ def weights_of(optimizer, settings):
 # ---- the same step -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 @pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb"])
 def test_a_step_handed_over_is_the_step_by_parts_bit_for_bit(one_rank, optimizer, precision):

@@ -1,7 +1,5 @@
 """`comm_dtype_across_nodes="int8"` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,6 @@ from lightning.fabric import Fabric
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.comm import CommPlan, Topology
-from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
 from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.flavours import fabric as fabric_flavour
 from tests import toy
@@ -57,24 +54,6 @@ def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, preci
     for other in (ranks[0][1], *ranks[1]):
         assert toy.same_bits(weights, other[0])
     assert losses[-1] < losses[0] / 2
-
-
-def buckets_held():
-    gc.collect()
-    return sum(isinstance(one, PaddedBucket) for one in gc.get_objects())
-
-
-def more_buckets_after_a_fit():
-    before = buckets_held()
-    trainer, _ = fit("int8", max_epochs=1)
-    return trainer.global_step, buckets_held() - before
-
-
-def test_after_a_fit_nothing_holds_the_memory_of_its_buckets(two_ranks):
-    """It is that of all gradients once more: a validation that follows may need it."""
-    for num_steps, num_more in two_ranks.run(more_buckets_after_a_fit):
-        assert num_steps > 0
-        assert num_more <= 0
 
 
 def fit_and_resume(codec, path, precision):

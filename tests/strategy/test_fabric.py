@@ -136,6 +136,7 @@ def trainer_loop(precision, optimizer, accumulate, max_norm):
     return module.losses, toy.weights(module.net)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "accumulate", "max_norm"),
     [

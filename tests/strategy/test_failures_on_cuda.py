@@ -5,12 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
+from lightning_hybrid.pipeline import placement
+from lightning_hybrid.strategy import comm_setup
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
 
 CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
@@ -71,3 +74,20 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
     assert CAUSE in error.__notes__
     strategy.on_exception(explained := RuntimeError(CAUSE))
     assert CAUSE not in getattr(explained, "__notes__", [])
+
+
+@pytest.mark.parametrize(("has_failed", "ended"), [(True, "forgotten"), (False, "destroyed")])
+def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
+    """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
+    seen = []
+    for module in (comm_setup, placement):
+        monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
+    strategy = comm_setup.CommSetupMixin()
+    strategy.root_device, strategy._work_group = torch.device("cuda"), "work"
+    strategy._end_shared_work([], has_failed=has_failed)
+    groups = object.__new__(placement.PipelineGroups)
+    groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
+    groups.destroy(are_aborted=has_failed)
+    assert seen == [("work", ended), ("pipe", ended), ("agree", "destroyed"), ("data", ended)]  # words go over Gloo

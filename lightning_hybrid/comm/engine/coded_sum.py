@@ -20,9 +20,7 @@ from torch import Tensor
 from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Blocks
 from lightning_hybrid.comm.engine import gloo_p2p
-
-# torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from lightning_hybrid.comm.engine.backend_collectives import all_gather
 
 
 def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool) -> None:
@@ -84,7 +82,7 @@ def _scatter(
 def _gather(rows: Tensor, me: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool) -> None:
     """Copy row r of rank r to all others."""
     if by_backend:
-        _all_gather(rows.view(-1), rows[me].clone(), group=group)
+        all_gather(rows.view(-1), rows[me].clone(), group=group)
         return
     filled = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     gloo_p2p.all_to_all_([filled[me]] * len(filled), filled, group)

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from lightning_hybrid.comm.engine import gloo_p2p
+from lightning_hybrid.comm.engine.backend_collectives import all_gather
 
 if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.stages import Job
 
-# torch 2.13 renames it and warns at every call by the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 PART_ALIGNMENT = 128
 """Elements: parts of a `flat` begin at multiples of it, as messages of the backend and of `gloo_p2p` ask."""
@@ -37,7 +36,7 @@ def gather_(job: Job, group: dist.ProcessGroup) -> None:
         gloo_p2p.gather_parts_(job.flat, group)
         return
     parts = job.flat.chunk(dist.get_world_size(group))
-    _all_gather(job.flat, parts[dist.get_rank(group)], group=group)
+    all_gather(job.flat, parts[dist.get_rank(group)], group=group)
 
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:

@@ -35,13 +35,11 @@ from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.codec import Blocks
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.engine.adasum import adasum_
+from lightning_hybrid.comm.engine.backend_collectives import all_gather as _all_gather
+from lightning_hybrid.comm.engine.backend_collectives import reduce_scatter as _reduce_scatter
 from lightning_hybrid.comm.engine.coded_sum import sum_coded_
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope, Topology
-
-# torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it.
 SHARD_ALIGNMENT = 128

@@ -104,6 +104,7 @@ def test_scaled_half_gradients_move_masters_and_copies_as_unscaled_ones_do(path,
     close(params, plain, 2e-6)
 
 
+@pytest.mark.sampled(5)
 @every_path
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", [0, 2, 5])
