@@ -111,7 +111,7 @@ class TuneReport:
         if cluster.codec.is_measured:
             codec = cluster.codec
             lines.append(
-                "GB/s of float32 that a rank encodes and decodes, all at once: "
+                f"GB/s of float32 that a {'rank' if self.world.on_cuda else 'core'} encodes and decodes: "
                 f"int8 {codec.int8_bytes_per_s / 1e9:.3g}, int4 {codec.int4_bytes_per_s / 1e9:.3g}"
             )
         worst = found.worst

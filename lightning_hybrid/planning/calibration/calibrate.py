@@ -110,7 +110,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     # A core that receives and adds is no faster than at either alone.
     core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
     bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
-    bare = replace(bare, codec=_codec_rates(samples, bare.codec))
+    bare = replace(bare, codec=_codec_rates(samples, bare))
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
     cluster = replace(fitted, factors=residual_factors(fitted, measured, setup))
     sums = tuple(
@@ -167,13 +167,16 @@ def _add_rates(samples: Measurements) -> dict[str, float]:
     }
 
 
-def _codec_rates(samples: Measurements, known: CodecRates) -> CodecRates:
+def _codec_rates(samples: Measurements, cluster: Cluster) -> CodecRates:
+    # All ranks encoded at once: where they share cores, the model has each wait for its turn, so rates are a core's.
+    transport = cluster.transport
+    turns = transport.work_s(1.0, of_busiest=1, of_all=cluster.world_size) if isinstance(transport, Gloo) else 1.0
     rates = {
-        f"{name}_bytes_per_s": size / statistics.median(times_s)
+        f"{name}_bytes_per_s": turns * size / statistics.median(times_s)
         for name in samples.whats("codec")
         for size, times_s in samples.of("codec", name).items()
     }
-    return replace(known, **rates, is_measured=True) if len(rates) == 2 else known
+    return replace(cluster.codec, **rates, is_measured=True) if len(rates) == 2 else cluster.codec
 
 
 def _consent_s(samples: Measurements, place: str) -> float | None:

@@ -66,7 +66,8 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
     if "across" in places:
         for name in CODECS:
-            add("codec", name, ADD_BYTES, ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"))
+            turns = 1.0 if world.on_cuda else GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
+            add("codec", name, ADD_BYTES, turns * ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"))
         for name, size in CODED_SUMS:
             add(
                 "sum",

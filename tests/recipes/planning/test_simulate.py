@@ -23,6 +23,7 @@ from lightning_hybrid.models import ResNet, forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.planning.gradient_timing import time_gradients
 from recipes.planning.layers import layers_of, measured_work, work_of
+from recipes.planning.scaling_curve import scaling_point
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
 from recipes.planning.simulate_report import SimulationReport
 from tests.evidence.planner import emulated
@@ -170,26 +171,23 @@ def test_the_answer_says_whether_fewer_bits_between_nodes_pay(monkeypatch, ask, 
     assert found.answer().count("ewer bits between nodes") == (ask[1] != "num_nodes=1" and "every" not in ask[-1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_readme_says_what_the_model_does(case):
     assert f"\n{case.row()}\n" in (ROOT / "lightning_hybrid" / "planning" / "README.md").read_text()
 
 
-def test_a_run_in_8_bits_or_with_averages_is_planned_as_such(monkeypatch):
+def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, and 8 / 8 in 8 steps, at 25 Gbit/s."""
-    ask = ["cluster=cloud_25gbe", "num_nodes=2", "images_per_s=1e6", "search=null", "scaling_ranks=[16]"]
-    plain, coded, local = (
-        reported(monkeypatch, *ask, *more)
-        for more in ([], ["comm_dtype_across_nodes=int8"], ["sync_across_nodes_every=8"])
-    )
-    assert coded.outcome.step_s < plain.outcome.step_s
-    assert plain.curve[0].least_s / coded.curve[0].least_s == pytest.approx(2 * 256 / 258, rel=0.01)  # blocks are whole
-    assert plain.curve[0].least_s / local.curve[0].least_s == pytest.approx(2.0)
-    assert coded.compression.plain == plain.compression.plain
-    assert local.outcome.step_s - local.scenario.average_s / 8 < plain.outcome.step_s
+    fast = scenario(cluster=cluster_of("cloud_25gbe", 2), images_per_s=1e6)
+    coded, local = replace(fast, comm_dtype_across_nodes="int8"), replace(fast, sync_across_nodes_every=8)
+    points = [scaling_point(each) for each in (fast, coded, local)]
+    assert points[0].step_s > points[1].step_s
+    assert points[0].least_s / points[1].least_s == pytest.approx(2 * 256 / 258, rel=0.01)  # blocks are whole
+    assert points[0].least_s / points[2].least_s == pytest.approx(2.0)
+    assert points[2].step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
     with pytest.raises(ValueError, match=r"`comm_dtype_across_nodes` \(='int4'\) and `sync_across_nodes_every` \(=2\)"):
-        reported(monkeypatch, *ask, "comm_dtype_across_nodes=int4", "sync_across_nodes_every=2")
+        scenario(comm_dtype_across_nodes="int4", sync_across_nodes_every=2)
 
 
 def test_a_model_of_unknown_pace_is_refused():

@@ -105,7 +105,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
     assert content["compression"]["steps"][0]["step_s"] == pytest.approx(found.plans[0].step_s)
     table = (tmp_path / "table.md").read_text()
     assert "so they are never on by themselves: strategy.comm_dtype_across_nodes=int4." in table
-    assert "GB/s of float32 that a rank encodes and decodes, all at once: int8 3.8" in table
+    assert "GB/s of float32 that a core encodes and decodes: int8 3.8" in table
     assert "int" not in (tmp_path / "plan.json").read_text()
     assert "comm_dtype" not in found.usage(tmp_path)
 
