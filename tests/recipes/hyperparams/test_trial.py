@@ -107,19 +107,16 @@ def test_a_configuration_that_cannot_be_is_a_failed_trial_with_the_reason(overri
 TWO_NODES = ("trainer.devices=2", "strategy.ranks_per_node=1", "precision=16-true", "optim.lr=4")
 
 
-def trial_of_a_rank(codec):
-    return trial(*TWO_NODES, f"strategy.comm_dtype_across_nodes={codec}")
+def trial_of_a_rank():
+    return trial(*TWO_NODES, "strategy.comm_dtype_across_nodes=int8")
 
 
 def test_a_trial_on_two_nodes_says_what_their_codec_lost_and_how_many_steps_were_skipped(two_ranks):
-    one, other = two_ranks.run(trial_of_a_rank, "int8")
+    one, other = two_ranks.run(trial_of_a_rank, timeout_s=180.0)
     assert one.status == "done"
     assert one.value == other.value  # validation is over all ranks
     assert 1e-6 < one.metrics["comm/quantisation_nmse"] < 1e-3
     assert one.metrics["train/skipped_steps"] == other.metrics["train/skipped_steps"]
-    plain = two_ranks.run(trial_of_a_rank, "float16")[0]
-    assert "comm/quantisation_nmse" not in plain.metrics
-    assert plain.value != one.value
 
 
 def trial_that_is_lost_on_a_rank():
@@ -133,7 +130,7 @@ def trial_that_is_lost_on_a_rank():
 
 
 def test_a_loss_that_one_rank_has_lost_ends_the_trial_on_all_at_the_same_step(two_ranks):
-    one, other = two_ranks.run(trial_that_is_lost_on_a_rank)
+    one, other = two_ranks.run(trial_that_is_lost_on_a_rank, timeout_s=180.0)
     assert (one.status, one.metrics["num_steps"]) == (other.status, other.metrics["num_steps"]) == ("diverged", 1)
 
 
@@ -154,13 +151,13 @@ class Places:
 
 @pytest.mark.long
 def test_ranks_of_a_trial_are_processes_of_which_none_is_left_when_one_fails():
-    overrides = ("optim.lr=1",)
+    overrides, before = ("optim.lr=1",), set(multiprocessing.active_children())
     done = run_on_ranks(Places(), overrides, (), num_ranks=3)
     assert (done.status, done.value) == ("done", 0)
     assert done.metrics["pid"] != os.getpid()
     assert run_on_ranks(Places("fails"), overrides, (), num_ranks=2).reason.startswith("FileNotFoundError")
     assert run_on_ranks(Places("dies"), overrides, (), num_ranks=2).reason == "the process of rank 1 ended"
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.long
