@@ -148,7 +148,7 @@ class CommSetupMixin:
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
             shares_update=self._shares_update,
-            compared=None if self._local_steps is None else vars(self._local_steps),
+            compared=None if self._local_steps is None else self._local_steps.options,
         )
         self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)

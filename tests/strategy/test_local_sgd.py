@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import Topology
+from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.strategy.local_sgd.settings import refuse_setup
 from tests import toy
 
@@ -134,6 +135,37 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_rank
         assert torch.equal(of_ranks[2][trained], of_ranks[3][trained])
         assert [torch.equal(of_ranks[0], other) for other in of_ranks[1:]] == [step == 2] * 3
     assert all(torch.equal(ranks[0][2], last) for _, _, last in ranks)  # with optimizer state, at the end
+
+
+class Layerwise(Toy):
+    """With LARS along the orthogonalised momentum, or LAMB, which look at norms of whole tensors."""
+
+    def configure_optimizers(self):
+        if self.optimizer_name == "LAMB":
+            return LAMB(self.parameters(), lr=0.01, weight_decay=0.01)
+        return LARS(self.parameters(), lr=4.0, direction="orthogonal")
+
+
+def fit_layerwise(name):
+    found = []
+    for options in ({}, {"sync_across_nodes_every": 2}):
+        module = Layerwise(optimizer=name)
+        strategy = HybridAllReduceStrategy(ranks_per_node=2, tune="off", **options)
+        trainer = toy.trainer(strategy=strategy, precision="16-true", max_epochs=4, accumulate_grad_batches=2)
+        trainer.fit(module, toy.loader())
+        found.append((final(trainer), module.losses))
+    return found
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+def test_layerwise_optimizers_with_accumulation_learn_and_agree(four_ranks, name):
+    """Steps of two batches each: a period is two steps, whatever the batches."""
+    ranks = four_ranks.run(fit_layerwise, name)
+    for (whole, _), (local, losses) in ranks:
+        assert torch.equal(local, ranks[0][1][0])
+        assert not torch.equal(local, whole)
+        assert losses[-1] < losses[0]
 
 
 def fit_in_phases():
@@ -392,7 +424,7 @@ def error_of_other_settings():
 
 def test_ranks_with_other_periods_are_refused_before_training(two_ranks):
     for error in two_ranks.run(error_of_other_settings):
-        assert error.startswith("ValueError: the plan of communication must be the same on all ranks: `every` is 3 on")
+        assert error.startswith("ValueError: the plan of communication must be the same on all ranks: `sync_across_")
 
 
 def test_nodes_layers_and_precisions_that_cannot_work_are_refused():

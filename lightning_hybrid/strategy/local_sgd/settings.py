@@ -31,6 +31,12 @@ class LocalSteps:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
+    @property
+    def options(self) -> dict[str, object]:
+        """The options by the user's names, to be compared between ranks."""
+        outer = {"lr": self.outer_lr, "momentum": self.outer_momentum}
+        return {_OPTION: self.every, "sync_across_nodes_from_step": self.from_step, "outer_step": outer}
+
     def end_at(self, num_steps: int) -> bool:
         """Return whether a period ends after the run's first `num_steps` optimizer steps."""
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
