@@ -432,10 +432,10 @@ def test_optimizers_with_norms_of_their_own_are_refused():
     net = sliced.Net()
     slices = {id(net.fc6.weight)}
     with pytest.raises(ValueError, match=r"^`optimizer` \(=Adafactor\) cannot train slices"):
-        refusals.refuse_optimizers([torch.optim.Adafactor(net.parameters())], slices)
+        refusals.refuse_optimizers_with_norms([torch.optim.Adafactor(net.parameters())], slices)
     with pytest.raises(ValueError, match=r'^`direction` \(="orthogonal"\)'):
-        refusals.refuse_optimizers([lars(net, fused=False, direction="orthogonal")], slices)
-    refusals.refuse_optimizers([torch.optim.Adafactor(net.trunk.parameters()), lars(net)], slices)
+        refusals.refuse_optimizers_with_norms([lars(net, fused=False, direction="orthogonal")], slices)
+    refusals.refuse_optimizers_with_norms([torch.optim.Adafactor(net.trunk.parameters()), lars(net)], slices)
 
 
 def fit_with(options):

@@ -33,17 +33,17 @@ class BlockSums:
         numels = [param.numel() if part is None else part.numel for param, part in zip(params, parts, strict=True)]
         self.num_blocks = [-(-numel // block) for numel in numels]
         firsts = list(itertools.accumulate(self.num_blocks, initial=0))
-        places, are_whole = list[int](), list[bool]()
+        places, of_wholes = list[int](), list[int]()
         for param, part, first in zip(params, parts, firsts, strict=False):
             begin = first if part is None else first + -(-part.begin // block)
             here = range(begin, begin + -(-param.numel() // block))
+            of_wholes += range(len(places), len(places) + len(here)) if part is None else ()
             places += here
-            are_whole += [part is None] * len(here)
         self.first_of = firsts
         self._own = own
         self._places = torch.tensor(places, dtype=torch.int64, device=own.device)
-        self._of_wholes = torch.tensor(are_whole, dtype=torch.bool, device=own.device).nonzero().flatten()
-        self._places_of_wholes = self._places[self._of_wholes]
+        self._of_wholes = torch.tensor(of_wholes, dtype=torch.int64, device=own.device)
+        self._places_of_wholes = self._places.index_select(0, self._of_wholes)
         self.whole = torch.zeros(2, firsts[-1], dtype=own.dtype, device=own.device)
 
     def message(self) -> Tensor:

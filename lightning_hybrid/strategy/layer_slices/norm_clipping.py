@@ -23,9 +23,14 @@ def clip_by_norm_over_slices(
     if not params:
         return
     gradients = [param.grad for param in params]
-    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-    is_cut = torch.tensor([id(param) in slices for param in params], device=squares.device)
-    of_slices = torch.where(is_cut, squares, 0.0).sum()
+    norms = list(zip(params, torch._foreach_norm(gradients), strict=True))
+    of_slices, of_wholes = (
+        torch.stack([torch.zeros_like(norms[0][1]), *some]).double().square().sum()
+        for some in (
+            [norm for param, norm in norms if id(param) in slices],
+            [norm for param, norm in norms if id(param) not in slices],
+        )
+    )
     dist.all_reduce(of_slices, group=group)
-    norm = (torch.where(is_cut, 0.0, squares).sum() + of_slices).sqrt().float()
+    norm = (of_wholes + of_slices).sqrt().float()
     torch._foreach_mul_(gradients, torch.clamp(clip_val / (norm + 1e-6), max=1.0))

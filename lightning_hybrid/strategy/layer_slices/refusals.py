@@ -15,7 +15,7 @@ from lightning_hybrid.strategy.shared_update.refusals import ELEMENTWISE, PRECIS
 
 
 def refuse_options(asked: object, *, precision: object, module: nn.Module, **options: tuple[object, object]) -> None:
-    """Check what the run has set beside slices; `options`: value and the only one that can be.
+    """Check what the run has set besides slices; `options`: value and the only one that can be.
 
     Raises:
         ValueError: names the option.
@@ -75,7 +75,7 @@ def refuse_topology(topology: Topology) -> None:
 def without_odd_heads(
     module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int
 ) -> list[tuple[str, ...]]:
-    """Leave out heads whose classes do not divide, with a warning: data says how many there are, and nobody else."""
+    """Leave out heads whose classes do not divide, with a warning: the data decides on their number."""
     found = []
     for names in layers:
         classes = getattr(module.get_submodule(names[0]), "out_features", 0) if len(names) == 1 else 0
@@ -131,7 +131,7 @@ def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_s
                 )
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer], slices: Container[int]) -> None:
+def refuse_optimizers_with_norms(optimizers: Iterable[Optimizer], slices: Container[int]) -> None:
     """Check that each step is right on slices; `slices`: parameters by `id`.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning_hybrid.strategy.layer_slices.norm_clipping import clip_by_norm_ov
 from lightning_hybrid.strategy.layer_slices.refusals import (
     refuse_callbacks,
     refuse_layers,
-    refuse_optimizers,
+    refuse_optimizers_with_norms,
     refuse_options,
     refuse_topology,
     without_odd_heads,
@@ -106,7 +106,7 @@ class SlicesMixin:
         """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
         if self._slices is None:
             return
-        refuse_optimizers(self.optimizers, self._slices)
+        refuse_optimizers_with_norms(self.optimizers, self._slices)
         self._slices.connect(
             self.optimizers,
             self._masters,
