@@ -31,6 +31,8 @@ _IN_FP32 = frozenset("layer_norm group_norm rms_norm".split())
 # Of fp32 operands alone, autocast makes these in fp32 on CUDA too.
 _NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
 
+_WITHOUT_TENSORS = frozenset({type(None), int, float, bool, str})
+
 
 class Fp16MatmulEmulation(TorchFunctionMode):
     """A mode that runs the matrix-product family on fp16 operands with fp32 arithmetic.
@@ -112,15 +114,13 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     # Most arguments are plain. The general walk takes longer than the arithmetic of a small layer.
     kind = type(value)
-    if isinstance(value, Tensor):
-        return function(value)
-    if value is None or kind is int or kind is float or kind is bool or kind is str:
-        return value
     if kind is tuple or kind is list:
-        return kind(_map_tensors(function, each) for each in value)
+        return kind([_map_tensors(function, each) for each in value])
+    if kind in _WITHOUT_TENSORS:
+        return value
     if kind is dict:
-        return {key: _map_tensors(function, each) for key, each in value.items()}
-    return tree_map_only(Tensor, function, value)
+        return {key: _map_tensors(function, each) for key, each in value.items()} if value else value
+    return function(value) if isinstance(value, Tensor) else tree_map_only(Tensor, function, value)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -99,6 +99,10 @@ class GradientSet(pl.LightningModule):
         self.has_arithmetic = has_arithmetic
         self.optimizer = optimizer
         self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        if has_arithmetic:  # of zeros most gradients would be zero
+            generator = torch.Generator().manual_seed(0)
+            for layer in self.layers:
+                nn.init.normal_(layer, std=layer.shape[-1] ** -0.5, generator=generator)
         self.seconds_per_element = backward_s / numel(shapes)
         self._noise: Tensor | None = None
 
