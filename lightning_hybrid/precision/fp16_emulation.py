@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 # The matrix-product family by name: functional, method and operator spellings. Recurrent cells and attention run
 # whole in fp32 between two roundings: their inner products never surface as calls of their own.
@@ -30,6 +30,8 @@ _IN_FP32 = frozenset("layer_norm group_norm rms_norm".split())
 
 # Of fp32 operands alone, autocast makes these in fp32 on CUDA too.
 _NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
+
+_WITHOUT_TENSORS = frozenset({type(None), int, float, bool, str})
 
 
 class Fp16MatmulEmulation(TorchFunctionMode):
@@ -64,7 +66,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
                 return _backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+            args, kwargs = _map_tensors(_wide, (args, kwargs))
         if not self._with_products or name not in _MATRIX_PRODUCTS or "out" in kwargs:
             return func(*args, **kwargs)
         dtypes = _dtypes_of((args, kwargs))
@@ -74,10 +76,10 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         if torch.float16 not in dtypes and not (is_autocast and torch.float32 in dtypes and name not in _NOT_CAST):
             return func(*args, **kwargs)
         # fp16 operands in fp32 arithmetic: products of two fp16 numbers are exact in fp32, as in tensor cores.
-        args, kwargs = tree_map_only(Tensor, _operand, (args, kwargs))
+        args, kwargs = _map_tensors(_operand, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             result = func(*args, **kwargs)
-        return tree_map_only(Tensor, _round, result)
+        return _map_tensors(_round, result)
 
 
 def _backward(
@@ -93,7 +95,32 @@ def _backward(
 
 
 def _dtypes_of(arguments: Any) -> set[torch.dtype]:
-    return {leaf.dtype for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    found: set[torch.dtype] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.add(tensor.dtype)
+        return tensor
+
+    _map_tensors(note, arguments)
+    return found
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `function` to each tensor in plain containers, and in those that `torch.utils._pytree` knows.
+
+    >>> _map_tensors(Tensor.neg, (torch.ones(1), [2, {"weight": torch.ones(1)}]))
+    (tensor([-1.]), [2, {'weight': tensor([-1.])}])
+    """
+    # Most arguments are plain. The general walk takes longer than the arithmetic of a small layer.
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_map_tensors(function, each) for each in value])
+    if kind in _WITHOUT_TENSORS:
+        return value
+    if kind is dict:
+        return {key: _map_tensors(function, each) for key, each in value.items()} if value else value
+    return function(value) if isinstance(value, Tensor) else tree_map_only(Tensor, function, value)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -95,7 +95,6 @@ class MasterPair:
             gradient, self._sum = self._sum.to(self.low.dtype), None
             self.low.grad = gradient if self.low.grad is None else self.low.grad.add_(gradient)
 
-    @torch.no_grad()
     def absorb_outside_writes_(self) -> None:
         """Take over what others wrote: to `low`, element by element, or to the master alone.
 
@@ -106,10 +105,15 @@ class MasterPair:
         """
         # A state dict writes the master alone: then the low tensor, which was not written, follows.
         if self._master_version not in (None, self.master._version) and not _was_written(self.low):
-            self.part_of(self.low).copy_(self.master)
+            with torch.no_grad():
+                self.part_of(self.low).copy_(self.master)
             self.mark_clean()
         if is_untouched(self.low):
             return  # no write can have happened: no memory is read
+        self._absorb_()
+
+    @torch.no_grad()
+    def _absorb_(self) -> None:
         # On a CPU this answer is free, and it saves four passes over memory where nothing was written.
         low = self.part_of(self.low)
         if low.device.type != "cpu" or not _is_rounded(low, self.master):
@@ -202,7 +206,8 @@ class MasterWeights:
     def return_sums(self) -> None:
         """Make the sums gradients again, see `MasterPair.return_sum`."""
         for pair in self.pairs.values():
-            pair.return_sum()
+            if pair._sum is not None:
+                pair.return_sum()
 
     def drop_sums(self) -> None:
         """Forget the gradients that were summed so far."""

@@ -12,7 +12,12 @@ from matplotlib.figure import Figure
 from recipes.benchmarks.report import Timing
 
 NAMES = {"ddp": "stock ddp, fp32", "fp16_compress": "ddp, fp16_compress_hook", "auto": "hybrid_allreduce, 16-true"}
-NETWORKS = {"linear_8mib": "8 MiB of gradients", "resnet50": "ResNet-50", "alexnet": "AlexNet"}
+NETWORKS = {
+    "linear_8mib": "8 MiB of gradients",
+    "linear_8mib_arithmetic": "8 MiB, with arithmetic",
+    "resnet50": "ResNet-50",
+    "alexnet": "AlexNet",
+}
 
 
 def steps_of(record: Path) -> tuple[str, float, list[Timing]]:

@@ -1,7 +1,8 @@
 """Shapes of the gradients of known networks, and a network that has these gradients and next to no arithmetic.
 
 What a step costs beyond arithmetic is decided by the shapes alone: which tensors share a bucket, in which order they
-are ready, how many bytes travel. So that is all of a network that a benchmark of communication needs.
+are ready, how many bytes travel. So that is all of a network that a benchmark of communication needs. One set is
+computed all the same, for steps as a user has them: forward, backward and casts are then part of the time.
 """
 
 from __future__ import annotations
@@ -58,9 +59,14 @@ def linear_8mib_shapes() -> list[tuple[int, ...]]:
 
 GRADIENT_SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "linear_8mib": linear_8mib_shapes,
+    "linear_8mib_arithmetic": linear_8mib_shapes,
     "alexnet": alexnet_shapes,
     "resnet50": resnet50_shapes,
 }
+
+# Computed layer by layer; the other sets make each gradient by one pass over memory.
+WITH_ARITHMETIC = frozenset({"linear_8mib_arithmetic"})
+NUM_ROWS = 2  # of a rank's batch
 
 
 def numel(shapes: Shapes) -> int:
@@ -82,12 +88,21 @@ class GradientSet(pl.LightningModule):
         backward_s: Backward waits this long in all, each gradient in proportion to its size, as the host does while an
             accelerator computes: the processor is free meanwhile.
         optimizer: `sgd`, the cheapest, or `lars`, fused.
+        has_arithmetic: shapes are weight and bias of one linear layer after the other, and a rank's batch of two rows
+            goes through them; `backward_s` has no meaning then.
     """
 
-    def __init__(self, shapes: Shapes, *, backward_s: float = 0.0, optimizer: str = "sgd") -> None:
+    def __init__(
+        self, shapes: Shapes, *, backward_s: float = 0.0, optimizer: str = "sgd", has_arithmetic: bool = False
+    ) -> None:
         super().__init__()
+        self.has_arithmetic = has_arithmetic
         self.optimizer = optimizer
         self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        if has_arithmetic:  # of zeros most gradients would be zero
+            generator = torch.Generator().manual_seed(0)
+            for layer in self.layers:
+                nn.init.normal_(layer, std=layer.shape[-1] ** -0.5, generator=generator)
         self.seconds_per_element = backward_s / numel(shapes)
         self._noise: Tensor | None = None
 
@@ -100,10 +115,20 @@ class GradientSet(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return a loss, zero and fp32, that depends on every parameter."""
+        if self.has_arithmetic:
+            return self._loss_of_rows()
         loss = torch.zeros((), device=self.device)
         for parameter in self.layers:
             loss = _Layer.apply(loss, parameter, self._noise, self.seconds_per_element * parameter.numel())
         return loss
+
+    def _loss_of_rows(self) -> Tensor:
+        assert self._noise is not None
+        layers = list(self.layers)
+        rows = self._noise[: NUM_ROWS * layers[0].shape[1]].view(NUM_ROWS, -1)
+        for weight, bias in zip(layers[::2], layers[1::2], strict=True):
+            rows = torch.nn.functional.linear(rows, weight, bias)
+        return (rows.float() - 1).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""

@@ -24,7 +24,7 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.codec.block_format import message_bytes
 from recipes.benchmarks.allreduce import slowest, synchronize
 from recipes.benchmarks.baselines import CompressedDDPStrategy, SilentStrategy
-from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, numel
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS, WITH_ARITHMETIC, GradientSet, numel
 from recipes.benchmarks.report import Timing
 from recipes.cli.ranges import Count, CountOrZero, NotNegative
 
@@ -133,6 +133,11 @@ class StepBench:
                 raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
         if self.overlap in (STOCK, COMPRESSED):
             raise ValueError(f"`overlap` (={self.overlap}) must be a hybrid arm: auto or an algorithm.")
+        if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
+            raise ValueError(
+                f"`overlap` (={self.overlap}) must be null with `gradients` (={min(computed)}): their backward computes, "
+                "and cannot wait as long as the communication. Use the set without arithmetic."
+            )
         if self.num_warmup_steps < 2:
             raise ValueError(
                 f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more: buckets are rebuilt after the first "
@@ -176,7 +181,12 @@ class StepBench:
     def _fit(self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float) -> list[float]:
         """Time each counted step; the same numbers on every rank."""
         clock = StepClock()
-        module = GradientSet(GRADIENT_SETS[gradients](), backward_s=backward_s, optimizer=self.optimizer)
+        module = GradientSet(
+            GRADIENT_SETS[gradients](),
+            backward_s=backward_s,
+            optimizer=self.optimizer,
+            has_arithmetic=gradients in WITH_ARITHMETIC,
+        )
         trainer = self.trainer(
             strategy=arm.strategy(),
             precision=arm.precision,

@@ -19,6 +19,8 @@ CALLS = {
     "operator": (lambda x, w: x @ w, (4, 32), (32, 8)),
     "bmm": (lambda x, w: x.bmm(w), (2, 4, 8), (2, 8, 3)),
     "einsum": (lambda x, w: torch.einsum("ij,kj->ik", x, w), (4, 32), (8, 32)),
+    "list of operands": (lambda x, w: torch.linalg.multi_dot([x, w]), (4, 32), (32, 8)),
+    "by name": (lambda x, w: F.linear(input=x, weight=w), (4, 32), (8, 32)),
     "conv1d": (lambda x, w: F.conv1d(x, w), (2, 3, 8), (4, 3, 3)),
     "conv2d": (lambda x, w: F.conv2d(x, w, padding=1), (2, 3, 8, 8), (4, 3, 3, 3)),
     "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), (2, 3, 8, 8), (3, 4, 3, 3)),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from torch import nn
 
 from lightning_hybrid.comm.plan import Algorithm
 from recipes.benchmarks import compare
@@ -87,6 +88,11 @@ def test_a_mistake_is_reported_in_one_message_before_anything_is_launched(mistak
         instantiate(configured(mistake)[mistake.split(".")[0]])
 
 
+def test_a_backward_that_computes_cannot_wait_for_the_communication():
+    with pytest.raises(Exception, match=r"`overlap` \(=auto\) must be null with `gradients`"):
+        instantiate(configured("steps.gradients=[linear_8mib_arithmetic]", "steps.overlap=auto").steps)
+
+
 def test_a_benchmark_can_be_left_out():
     cfg = configured("allreduce=null", "steps=null")
     assert cfg.allreduce is None
@@ -112,6 +118,21 @@ def test_gradients_are_ready_from_the_last_to_the_first_and_scale_with_the_loss(
     (loss * 8).backward()
     assert order == list(range(16))[::-1]
     assert torch.equal(module.layers[2].grad, 8 * torch.arange(512.0 * 512).view(512, 512))
+
+
+def test_a_set_with_arithmetic_is_a_network_of_linear_layers():
+    """Its gradients are those of torch's own layers, for two rows."""
+    module = GradientSet(linear_8mib_shapes(), has_arithmetic=True)
+    module._noise = torch.arange(512.0 * 512).sin()
+    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    with torch.no_grad():
+        for theirs, ours in zip(net.parameters(), module.layers, strict=True):
+            theirs.copy_(ours)
+    module.training_step(torch.zeros(1), 0).backward()
+    (net(module._noise[:1024].view(2, 512)) - 1).square().mean().backward()
+    for theirs, ours in zip(net.parameters(), module.layers, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+        assert ours.grad.count_nonzero() > 0.9 * ours.numel()
 
 
 def test_the_reference_of_a_case_is_its_first_row():
