@@ -4,7 +4,7 @@
 
     arguments.py      what a user gives: blocks, cuts, schedule; what is refused
     cuts.py           where the network is cut, so that stages are even
-    placement.py      which ranks hold which stage, their process groups, and what is on other ranks
+    rank_layout.py    which ranks hold which stage, their process groups, and what is on other ranks
     cut_model.py      the network while each rank holds its own stages
     data_ranks.py     what Lightning asks of ranks: those of a pipeline count as one
     shapes.py         shape and dtype of what goes from stage to stage, from fake tensors

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.pipeline.arguments import blocks_of
-from lightning_hybrid.pipeline.placement import OtherStages, PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import share_
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.arguments import STAGES_PER_RANK, check_ranks
-from lightning_hybrid.pipeline.placement import PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
 

@@ -30,7 +30,7 @@ from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
-from lightning_hybrid.pipeline.placement import PipelineGroups
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
 from lightning_hybrid.pipeline.training import Stages, TrainingStep

@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.outputs import (
     only_tensor,
     random_state,
 )
-from lightning_hybrid.pipeline.placement import PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
 from lightning_hybrid.precision.master_weights import MasterWeights

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.pipeline.placement import PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.pipeline.placement import PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import boundary_of
 from tests.evidence.bubble.sleeping import step_over
 from tests.netlab.cluster import Cluster

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
-from lightning_hybrid.pipeline.placement import PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint
 from tests import toy
 from tests.pipeline import cases

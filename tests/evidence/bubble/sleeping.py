@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.placement import PipelineRanks
+from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
 from lightning_hybrid.pipeline.stage import CheckedStage, StageBody, StageSetting, schedule_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
