@@ -12,7 +12,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
-from lightning_hybrid.pipeline import placement
+from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy import comm_setup
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
 
@@ -80,14 +80,14 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
 def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
     seen = []
-    for module in (comm_setup, placement):
+    for module in (comm_setup, rank_layout):
         monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
     strategy = comm_setup.CommSetupMixin()
     strategy.root_device, strategy._work_group = torch.device("cuda"), "work"
     strategy._end_shared_work([], has_failed=has_failed)
-    groups = object.__new__(placement.PipelineGroups)
+    groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)
     assert seen == [("work", ended), ("pipe", ended), ("agree", "destroyed"), ("data", ended)]  # words go over Gloo
