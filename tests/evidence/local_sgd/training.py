@@ -64,15 +64,15 @@ class Node:
         if kind == "SGD":
             self.optimizer: Any = torch.optim.SGD(groups, lr=lr, momentum=0.9)
         else:
-            self.optimizer = LARS(groups, lr=lr, momentum=0.9, direction="orthogonal", momentum_form="lr_outside")
+            form: Any = {"direction": "orthogonal", "momentum_form": "lr_outside", "excluded_lr_mult": 0.01}
+            self.optimizer = LARS(groups, lr=lr, momentum=0.9, **form)
         self.schedule = WarmupPolynomialDecay(self.optimizer, num_steps, warmup_steps=num_steps // 10, end_lr=0.0)
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Step along the mean gradient of several batches."""
         self.optimizer.zero_grad()
         for images, labels in batches:
-            loss = F.cross_entropy(self.network(images), labels, label_smoothing=0.1)
-            (loss / len(batches)).backward()
+            (F.cross_entropy(self.network(images), labels) / len(batches)).backward()
         self.optimizer.step()
         self.schedule.step()
 
