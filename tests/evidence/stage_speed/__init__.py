@@ -1,1 +1,1 @@
-"""Images per second and memory of a whole ResNet-50 and AlexNet-BN in stages, beside data parallelism and one rank."""
+"""Images per second and memory of a whole ResNet-50 and AlexNet-BN in stages, against data parallelism and one rank."""
