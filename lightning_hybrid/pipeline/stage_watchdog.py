@@ -73,6 +73,9 @@ class StageWatchdog(SetupWatchdog):
             return super().status()
         return RankStatus(num_submitted=0, order="", place=self._place, is_inside=self._is_waiting)
 
+    def _where(self) -> str:
+        return self._place or super()._where()
+
     def stalled_s(self) -> float:
         """Return how long this rank has waited for another."""
         began_s = self._began_s
@@ -90,6 +93,9 @@ class StageWatchdog(SetupWatchdog):
             return wait()
         if self._error:
             raise RuntimeError(self._error)
+        if self._place is not None and not self._is_waiting:
+            # A schedule may wait long after it asked for a message, and for its own to be taken.
+            self.note(f"waiting for messages, last {self._place}", is_waiting=True)
         found: list[Any] = []
         errors: list[BaseException] = []
 

@@ -93,8 +93,11 @@ class SetupWatchdog:
 
     def explain(self, error: BaseException) -> str:
         """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
-        noticed = f"rank {self._rank} failed in a collective that averages no gradients: {short(error)}"
+        noticed = f"rank {self._rank} failed {self._where()}: {short(error)}"
         return f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
+
+    def _where(self) -> str:
+        return "in a collective that averages no gradients"
 
     def abort(self, reason: str) -> None:
         """Let the other ranks know why this one ends."""

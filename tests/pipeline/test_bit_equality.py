@@ -8,6 +8,7 @@ import torch
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 from tests.pipeline import cases
+from tests.rank_pool import RankPool
 
 
 def assert_equal(ranks, plain, options, settings):
@@ -103,7 +104,12 @@ def test_data_ranks_average(two_ranks, four_ranks):
     assert cases.same(cases.joined(piped), expected[0]["optimizer"])
 
 
-PLACES = {"2 stages": (2, 1, (2, 3, 4, 8)), "2 stages x 2 data ranks": (2, 2, (2, 3, 4, 8)), "4 stages": (4, 1, (4, 8))}
+PLACES = {
+    "2 stages": (2, 1, (2, 3, 4, 8)),
+    "2 stages x 2 data ranks": (2, 2, (2, 3, 4, 8)),
+    "4 stages": (4, 1, (4, 8)),
+    "4 stages x 2 data ranks": (4, 2, (4, 8)),
+}
 
 
 def all_of(num_stages, counts, precision):
@@ -123,13 +129,22 @@ def short(precision):
     return {"precision": precision, "batch_size": 24, "max_epochs": 1, "num_samples": 96}
 
 
+@pytest.fixture
+def eight_ranks():
+    pool = RankPool(num_ranks=8)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
 @pytest.mark.parametrize("place", PLACES)
-def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
+def test_every_schedule_trains_what_accumulation_trains(rank_pool, eight_ranks, place, precision):
     num_stages, num_data_ranks, counts = PLACES[place]
-    piped = rank_pool.ranks(num_stages * num_data_ranks).run(all_of, num_stages, counts, precision, timeout_s=400)
-    expected = rank_pool.ranks(num_data_ranks).run(all_by_accumulation, counts, precision, timeout_s=400)[0] * 3
+    num_ranks = num_stages * num_data_ranks
+    pool = rank_pool if num_ranks <= rank_pool.num_ranks else eight_ranks
+    piped = pool.ranks(num_ranks).run(all_of, num_stages, counts, precision, timeout_s=600)
+    expected = pool.ranks(num_data_ranks).run(all_by_accumulation, counts, precision, timeout_s=600)[0] * 3
     for number, one in enumerate(expected):
         for each in piped:
             assert cases.same(each[number]["weights"], one["weights"]), number

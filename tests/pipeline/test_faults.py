@@ -22,6 +22,10 @@ SICK = 1  # the rank
 SILENT = re.compile(r"comm: rank(s [0-9, ]*\b1\b[0-9, ]* do| 1 does) not answer")
 
 
+# Who saw it, and where in its own schedule: a dead rank's neighbour, whose message fails.
+WHERE_IT_SHOWED = re.compile(r"micro-batch [0-3] on stage [0-5] of [36]")
+
+
 class Sick(torch.nn.Module):
     """A block that has its way in the third micro-batch of the second step, in training."""
 
@@ -45,11 +49,18 @@ class Sick(torch.nn.Module):
         return x
 
 
-def error_of_a_fit(what, folder, timeout_s):
+CUTS = {"gpipe": [2, 6], "1f1b": [2, 6], "interleaved": [2, 4, 6, 7, 8]}  # the block is on stage 1, of rank 1
+
+
+def error_of_a_fit(what, folder, timeout_s, schedule):
     module = toy.Toy()
     module.net.insert(3, Sick(what))
     strategy = HybridPipelineStrategy(
-        num_stages=3, num_microbatches=4, cuts=[2, 6], timeout=timedelta(seconds=timeout_s)
+        num_stages=3,
+        num_microbatches=4,
+        schedule=schedule,
+        cuts=CUTS[schedule],
+        timeout=timedelta(seconds=timeout_s),
     )
     error = toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module, toy.loader())
     Path(folder, os.environ["RANK"]).write_text(error)
@@ -57,18 +68,22 @@ def error_of_a_fit(what, folder, timeout_s):
     raise AssertionError(error)
 
 
-def errors(ranks, what, tmp_path, *, timeout_s=30):
+def errors(ranks, what, tmp_path, *, timeout_s=30, schedule="1f1b"):
     began_s = time.monotonic()
     with pytest.raises(RankError):
-        ranks.run(error_of_a_fit, what, str(tmp_path), timeout_s, timeout_s=100, grace_s=45)
+        ranks.run(error_of_a_fit, what, str(tmp_path), timeout_s, schedule, timeout_s=100, grace_s=45)
     return {int(path.name): path.read_text() for path in tmp_path.iterdir()}, time.monotonic() - began_s
 
 
-def test_a_killed_rank_is_named(three_ranks, tmp_path):
-    found, _ = errors(three_ranks, "killed", tmp_path)
+@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):
+    found, _ = errors(three_ranks, "killed", tmp_path, schedule=schedule)
     assert found.keys() == {0, 2}
     for text in found.values():
         assert SILENT.search(text)
+        assert WHERE_IT_SHOWED.search(text)
 
 
 @pytest.mark.long
@@ -89,8 +104,10 @@ def test_a_stopped_rank_is_named_long_before_the_timeout(three_ranks, tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path):
-    found, _ = errors(three_ranks, "hangs", tmp_path, timeout_s=10)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
+    found, _ = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
         assert "rank 1 does not come to the collective in which others wait" in found[rank]
-        assert "now in forward of micro-batch 2 on stage 1 of 3" in found[rank]
+        num_stages = 6 if schedule == "interleaved" else 3
+        assert f"now in forward of micro-batch 2 on stage 1 of {num_stages}" in found[rank]

@@ -156,3 +156,38 @@ def test_the_networks_of_the_recipes_offer_their_blocks(one_rank, four_ranks, ne
     (expected,) = one_rank.run(photograph_alone, net)
     for own in four_ranks.run(photograph_in_stages, net, 4):
         assert toy.same_bits(own, expected)
+
+
+class Undecoded(toy.Blobs):
+    """Blobs with their labels, and zeros where no image is asked for."""
+
+    def __init__(self, decodes):
+        super().__init__()
+        self.decodes = decodes
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return (image if self.decodes else torch.zeros_like(image)), target
+
+
+class DecodesWhereItMatters(toy.Toy):
+    def train_dataloader(self):
+        return cases.loader_of(Undecoded(self.trainer.strategy.pipeline_ranks.is_first), 8)
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+def fit_undecoded():
+    module = DecodesWhereItMatters()
+    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=4)
+    toy.trainer(strategy=strategy, max_epochs=1).fit(module)
+    return toy.weights(module), module.losses[-1]
+
+
+def test_only_the_first_stage_needs_the_images(one_rank, two_ranks):
+    (expected,) = one_rank.run(cases.by_accumulation, 4, {"max_epochs": 1})
+    found = two_ranks.run(fit_undecoded)
+    for weights, _ in found:
+        assert toy.same_bits(weights, expected["weights"])
+    assert found[0][1] == found[1][1]

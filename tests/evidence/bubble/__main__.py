@@ -2,8 +2,8 @@
 
     step = (num_microbatches + (num_ranks - 1) / v) * (forward + backward)         v: stages on each rank
 
-Prints the median of several steps over that, next to its aim, and the most micro-batches that each rank kept for
-backward, next to those of the planner's schedule.
+Prints the median of several steps over that with its aim, and the most micro-batches that each rank kept for
+backward, with those of the planner's schedule.
 """
 
 from __future__ import annotations

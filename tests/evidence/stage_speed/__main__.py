@@ -88,8 +88,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
     def ratio(of: dict[Any, float], row: dict[str, Any]) -> str:
         own, data = of[row["kind"], row["num_ranks"]], of.get(("data ranks", row["num_ranks"]))
-        beside = f" ({own / data:.2f})" if data and row["kind"] != "data ranks" else ""
-        return f"{own / of['accumulation', 1]:.2f}{beside}"
+        over_data = f" ({own / data:.2f})" if data and row["kind"] != "data ranks" else ""
+        return f"{own / of['accumulation', 1]:.2f}{over_data}"
 
     lines = [
         f"| {rows[0]['network']}, {rows[0]['precision']} | images/s, median (least to most) | ratio | "
@@ -114,7 +114,7 @@ def record(rows: Sequence[dict[str, Any]], num_samples: int, words: Sequence[str
         if any(row["network"] == name for row in rows)
     )
     num_cores = about["num_cores"]
-    head = f"""# Whole networks in stages, data parallel, and with accumulation alone
+    head = f"""# Whole networks in stages, against data parallelism and accumulation alone
 
 ```console
 OMP_NUM_THREADS=1 python -m tests.evidence.stage_speed {shlex.join(words)}
