@@ -135,8 +135,8 @@ class StepBench:
             raise ValueError(f"`overlap` (={self.overlap}) must be a hybrid arm: auto or an algorithm.")
         if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
             raise ValueError(
-                f"`overlap` (={self.overlap}) must be null with `gradients` (={min(computed)}): their backward computes, "
-                "and cannot wait as long as the communication. Use the set without arithmetic."
+                f"`overlap` (={self.overlap}) must be null with `gradients` (={min(computed)}): their backward "
+                "computes, and cannot wait as long as the communication. Use the set without arithmetic."
             )
         if self.num_warmup_steps < 2:
             raise ValueError(
