@@ -69,7 +69,7 @@ class SlicedLayers:
         averages: Copies of `module`, cut in the same way.
         topology: With nodes of equal size.
         timeout: Of every collective.
-        is_synced: Whether ranks may have begun with different weights.
+        is_synced: Whether all ranks have begun with the same weights, so that none need be sent.
     """
 
     def __init__(

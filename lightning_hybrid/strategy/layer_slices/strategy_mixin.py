@@ -86,7 +86,8 @@ class SlicesMixin:
                     "share one)."
                 )
                 return
-            layers = without_odd_heads(module, layers, num_slices=len(topology.node))
+            if not (layers := without_odd_heads(module, layers, num_slices=len(topology.node))):
+                return
             refuse_layers(module, layers, num_slices=len(topology.node))
             averaging = lightning_types("pytorch.callbacks.WeightAveraging")
             averages = [one._average_model for one in callbacks if isinstance(one, averaging)]

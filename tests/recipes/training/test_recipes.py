@@ -289,6 +289,40 @@ def weights_with_and_without_checkpointing():
     return [toy.weights(module.model) for module in modules]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["alexnet_64k", "alexnet_bn_32k"])
+def test_slices_of_the_fully_connected_layers_are_an_override(two_ranks, recipe):
+    """The same training, but for the order of additions; dropout would draw other masks."""
+    for kinds, differences in two_ranks.run(weights_with_and_without_slices, recipe):
+        assert kinds == [set(), {"ColumnSlicedLinear", "RowSlicedLinear", "SlicedHead"}]
+        assert max(differences.values()) < 1e-5, differences
+
+
+def weights_with_and_without_slices(recipe):
+    kinds, weights = [], []
+    for setting in ("off", "node"):
+        seen = set()
+
+        class Looks(toy.pl.Callback):
+            def on_train_batch_end(self, trainer, module, *_, seen=seen):
+                seen.update(type(one).__name__ for one in module.modules() if hasattr(one, "slice_group"))
+
+        options = ("trainer.devices=2", "precision=32-true", "model.dropout=0.0", f"model.slice_fc={setting}")
+        trainer, module, data = build(small(recipe, *options))
+        trainer.callbacks.append(Looks())
+        trainer.fit(module, data)
+        kinds.append(seen)
+        weights.append(toy.weights(module.model))
+    whole, cut = ({name: value.double() for name, value in one.items()} for one in weights)
+    return kinds, {name: float((cut[name] - whole[name]).norm() / (whole[name].norm() + 1e-3)) for name in whole}
+
+
+def test_slices_need_the_strategy_that_cuts_layers():
+    overrides = ("model=alexnet_bn", "strategy=ddp", "precision=32-true", "model.slice_fc=node")
+    with pytest.raises(ValueError, match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) exclude each"):
+        build(configured(*overrides))
+
+
 def fitted(recipe, *overrides):
     trainer, module, data = build(small(recipe, *overrides))
     trainer.fit(module, data)
