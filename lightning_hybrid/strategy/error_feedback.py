@@ -24,7 +24,7 @@ from lightning_hybrid.comm import CommEngine, HookState, Topology
 from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
-from lightning_hybrid.comm.codec.padded_bucket import num_reals
+from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, num_reals
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from lightning_hybrid.run_status import has_grad_scaler
@@ -111,6 +111,7 @@ class FeedbackMixin:
     _engine: CommEngine | None
     _dtype_across_nodes: torch.dtype | Codec | None
     _hook_state: HookState
+    _blocks: BlockNumbers  # outlives the hook's state, as the residuals do
     _topology: Topology
     _feedback: ErrorFeedback | None = None  # kept after a fit: its checkpoint may be saved later
     _averaged_parameters: set[int] | None
@@ -138,7 +139,7 @@ class FeedbackMixin:
             refuse_unknown_outcomes(self.precision_plugin, self.lightning_module, may_skip=self._may_skip)
         super().setup(trainer)  # type: ignore[misc]
         if is_on and self._hook_state.feedback is not None:
-            self._feedback = self._hook_state.feedback
+            self._feedback, self._blocks = self._hook_state.feedback, self._hook_state.blocks
             self._feedback.may_skip = self._may_skip
         elif trainer.state.fn == "fit":
             self._feedback = None  # of an earlier fit
@@ -210,7 +211,7 @@ class FeedbackMixin:
         # Where the checkpoint has none they begin with zeros.
         if self._feedback is None or (saved := checkpoint.get(KEY)) is None:
             return
-        nodes, blocks = self._topology.nodes, self._hook_state.blocks
+        nodes, blocks = self._topology.nodes, self._blocks
         place = {"node": nodes.index(self._topology.node), "num_nodes": len(nodes)}
         values = torch.zeros(blocks.num_blocks * BLOCK)
         for name, parameter, first in self._trained():
@@ -223,7 +224,7 @@ class FeedbackMixin:
 
     def _trained(self) -> list[tuple[str, Tensor, int]]:
         # Parameters by name, each with the number of its first block.
-        blocks = self._hook_state.blocks
+        blocks = self._blocks
         named = self.lightning_module.named_parameters()
         return [(name, one, blocks.first_of(one)) for name, one in named if one.requires_grad]
 
