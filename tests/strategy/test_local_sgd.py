@@ -1,6 +1,8 @@
 """`sync_across_nodes_every`: what each node trains on its own, what is averaged and when, resumed runs, errors."""
 
 import warnings
+from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
-from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.strategy.local_sgd import node_average
 from lightning_hybrid.strategy.local_sgd.settings import refuse_setup
 from tests import toy
 
@@ -86,6 +89,43 @@ def final(trainer):
 
 
 # ---- what is averaged ------------------------------------------------------------------------------------------------
+
+
+def tensors_of_node(node):
+    """Whole numbers, in dtypes and layouts of parameters and state; means of two of them are exact."""
+    generator = torch.Generator().manual_seed(node)
+
+    def draw(*shape):
+        return torch.randint(-8, 9, shape, generator=generator).float()
+
+    channels_last = draw(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    return [
+        draw(5, 7),
+        draw(3).double(),
+        draw(4).bfloat16(),
+        channels_last,
+        draw(6, 4)[:, ::2],
+        draw(2, 2) * 1j,
+        draw(0),
+    ]
+
+
+def averaged(algorithm):
+    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
+    plan, device = CommPlan(algorithm=algorithm), torch.device("cpu")
+    engine = CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=45), device=device)
+    tensors = tensors_of_node(topology.nodes.index(topology.node))
+    with patch.object(node_average, "CHUNK_NUMEL", 16):
+        node_average.NodeAverage(engine).average_(tensors)
+    engine.close()
+    return tensors
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algorithm):
+    expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
+    for found in four_ranks.run(averaged, algorithm):
+        assert all(map(torch.equal, found, expected))
 
 
 def fit_and_reference(every):

@@ -235,10 +235,12 @@ class CudaStreams:
         """Look from a thread of its own, which is left alone where the driver does not come back."""
         if not self._issued:
             return
-        if self._looking is None or not self._looking.is_alive():
-            self._looking = threading.Thread(target=self.look, kwargs={"places": True}, name="comm-look", daemon=True)
-            self._looking.start()
-        self._looking.join(LOOK_LIMIT_S)
+        looking = self._looking
+        if looking is None or not looking.is_alive():
+            looking = threading.Thread(target=self.look, kwargs={"places": True}, name="comm-look", daemon=True)
+            looking.start()
+            self._looking = looking  # once started: the watchdog's thread may come here at the same time
+        looking.join(LOOK_LIMIT_S)
 
     def _report_times(self) -> None:
         done, self._done = self._done, []
