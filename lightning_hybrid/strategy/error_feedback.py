@@ -132,14 +132,16 @@ class FeedbackMixin:
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up as DDP; where sums are fed back, after a check that the outcome of each step will be known."""
-        is_fit = trainer.state.fn == "fit"
-        if is_fit and isinstance(self._dtype_across_nodes, Codec) and self._dtype_across_nodes.error_feedback:
+        codec = self._dtype_across_nodes
+        is_on = trainer.state.fn == "fit" and isinstance(codec, Codec) and codec.error_feedback
+        if is_on:
             refuse_unknown_outcomes(self.precision_plugin, self.lightning_module, may_skip=self._may_skip)
         super().setup(trainer)  # type: ignore[misc]
-        if is_fit:
+        if is_on and self._hook_state.feedback is not None:
             self._feedback = self._hook_state.feedback
-            if self._feedback is not None:
-                self._feedback.may_skip = self._may_skip
+            self._feedback.may_skip = self._may_skip
+        elif trainer.state.fn == "fit":
+            self._feedback = None  # of an earlier fit
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start a batch as DDP; note the loss scale of its gradients."""

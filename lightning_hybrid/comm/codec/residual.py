@@ -94,7 +94,7 @@ class Residual:
     def rescaled_(self, step: FeedbackStep) -> Tensor:
         """Return the values in the units of a later step's gradients, which they have from now on."""
         values, then = self.decided(), self._step.loss_scale
-        self._step = step
+        self._step, self._is_open = step, False  # an outcome that never came is that of a skipped step
         if then is not None and step.loss_scale is not None and then is not step.loss_scale:
             if self._on_cuda:
                 _keep(then, step.loss_scale)

@@ -83,9 +83,10 @@ def test_a_sum_whose_outcome_nobody_has_said_counts_for_nothing():
     node = OneNode()
     node.send(gradients(0))
     before = node.residual
-    node.send(gradients(1))
-    node.feedback._step.is_skipped = None
-    assert torch.equal(node.residual, before)
+    for cut in ((), ("otherwise",), ("otherwise",)):
+        node.send(gradients(1), cut=cut)
+        node.feedback._step.is_skipped = None
+        assert torch.equal(node.residual, before)
 
 
 @BITS

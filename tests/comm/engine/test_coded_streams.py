@@ -132,8 +132,7 @@ def feedback_on_rank(nodes, bits, on_streams):
     return found
 
 
-@pytest.mark.long
-@BITS
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.long), 4])
 def test_error_feedback_on_streams_gives_the_bits_of_threads(four_ranks, bits):
     nodes = ((0, 1), (2, 3))
     by_threads, by_streams = (four_ranks.run(feedback_on_rank, nodes, bits, on) for on in (False, True))
