@@ -20,11 +20,11 @@ RATES = {
     ("SGD", "synchronous, 128 images"): (0.25, 0.125, 0.5),
     ("SGD", "synchronous, 1,024 images"): (0.5, 0.25, 1.0),
     ("SGD", "synchronous, 8,192 images"): (1.0, 0.5, 2.0),
-    ("orthogonal", "synchronous, 128 images"): (8.0, 4.0, 16.0),
-    ("orthogonal", "synchronous, 1,024 images"): (16.0, 8.0, 32.0),
-    ("orthogonal", "synchronous, 8,192 images"): (32.0, 16.0, 64.0),
+    ("orthogonal", "synchronous, 128 images"): (16.0, 8.0, 32.0),
+    ("orthogonal", "synchronous, 1,024 images"): (64.0, 32.0, 128.0),
+    ("orthogonal", "synchronous, 8,192 images"): (64.0, 32.0, 128.0),
 }
-RATES_OF_LOCAL = {"SGD": (0.25, 0.125, 0.5), "orthogonal": (16.0, 8.0, 32.0)}
+RATES_OF_LOCAL = {"SGD": (0.5, 0.25, 1.0), "orthogonal": (128.0, 64.0, 256.0)}
 
 # What answers most comes first.
 FIRST = ("local, H = 8", "synchronous, 128 images", "synchronous, 8,192 images", "synchronous, 1,024 images")
