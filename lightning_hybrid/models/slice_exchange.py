@@ -14,6 +14,9 @@ from torch import Tensor
 # torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# The target that counts as no loss, as in `torch.nn.functional.cross_entropy`.
+IGNORED = -100
+
 
 def refuse_unequal_batches(images: Tensor, group: dist.ProcessGroup) -> None:
     """Check on a CPU that all ranks of the group have as many images.
@@ -105,6 +108,8 @@ class _ClassParallelCrossEntropy(torch.autograd.Function):
         rank, (num_images, num_classes) = dist.get_rank(group), logits.shape
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = gathered_rows(targets, group)
+        counts = targets != IGNORED
+        _refuse_unknown_classes(targets[counts], num_classes * dist.get_world_size(group))
         largest = wide.amax(1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         exponentials = (wide - largest[:, None]).exp_()
@@ -115,17 +120,27 @@ class _ClassParallelCrossEntropy(torch.autograd.Function):
         sums = torch.stack([exponentials.sum(1), chosen])
         dist.all_reduce(sums, group=group)
         ctx.group, ctx.dtype = group, logits.dtype
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own_class, is_here)
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own_class, is_here, counts)
         num_own = num_images // dist.get_world_size(group)
-        return (sums[0].log() - sums[1])[rank * num_own : (rank + 1) * num_own]
+        losses = torch.where(counts, sums[0].log() - sums[1], 0.0)
+        return losses[rank * num_own : (rank + 1) * num_own]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        softmax, own_class, is_here = ctx.saved_tensors
-        of_all = gathered_rows(gradient.contiguous(), ctx.group)
+        softmax, own_class, is_here, counts = ctx.saved_tensors
+        of_all = gathered_rows(gradient.contiguous(), ctx.group) * counts
         result = softmax * of_all[:, None]
         result.scatter_add_(1, own_class[:, None], -(of_all * is_here)[:, None])
         return result.to(ctx.dtype), None, None
+
+
+def _refuse_unknown_classes(targets: Tensor, num_classes: int) -> None:
+    # On a CPU, as torch does; on CUDA the host would wait.
+    if not targets.is_cuda and bool(((targets < 0) | (targets >= num_classes)).any()):
+        raise IndexError(
+            f"`targets` (={targets.min()} to {targets.max()}) must be classes from 0 to {num_classes - 1}, or "
+            f"{IGNORED}, which counts as no loss. Check the labels."
+        )
 
 
 def gathered_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -222,7 +222,8 @@ class SlicedHead(SlicedLinear):
     `ColumnSlicedLinear`, whose arguments it has.
 
     Shapes: features `[b, n_in]` -> logits `[b, classes]`, in the features' dtype; with targets `[b]` of int64 in 0 ...
-    classes - 1 -> losses `[b]`, fp32 or fp64, whose mean is `torch.nn.functional.cross_entropy`.
+    classes - 1, or -100 -> losses `[b]`, fp32 or fp64, as of `torch.nn.functional.cross_entropy(reduction="none")`: 0
+    for -100.
     """
 
     sliced, dim = ("weight", "bias"), 0

@@ -150,19 +150,19 @@ def test_state_dicts_go_between_whole_and_sliced_layers(two_ranks):
 
 
 def head_on_extremes(dtype):
-    """Losses and gradients of features for logits far apart, cut and whole; targets on either rank."""
+    """Losses and gradients of features for logits far apart, cut and whole; targets on either rank, and one on none."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 6).to(dtype)
     with torch.no_grad():
         whole.weight.mul_(60)
     head = SlicedHead(whole, group=dist.group.WORLD)
-    features = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-    targets = torch.tensor([0, 5, 2, 3])
+    features = torch.randn(5, 5, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+    targets = torch.tensor([0, 5, -100, 2, 3])
     found = []
     for is_cut in (True, False):
         x = features.clone().requires_grad_()
         losses = head(x, targets) if is_cut else F.cross_entropy(whole(x).float(), targets, reduction="none")
-        losses.mul(torch.arange(1.0, 5.0)).sum().backward()
+        losses.mul(torch.arange(1.0, 6.0)).sum().backward()
         found.append((losses.detach(), x.grad.float()))
     return found
 
@@ -173,6 +173,15 @@ def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
         assert losses.dtype is torch.float32
         assert (losses - expected).abs().max() <= 1e-5 * expected.abs().max()  # of the same logits, in fp32
         assert (gradients - expected_gradients).abs().max() <= bound * expected_gradients.abs().max()
+
+
+def unknown_class():
+    head = SlicedHead(nn.Linear(5, 6), group=dist.group.WORLD)
+    return toy.error_of(head, torch.zeros(2, 5), torch.tensor([0, 6]))
+
+
+def test_a_class_that_there_is_not_is_an_error_on_all(two_ranks):
+    assert all("`targets` (=0 to 6) must be classes from 0 to 5" in error for error in two_ranks.run(unknown_class))
 
 
 def bytes_sent_by_a_pair():
