@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_hybrid.checks import require_number
 from lightning_hybrid.planning.cluster import StageCost
 
 
@@ -71,6 +72,9 @@ class _StageThread:
 def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
     """Simulate every stage of every chunk; the spans come in the order of their ends. Chunks start in the order given.
 
+    Raises:
+        ValueError: a time is negative, infinite or nan.
+
     >>> stages = tuple(StageCost(name=name, place=place, delay_s=0.0, work_s=1.0) for name, place in
     ...                (("reduce", "inside"), ("ring", "across")))
     >>> common = dict(num_bytes=1, ready_s=0.0, algorithm="x", column=0, stages=stages)
@@ -78,6 +82,10 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
     >>> [(span.bucket, span.stage, span.end_s) for span in simulate_events(two)]  # 1 reduces during the ring of 0
     [(0, 'reduce', 1.0), (1, 'reduce', 2.0), (0, 'ring', 2.0), (1, 'ring', 3.0)]
     """
+    for chunk in chunks:
+        require_number("ready_s", chunk.ready_s, "time would stand still")
+        for stage in chunk.stages:
+            require_number("alone_s", stage.alone_s, "time would stand still")
     waiting = deque(sorted((chunk for chunk in chunks if chunk.stages), key=lambda chunk: chunk.ready_s))
     threads: dict[tuple[str, int, int], _StageThread] = {}
     spans: list[Span] = []

@@ -57,6 +57,14 @@ def test_whatever_comes_the_laws_hold(drawn):
         assert max(span.end_s for span in spans) >= work_s * (1 - 1e-9) - 1e-9
 
 
+@pytest.mark.parametrize("time_s", [float("inf"), float("nan"), -1.0])
+def test_a_time_in_which_nothing_would_end_is_refused(time_s):
+    with pytest.raises(ValueError, match="time would stand still"):
+        simulate_events([chunk(0, stage(), ready_s=time_s)])
+    with pytest.raises(ValueError, match="time would stand still"):
+        simulate_events([chunk(0, stage(work_s=time_s))])
+
+
 def test_equal_chunks_through_places_of_their_own_are_the_formula():
     stages = (stage("reduce", "inside", work_s=0.5), stage("ring", "across", work_s=2.0))
     spans = simulate_events([chunk(index, *stages) for index in range(5)])

@@ -93,6 +93,12 @@ def test_a_late_input_is_what_a_step_waits_for():
 # ---- ranks that differ -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("relative_std", [-0.1, float("inf"), float("-inf"), float("nan")])
+def test_a_spread_that_is_none_is_refused(relative_std):
+    with pytest.raises(ValueError, match=r"^`relative_std`"):
+        Jitter(relative_std=relative_std)
+
+
 def test_the_step_is_the_slowest_ranks():
     jitter = Jitter(slow_share=1.0, slow_factor=3.0)
     found, slow = (simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=j) for j in (Jitter(), jitter))
