@@ -16,7 +16,7 @@ from recipes.cli.preflight import LAUNCH_VARIABLES
 from recipes.training.keys import TRAIN_KEYS
 from tests.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STAGES = ["strategy=pipeline", "trainer.accumulate_grad_batches=1"]
 
 
