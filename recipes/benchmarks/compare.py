@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from recipes.benchmarks.report import Timing
 
 NAMES = {"ddp": "stock ddp, fp32", "fp16_compress": "ddp, fp16_compress_hook", "auto": "hybrid_allreduce, 16-true"}
+CODECS = {"auto_int8": "8 bits between nodes", "auto_int4": "4 bits between nodes"}
 NETWORKS = {
     "linear_8mib": "8 MiB of gradients",
     "linear_8mib_arithmetic": "8 MiB, with arithmetic",
@@ -53,20 +54,22 @@ def picture(records: Sequence[tuple[str, float, list[Timing]]]) -> Figure:
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
         groups = [(layout, rate, rows) for layout, rate, rows in records if rows[0].case == case]
         for index, (_, rate, rows) in enumerate(groups):
-            for place, row in enumerate(row for arm in NAMES for row in rows if row.arm == arm):
-                where = index + 0.28 * (place - 1)
-                label = NAMES[row.arm] if index == 0 else None
-                axes.bar(where, row.median_s, width=0.26, color=f"C{place}", label=label)
+            width = 0.84 / len(rows)
+            in_order = [(row, name) for arm, name in (NAMES | CODECS).items() for row in rows if row.arm == arm]
+            for place, (row, name) in enumerate(in_order):
+                where = index + width * (place - (len(rows) - 1) / 2)
+                axes.bar(where, row.median_s, width=0.93 * width, color=f"C{place}", label=name)
                 axes.text(where, row.median_s, f"{row.median_s:.2g}", ha="center", va="bottom", fontsize=8)
                 bound = row.bound_s(rate)
                 if bound is not None:
-                    said = "byte bound" if index == place == 0 else None
-                    axes.hlines(bound, where - 0.13, where + 0.13, color="black", linewidth=1.5, label=said)
+                    ends = where - width / 2, where + width / 2
+                    axes.hlines(bound, *ends, color="black", linewidth=1.5, label="byte bound")
         axes.set_xticks(range(len(groups)), [layout for layout, *_ in groups])
         axes.set_title(NETWORKS[case])
         axes.set_xlabel("nodes x ranks")
         axes.set_ylabel("s per step")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncol=4)
+    named = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(named.values(), named, fontsize=8, loc="outside lower center", ncol=4)
     return figure
 
 

@@ -145,6 +145,9 @@ def fit_and_reference(every):
                     with torch.no_grad():
                         dist.all_reduce(tensor)
                         tensor /= 2  # exact, as the sum of two numbers is the same on both ranks
+            for state in optimizer.state.values():
+                dist.all_reduce(state["momentum_buffer"])
+                state["momentum_buffer"] /= 2
         expected.append(values_of(module))
     return [torch.equal(one, other) for one, other in zip(seen.after, expected, strict=True)], seen.after[3]
 
@@ -275,21 +278,27 @@ class Bytes(Callback):
         self.total = trainer.strategy.comm_trace.total()
 
 
-def bytes_of(every, outer_step=None):
+def bytes_of(every, **options):
     count = Bytes()
-    options = {"outer_step": outer_step}
     fit(every, ranks_per_node=2, callbacks=[count], optimizer="Adam", options=options, max_epochs=4)
     return count.total.bytes_across, count.total.num_steps, count.total.exposed_s
 
 
-def test_nodes_send_each_other_one_of_so_many_gradients(four_ranks):
+def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_ranks):
     """Eight steps of two ranks on a node: two periods of four. BatchNorm's statistics are two rows of four."""
     whole, steps, _ = four_ranks.run(bytes_of, 1)[0]
-    for outer_step in (None, {"lr": 0.7, "momentum": 0.9}):
-        part, local_steps, exposed_s = four_ranks.run(bytes_of, 4, outer_step)[0]
+    num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
+    for options, once in (
+        ({}, 2 * whole / 8),
+        ({"outer_step": {"lr": 0.7, "momentum": 0.9}}, 2 * whole / 8),
+        ({"comm_dtype_across_nodes": "bf16"}, whole / 8),
+        ({"comm_dtype_across_nodes": "int8"}, 2 * num_blocks * (256 + 2)),
+        ({"comm_dtype_across_nodes": "int4"}, 2 * num_blocks * (128 + 2)),
+    ):
+        part, local_steps, exposed_s = four_ranks.run(bytes_of, 4, **options)[0]
         assert local_steps == steps == 8
         statistics = 2 * 8 * 4
-        assert part == pytest.approx(whole / 4 + statistics)
+        assert part == pytest.approx(2 * once + statistics)
         assert exposed_s > 0
 
 
@@ -313,12 +322,19 @@ def fit_and_resume(path, precision, optimizer, options):
 
 
 OUTER = {"outer_step": {"lr": 0.7, "momentum": 0.9}}
+INT4 = {"comm_dtype_across_nodes": "int4"}
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
-    [("32-true", "SGD", {}), ("16-true", "Adam", OUTER), ("bf16-true", "SGD", OUTER)],
+    [
+        ("32-true", "SGD", {}),
+        ("16-true", "Adam", OUTER),
+        ("bf16-true", "SGD", OUTER),
+        ("16-true", "SGD", INT4),
+        ("32-true", "Adam", INT4 | OUTER),
+    ],
 )
 def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     two_ranks, tmp_path, precision, optimizer, options
@@ -443,7 +459,10 @@ def test_an_error_on_one_node_within_a_period_ends_the_other_and_names_the_rank(
             r"^`reduction` \(='adasum'\) cannot be combined with `sync_across_nodes_every` \(=4\)",
         ),
         ({"shard_update": "node"}, r"^`shard_update` \(='node'\) cannot be combined"),
-        ({"comm_dtype_across_nodes": "int8"}, r"^`comm_dtype_across_nodes` \(='int8'\) cannot be combined"),
+        (
+            {"comm_dtype_across_nodes": "int8", "error_feedback": True},
+            r"^`error_feedback` \(=True\) cannot be combined",
+        ),
         ({"tune": "on"}, r"^`tune` \(='on'\) cannot be combined"),
         ({"find_unused_parameters": True}, r"^`find_unused_parameters` \(=True\) cannot be combined"),
     ],

@@ -208,6 +208,7 @@ class CommEngine:
         block_ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
         is_in_update: bool = False,
+        is_exact: bool = False,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
@@ -219,6 +220,7 @@ class CommEngine:
         `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
         `feedback`: the residuals of these blocks; None: the codec rounds by chance.
         `is_in_update`: it holds no gradients, and the optimizer's step waits for it, which the trace counts.
+        `is_exact`: between nodes, too, it travels in its own dtype.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
         future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
@@ -235,14 +237,15 @@ class CommEngine:
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
                 "contiguous: it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
-        plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange)
+        plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange, is_exact)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
         bucket.is_in_update = is_in_update or exchange is not None
-        bucket.is_coded = self.coder is not None and exchange is None
+        bucket.is_coded = self.coder is not None and exchange is None and not is_exact
         new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:
             bucket.keeps_shard, bucket.traffic = True, replace(traffic, inside=traffic.inside / 2)  # no gather
-            new_job = partial(self._new_job, keeps_shard=True)
+        if keeps_shard or is_exact:
+            new_job = partial(self._new_job, keeps_shard=keeps_shard, **({"dtype_across": None} if is_exact else {}))
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:
@@ -285,15 +288,16 @@ class CommEngine:
 
     def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
         """Return how a tensor would be carried."""
-        return self._planned(bucket_index, numel, dtype, None)[0]
+        return self._planned(bucket_index, numel, dtype)[0]
 
     def _planned(
-        self, index: int, numel: int, dtype: torch.dtype, exchange: NodeExchange | None
+        self, index: int, numel: int, dtype: torch.dtype, exchange: NodeExchange | None = None, is_exact: bool = False
     ) -> tuple[BucketPlan, Traffic]:
         # Decided once: it runs in every step, in the thread of backward.
-        key = (index, numel, dtype, exchange)
+        key = (index, numel, dtype, exchange, is_exact)
         if key not in self._buckets:
-            num_bytes, topology, narrow = numel * dtype.itemsize, self.topology, self.dtype_across_nodes
+            num_bytes, topology = numel * dtype.itemsize, self.topology
+            narrow = None if is_exact else self.dtype_across_nodes
             name = str(dtype).removeprefix("torch.")
             plan = self.plan.bucket(
                 index=index, numel=numel, dtype=name, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda

@@ -1,6 +1,7 @@
 """One optimizer state, loss scale and count of skipped steps for all nodes, after steps that each took on its own.
 
-moments                 their average over nodes; of a node that has none yet, as its steps were skipped, zeros
+momentum                at each period's end its average over nodes, as narrow between them as weights are
+moments, momentum too   in a checkpoint their average; of a node that has none yet, as its steps were skipped, zeros
 counts of steps         the largest
 loss scale              the smallest, with the fewest clean steps
 counts of skipped       the largest
@@ -25,36 +26,74 @@ from lightning_hybrid.strategy.local_sgd.node_average import NodeAverage
 _Entry = tuple[int, int, str, tuple[int, ...], torch.dtype, str]
 
 
+# As torch's optimizers and those here name the mean of gradients, or of directions, that a step goes along.
+_MOMENTA = ("momentum_buffer", "exp_avg")
+
+
+@torch.no_grad()
+def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> None:
+    """Give all ranks one momentum. Collective: every rank of WORLD must call it."""
+    state = _State(optimizers)
+    has_same_entries, _ = state.compare(None)
+    if has_same_entries:
+        average.average_([value for name, value in state.moments() if name in _MOMENTA], is_narrow=True)
+    else:  # rare; a momentum alone is not what an optimizer would begin with
+        state.fill_up()
+        state.average_(average)
+
+
 @torch.no_grad()
 def agree_on_state_(
     optimizers: Sequence[Optimizer], step_states: Sequence[OptimizerStepState], average: NodeAverage
 ) -> None:
     """Give all ranks one state of optimizers and loss scales. Collective: every rank of WORLD must call it."""
-    params = [_params_of(one) for optimizer in optimizers for one in optimizers_within(optimizer)]
-    states = [one.state for optimizer in optimizers for one in optimizers_within(optimizer)]
-    entries = sorted(_entries(params, states), key=_place)
-    own = hashlib.sha256(repr(entries).encode()).hexdigest(), [one.state_dict() for one in step_states]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    if len({digest for digest, _ in found}) > 1:  # rare: a node whose steps were all skipped has no state yet
+    state = _State(optimizers)
+    has_same_entries, found = state.compare([one.state_dict() for one in step_states])
+    if not has_same_entries:
+        state.fill_up()
+    state.average_(average)
+    for index, step_state in enumerate(step_states):
+        step_state.load_state_dict(agreed([of_rank[index] for of_rank in found]))
+
+
+class _State:
+    """Tensors of optimizer state in one order."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        within = [one for optimizer in optimizers for one in optimizers_within(optimizer)]
+        self._params, self._states = [_params_of(one) for one in within], [one.state for one in within]
+        self._entries = sorted(_entries(self._params, self._states), key=_place)
+
+    def compare(self, own: Any) -> tuple[bool, list[Any]]:
+        """Return whether all ranks have the same tensors, and what each gave. Collective."""
+        digest = hashlib.sha256(repr(self._entries).encode()).hexdigest()
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (digest, own))
+        return all(other == digest for other, _ in found), [given for _, given in found]
+
+    def fill_up(self) -> None:
+        """Make what other nodes have: a node whose steps were all skipped has no state yet. Collective."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, entries)
-        union = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=_place)
-        for entry in union:
-            _make_if_missing(entry, params, states)
-        entries = union
-    moments: list[Tensor] = []
-    counts: list[Tensor] = []
-    for optimizer, index, name, shape, dtype, _ in entries:
-        param = params[optimizer][index]
-        value = states[optimizer][param][name]
-        is_moment = (len(shape) > 0 or shape == tuple(param.shape)) and name != "step"
-        is_real = dtype.is_floating_point or dtype.is_complex
-        (moments if is_moment and is_real else counts).append(value)
-    average.average_(moments)
-    _take_largest_(counts, average.device)
-    for index, state in enumerate(step_states):
-        state.load_state_dict(agreed([of_rank[index] for _, of_rank in found]))
+        dist.all_gather_object(of_ranks, self._entries)
+        self._entries = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=_place)
+        for entry in self._entries:
+            _make_if_missing(entry, self._params, self._states)
+
+    def average_(self, average: NodeAverage) -> None:
+        """Average the moments, and take the largest of counts. Collective."""
+        average.average_([value for _, value in self.moments()])
+        _take_largest_([value for _, value, is_moment in self._tensors() if not is_moment], average.device)
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors of moments."""
+        return ((name, value) for name, value, is_moment in self._tensors() if is_moment)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        for optimizer, index, name, shape, dtype, _ in self._entries:
+            param = self._params[optimizer][index]
+            is_moment = (len(shape) > 0 or shape == tuple(param.shape)) and name != "step"
+            is_real = dtype.is_floating_point or dtype.is_complex
+            yield name, self._states[optimizer][param][name], is_moment and is_real
 
 
 def _place(entry: _Entry) -> tuple[int, int, str]:

@@ -94,9 +94,7 @@ def local_steps_from(
 _WHY = {
     "reduction": "between nodes there are no gradients to combine, weights are averaged",
     "shard_update": "an average needs whole masters",
-    "comm_dtype_across_nodes": (
-        "weights are averaged in fp32, whose lower digits a narrower dtype or a codec would take in every period"
-    ),
+    "error_feedback": "residuals are those of gradients, which nodes do not send each other",
     "tune": "there is no all-reduce over all ranks in each step whose plan could be tried",
     "find_unused_parameters": "DDP then asks all ranks in every step which parameters each has used",
 }

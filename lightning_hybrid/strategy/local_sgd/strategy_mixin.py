@@ -26,7 +26,7 @@ from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.run_status import has_grad_scaler, run_status
 from lightning_hybrid.strategy.local_sgd.node_average import NodeAverage
-from lightning_hybrid.strategy.local_sgd.optimizer_agreement import agree_on_state_
+from lightning_hybrid.strategy.local_sgd.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_sgd.outer_step import OuterStep
 from lightning_hybrid.strategy.local_sgd.settings import LocalSteps, refuse_setup
 
@@ -60,11 +60,12 @@ class NodesApart:
         self.outer: OuterStep | None = None
         self.is_apart = False  # whether nodes take steps on their own now
         self.has_own_weights = False  # whether there was one since weights were averaged
-        self.has_own_state = False  # the same of optimizer state
+        self.has_own_moving_averages = False  # the same of moving averages of weights
+        self.has_own_state = False  # and of optimizer state
 
     def note_step(self) -> None:
         """Note that weights and state are about to be each node's own, or are."""
-        self.has_own_weights = self.has_own_state = True
+        self.has_own_weights = self.has_own_moving_averages = self.has_own_state = True
 
     def part(self, model: nn.Module) -> None:
         """Let nodes take steps on their own from now on."""
@@ -157,7 +158,7 @@ class LocalSGDMixin:
         num_steps = self.lightning_module.trainer.global_step
         if not self._nodes.is_apart and num_steps >= self._nodes.steps.from_step:
             self._nodes.part(self.model)
-            if self._nodes.steps.has_outer_step:
+            if self._nodes.steps.has_outer_step or self._nodes.average.is_narrow:
                 self._nodes.outer = self._new_outer_step(self._nodes.steps)
         if self._nodes.is_apart:
             self._nodes.note_step()  # user code may step past Lightning
@@ -174,12 +175,13 @@ class LocalSGDMixin:
         if self._nodes is not None and self._nodes.is_apart:
             self._nodes.note_step()
             if self._nodes.steps.end_at(self.lightning_module.trainer.global_step + 1):  # Lightning counts it later
-                self._average_weights()
+                self._average(num_steps=self.lightning_module.trainer.global_step + 1)
         return outputs
 
     def on_validation_start(self) -> None:
         """Average over nodes, so that the average is validated."""
-        self._average_weights()
+        self._average()
+        self._average_moving_averages()
         super().on_validation_start()  # type: ignore[misc]
 
     def on_train_end(self) -> None:
@@ -189,18 +191,24 @@ class LocalSGDMixin:
 
     # ---- averages --------------------------------------------------------------------------------------------------
 
-    def _average_weights(self) -> None:
-        # Collective. What it takes to go on from a common point, but for optimizer state, which would double the bytes.
+    def _average(self, num_steps: int | None = None) -> None:
+        # Collective. What the next steps begin with: weights, statistics and momentum. `num_steps`: taken so far.
         nodes = self._nodes
         if nodes is None or not nodes.has_own_weights:
             return
+        nodes.average.begin_step(self.lightning_module.trainer.global_step if num_steps is None else num_steps)
         pairs = self._pairs()
         for pair in pairs:
             pair.absorb_outside_writes_()
         weights = list(self._weights().values())
-        nodes.average.average_([*weights, *self._statistics(), *self._moving_averages()])
-        if nodes.outer is not None:
-            nodes.outer.step_(weights)
+        if nodes.outer is None:
+            nodes.average.average_(weights)
+        else:  # weights stay what they are until all of it has arrived
+            moved = nodes.outer.moved(weights)
+            nodes.average.average_(moved, is_narrow=True)
+            nodes.outer.step_(weights, moved)
+        nodes.average.average_(self._statistics())
+        average_momentum_(self.optimizers, nodes.average)
         copy_to_low_(pairs)
         for pair in pairs:
             pair.mark_clean()
@@ -211,11 +219,18 @@ class LocalSGDMixin:
 
     def _average_all(self) -> None:
         # Collective. All ranks then hold the same, of which one file has all.
-        self._average_weights()
+        self._average()
+        self._average_moving_averages()
         if self._nodes is not None and self._nodes.has_own_state:
             step_states = run_status(self.lightning_module.trainer).optimizer_steps
             agree_on_state_(self.optimizers, step_states, self._nodes.average)
             self._nodes.has_own_state = False
+
+    def _average_moving_averages(self) -> None:
+        # Collective. Each node's has followed its own weights; the steps do not need them.
+        if self._nodes is not None and self._nodes.has_own_moving_averages:
+            self._nodes.average.average_(self._moving_averages())
+            self._nodes.has_own_moving_averages = False
 
     def _trained_by_name(self) -> dict[str, Tensor]:
         # The parameters that DDP averages, by name.
@@ -251,7 +266,7 @@ class LocalSGDMixin:
         return bool(self._ddp_kwargs.get("broadcast_buffers", True))
 
     def _moving_averages(self) -> list[Tensor]:
-        # Of callbacks such as EMA: each node has followed its own weights.
+        # Of callbacks such as EMA.
         kinds = lightning_types("pytorch.callbacks.WeightAveraging")
         callbacks = [one for one in self.lightning_module.trainer.callbacks if isinstance(one, kinds)]
         averages = [getattr(one, "_average_model", None) for one in callbacks]
@@ -265,15 +280,16 @@ class LocalSGDMixin:
         weights = self._weights()
         outer = OuterStep(list(weights.values()), lr=steps.outer_lr, momentum=steps.outer_momentum)
         saved, self._outer_momentum = self._outer_momentum, None
-        for name, momentum in zip(weights, outer.momenta, strict=True):
+        for name, momentum in zip(weights, outer.momenta, strict=False):  # there is none without momentum
             if saved is not None and name in saved:
                 momentum.copy_(saved[name])
         return outer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, with the momentum of the outer step."""
-        if self._nodes is not None and self._nodes.outer is not None and "optimizer_states" in checkpoint:
-            checkpoint[OUTER_MOMENTUM] = dict(zip(self._trained_by_name(), self._nodes.outer.momenta, strict=True))
+        outer = None if self._nodes is None else self._nodes.outer
+        if outer is not None and outer.momenta and "optimizer_states" in checkpoint:
+            checkpoint[OUTER_MOMENTUM] = dict(zip(self._trained_by_name(), outer.momenta, strict=True))
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

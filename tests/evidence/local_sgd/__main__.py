@@ -27,7 +27,7 @@ RATES = {
 RATES_OF_LOCAL = {"SGD": (0.5, 0.25, 1.0), "orthogonal": (128.0, 64.0, 256.0)}
 
 # What answers most comes first.
-FIRST = ("local, H = 8", "synchronous, 128 images", "synchronous, 8,192 images", "synchronous, 1,024 images")
+FIRST = ("local, H = 8 x 128 images", "synchronous, 128 images", "synchronous, 8,192 images")
 
 
 def cells() -> Iterator[tuple[str, str, float, int]]:

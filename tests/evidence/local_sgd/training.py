@@ -1,7 +1,7 @@
 """One run of eight nodes in one process: their steps one after the other, and what they send each other counted.
 
 synchronous     one network; gradients of all images of an update, in batches of 128 (BatchNorm's batch) added up
-local           eight networks, each with an optimizer; after H steps of 128 images the mean of weights and statistics
+local           eight networks, each with an optimizer; after H steps the mean of weights, statistics and momentum
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from lightning_hybrid.comm import Topology, traffic_of
+from lightning_hybrid.comm.codec.block_format import OF_A_SUM, num_blocks_of
+from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.data.in_memory.glyphs import glyphs_split
 from lightning_hybrid.data.in_memory.loader import EvalLoader, Normalize, TrainLoader
 from lightning_hybrid.models import AlexNetBN
@@ -33,25 +35,32 @@ class Arm:
     """A way to train on 131,072 images in 8 epochs.
 
     `images_per_update`: of a synchronous update. `every`: local steps from one mean to the next; 0: all synchronous.
-    `from_share`: share of the run after which steps are local. `outer`: rate and momentum of the outer step.
-    `averages_momentum`: whether the nodes' momentum is averaged too, for as many bytes again.
+    `images_per_step`: of one local step. `from_share`: share of the run after which steps are local. `outer`: rate and
+    momentum of the outer step. `bits`: in which weights and momentum are sent. `keeps_momentum`: whether each node has
+    its own.
     """
 
     images_per_update: int = NUM_NODES * BATCH_SIZE
     every: int = 0
+    images_per_step: int = BATCH_SIZE
     from_share: float = 0.0
     outer: tuple[float, float] | None = None
-    averages_momentum: bool = False
+    bits: Literal[8, 4] | None = None
+    keeps_momentum: bool = False
 
 
 ARMS = {
     "synchronous, 128 images": Arm(images_per_update=128),
     "synchronous, 1,024 images": Arm(images_per_update=1024),
     "synchronous, 8,192 images": Arm(images_per_update=8192),
-    "local, H = 8": Arm(every=8),
-    "local, H = 8, momentum averaged": Arm(every=8, averages_momentum=True),
-    "local, H = 8, outer step 0.7, 0.9": Arm(every=8, outer=(0.7, 0.9)),
-    "post-local, H = 8 from half": Arm(every=8, from_share=0.5),
+    "local, H = 8 x 128 images": Arm(every=8),
+    "local, H = 8 x 128, own momentum": Arm(every=8, keeps_momentum=True),
+    "local, H = 8 x 128, int8": Arm(every=8, bits=8),
+    "local, H = 16 x 64, int8": Arm(every=16, images_per_step=64, bits=8),
+    "local, H = 16 x 64, int4": Arm(every=16, images_per_step=64, bits=4),
+    "local, H = 32 x 32, int8": Arm(every=32, images_per_step=32, bits=8),
+    "local, H = 8 x 128, outer step 0.7, 0.9": Arm(every=8, outer=(0.7, 0.9)),
+    "post-local, H = 8 x 128 from half": Arm(every=8, from_share=0.5),
 }
 
 
@@ -102,7 +111,8 @@ def train(arm: Arm, kind: str, lr: float, seed: int) -> dict[str, Any]:
     sets = glyphs_split()
     normalize = Normalize.fitted_to(sets["train"].images)
     num_images = len(sets["train"].labels) * NUM_EPOCHS
-    of_nodes = [_batches(sets["train"], normalize, seed=seed, rank=rank) for rank in range(NUM_NODES)]
+    size = arm.images_per_step
+    of_nodes = [_batches(sets["train"], normalize, size=size, seed=seed, rank=rank) for rank in range(NUM_NODES)]
     if arm.every:
         nodes, bytes_sent, num_syncs = _train_locally(arm, network, kind, lr, of_nodes, num_images)
     else:
@@ -123,27 +133,32 @@ def train(arm: Arm, kind: str, lr: float, seed: int) -> dict[str, Any]:
 def _train_locally(
     arm: Arm, network: nn.Module, kind: str, lr: float, of_nodes: list[Iterator[Any]], num_images: int
 ) -> tuple[list[Node], float, int]:
-    num_steps = num_images // (NUM_NODES * BATCH_SIZE)
+    num_steps = num_images // (NUM_NODES * arm.images_per_step)
     from_step, bytes_sent, num_syncs = int(arm.from_share * num_steps), 0.0, 0
     first = Node(network, kind, lr, num_steps)
     for _ in range(from_step):
         first.step([next(of_node) for of_node in of_nodes])
         bytes_sent, num_syncs = bytes_sent + bytes_of(first.weights), num_syncs + 1
     nodes = [first, *(_copied(first, kind, lr, num_steps) for _ in range(NUM_NODES - 1))]
-    outer = None if arm.outer is None else OuterStep(first.weights, lr=arm.outer[0], momentum=arm.outer[1])
+    lr_outside, momentum_outside = arm.outer or (1.0, 0.0)
+    outers = [OuterStep(node.weights, lr=lr_outside, momentum=momentum_outside) for node in nodes]
+    codec = None if arm.bits is None else Codec(bits=arm.bits)
+    coder = None if codec is None else Coder(codec, torch.device("cpu"))
     for step in range(from_step, num_steps):
         for node, batches in zip(nodes, of_nodes, strict=True):
             node.step([next(batches)])
         if (step + 1 - from_step) % arm.every == 0 or step + 1 == num_steps:
-            averaged = [[*node.weights, *node.statistics] for node in nodes]
-            if arm.averages_momentum:
-                averaged = [[*some, *node.momenta] for some, node in zip(averaged, nodes, strict=True)]
-            average_(averaged)
-            if outer is not None:
-                outer.step_(first.weights)
-                for node in nodes[1:]:
-                    torch._foreach_copy_(node.weights, first.weights)
-            bytes_sent, num_syncs = bytes_sent + bytes_of(averaged[0]), num_syncs + 1
+            if coder is not None:
+                coder.begin_step(step + 1)
+            moved = [outer.moved(node.weights) for outer, node in zip(outers, nodes, strict=True)]
+            momenta = [[] if arm.keeps_momentum else node.momenta for node in nodes]
+            narrow = [[*some, *own] for some, own in zip(moved, momenta, strict=True)]
+            average_(narrow, coder)
+            for outer, some, node in zip(outers, moved, nodes, strict=True):
+                outer.step_(node.weights, some)
+            average_([node.statistics for node in nodes])
+            bytes_sent += bytes_of(narrow[0], codec) + bytes_of(first.statistics)
+            num_syncs += 1
     return nodes, bytes_sent, num_syncs
 
 
@@ -155,23 +170,42 @@ def _copied(node: Node, kind: str, lr: float, num_steps: int) -> Node:
 
 
 @torch.no_grad()
-def average_(of_nodes: list[list[Tensor]]) -> None:
-    """Give every node the mean of each tensor: the sum over nodes, divided by their number."""
-    for tensors in zip(*of_nodes, strict=True):
-        mean = torch.stack(tensors).sum(0).div_(len(tensors))
-        for tensor in tensors:
-            tensor.copy_(mean)
+def average_(of_nodes: list[list[Tensor]], coder: Coder | None = None) -> None:
+    """Give every node the mean of each tensor: the sum over nodes, through the codec, divided by their number."""
+    rows = torch.stack([torch.cat([one.reshape(-1) for one in tensors]) for tensors in of_nodes])
+    total = rows.sum(0) if coder is None else _sum_coded(rows, coder)
+    for tensors in of_nodes:
+        parts = total.div(len(of_nodes)).split([one.numel() for one in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
-def bytes_of(tensors: list[Tensor]) -> float:
-    """Return what a node sends to the others in fp32, for one sum of these tensors over all nodes."""
-    return traffic_of("parallel_flat", NODES, 4.0 * sum(map(torch.numel, tensors))).across
+def _sum_coded(rows: Tensor, coder: Coder) -> Tensor:
+    # As between more than two nodes: each encodes what it has, and owners encode the sums.
+    messages = rows.new_empty((len(rows), coder.codec.message_bytes(rows.shape[1])), dtype=torch.uint8)
+    ids = torch.arange(num_blocks_of(rows.shape[1]), dtype=torch.int32)
+    for sender, (row, message) in enumerate(zip(rows, messages, strict=True)):
+        coder.blocks(row, ids).encode(row, message, sender=sender)
+    total = torch.empty_like(rows[0])
+    coder.add(messages, total)
+    coder.blocks(total, ids).encode(total, messages[0], sender=OF_A_SUM)
+    coder.add(messages[:1], total)
+    return total
 
 
-def _batches(image_set: Any, normalize: Normalize, *, seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def bytes_of(tensors: list[Tensor], codec: Codec | None = None) -> float:
+    """Return what a node sends to the others, in fp32 or through the codec, for one sum of these tensors over nodes."""
+    numel = sum(map(torch.numel, tensors))
+    across = 4.0 * numel if codec is None else float(codec.message_bytes(numel))
+    return traffic_of("parallel_flat", NODES, 4.0 * numel, num_bytes_across=across, is_ring=codec is None).across
+
+
+def _batches(
+    image_set: Any, normalize: Normalize, *, size: int, seed: int, rank: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     loader = TrainLoader(
         image_set,
-        global_batch_size=NUM_NODES * BATCH_SIZE,
+        global_batch_size=NUM_NODES * size,
         world_size=NUM_NODES,
         rank=rank,
         accumulate_grad_batches=1,
