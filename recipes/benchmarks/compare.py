@@ -68,7 +68,9 @@ def picture(records: Sequence[tuple[str, float, list[Timing]]]) -> Figure:
         axes.set_title(NETWORKS[case])
         axes.set_xlabel("nodes x ranks")
         axes.set_ylabel("s per step")
-    named = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    named = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(named.values(), named, fontsize=8, loc="outside lower center", ncol=4)
     return figure
 

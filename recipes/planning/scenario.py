@@ -14,8 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.local_steps import average_s, with_averages
-from lightning_hybrid.planning.memory import STATE_BYTES
+from lightning_hybrid.planning.local_steps import BYTES, average_s, with_averages
 from lightning_hybrid.planning.node_wire import NodeWire, WireName
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
@@ -48,20 +47,12 @@ class Scenario:
     num_steps: int = 1
     comm_dtype_across_nodes: WireName | None = None
     sync_across_nodes_every: int = 1
-    optimizer: str = "lars"
-
-    def __post_init__(self) -> None:
-        if self.comm_dtype_across_nodes is not None and self.sync_across_nodes_every > 1:
-            raise ValueError(
-                f"`comm_dtype_across_nodes` (={self.comm_dtype_across_nodes!r}) and `sync_across_nodes_every` "
-                f"(={self.sync_across_nodes_every}) exclude each other: nodes average weights in fp32. Leave one out."
-            )
 
     @property
     def wire(self) -> NodeWire | None:
-        """The form of sums between nodes, where it is not that of the buckets."""
+        """The form of sums between nodes, where it is not that of the buckets, or of averages, which are fp32."""
         name = self.comm_dtype_across_nodes
-        return None if name is None else NodeWire(name=name, itemsize=self.itemsize)
+        return None if name is None else NodeWire(name=name, itemsize=4 if self.is_local else self.itemsize)
 
     @property
     def is_local(self) -> bool:
@@ -70,19 +61,20 @@ class Scenario:
 
     @property
     def averaged_bytes(self) -> int:
-        """Bytes of masters and optimizer state, in fp32."""
-        return (4 + STATE_BYTES[self.optimizer]) * sum(numel for layer in self.layers for numel in layer.numels)
+        """Bytes of masters and momentum, in fp32."""
+        return BYTES * sum(numel for layer in self.layers for numel in layer.numels)
 
     @property
     def average_s(self) -> float:
-        """Seconds of one average of masters and optimizer state over nodes."""
-        return average_s(self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda)
+        """Seconds of one average of masters and momentum over nodes."""
+        return average_s(self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda, wire=self.wire)
 
     def node_bytes(self, outcome: SimulatedSteps) -> float:
         """Return the bytes of a step that are summed between nodes, in their form there."""
         if self.is_local:
-            return self.averaged_bytes / self.sync_across_nodes_every
-        num_bytes = float(sum(bucket.num_bytes for bucket in outcome.buckets))
+            num_bytes = self.averaged_bytes / self.sync_across_nodes_every
+        else:
+            num_bytes = float(sum(bucket.num_bytes for bucket in outcome.buckets))
         return num_bytes if self.wire is None else self.wire.num_bytes(num_bytes)
 
     @property
@@ -117,7 +109,7 @@ class Scenario:
             num_columns=self.num_columns,
             jitter=self.jitter,
             num_steps=self.num_steps,
-            wire=self.wire,
+            wire=None if self.is_local else self.wire,
         )
         if not self.is_local:
             return outcome
@@ -172,7 +164,6 @@ def scenario_of(cfg: DictConfig) -> Scenario:
         num_steps=cfg.num_steps,
         comm_dtype_across_nodes=cfg.comm_dtype_across_nodes,
         sync_across_nodes_every=cfg.sync_across_nodes_every,
-        optimizer=cfg.optimizer,
     )
 
 

@@ -139,7 +139,7 @@ class SimulationReport:
                 lines.append(f"{name}={getattr(scenario, name)} has nothing to do on one node.")
         if scenario.is_local:
             lines.append(
-                f"Every {scenario.sync_across_nodes_every} steps nodes average masters and optimizer state, which "
+                f"Every {scenario.sync_across_nodes_every} steps nodes average masters and momentum, which "
                 f"takes {time_text(scenario.average_s)}; in between each takes steps of its own, which are not those "
                 "of one large batch."
             )

@@ -4,6 +4,7 @@
     python -m tests.netlab.elastic --out FOLDER --hosts 4 --lost 2       # two of four
     python -m tests.netlab.elastic --out FOLDER --lose rendezvous        # host 0, which keeps the rendezvous
     python -m tests.netlab.elastic --out FOLDER --lose checkpointing     # the same, while it writes a checkpoint
+    python -m tests.netlab.elastic --out FOLDER --sync-every 8           # hosts train on their own between averages
 
 On emulated hosts ``recipes/train.py resume=auto`` trains on the digits with a global batch of 128, at most 64 at a
 time. After ``--lose-at`` steps every process of the lost hosts is killed, torchrun's agent included, and their links
@@ -80,8 +81,10 @@ def steps_in(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return dict(attempts)
 
 
-def command(folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: int | None = None) -> list[str]:
-    """``killed_at``: the step whose checkpoint, or the next one, rank 0 dies in."""
+def command(
+    folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: int | None = None, sync_every: int = 1
+) -> list[str]:
+    """``killed_at``: the step whose checkpoint, or the next one, rank 0 dies in. ``sync_every``: and saves so often."""
     options = [
         "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false trainer.log_every_n_steps=1",
         f"trainer.max_steps={max_steps} trainer.limit_val_batches=0 trainer.limit_test_batches=1 trainer.max_epochs=50",
@@ -89,10 +92,12 @@ def command(folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: i
         # losses on one rank are those on two.
         "model.dropout=0 strategy.loss_scale=1024",
         f"global_batch_size={GLOBAL_BATCH} max_batch_size_per_rank={AT_ONCE} strategy.timeout.minutes={timeout_min}",
-        f"callbacks.last.every_n_train_steps={EVERY} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
+        f"callbacks.last.every_n_train_steps={EVERY if sync_every == 1 else sync_every} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
         f"resume=auto hydra.run.dir={folder / 'run'}",
         "+callbacks.records={_target_:tests.netlab.elastic.Records,directory:" + str(folder / "steps") + "}",
     ]
+    if sync_every > 1:
+        options.append(f"strategy.sync_across_nodes_every={sync_every} strategy.ranks_per_node=1")
     words = [str(ROOT / "recipes" / "train.py"), *" ".join(options).split()]
     if killed_at is not None:
         place = f"mark: '{folder / DIED}', phase: 'checkpoint: write', rank: 0, step: {killed_at}, number: 9"
@@ -101,7 +106,7 @@ def command(folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: i
 
 
 def torchrun(
-    cluster: Cluster, host: int, folder: Path, max_steps: int, killed_at: int | None = None
+    cluster: Cluster, host: int, folder: Path, max_steps: int, killed_at: int | None = None, sync_every: int = 1
 ) -> subprocess.Popen[bytes]:
     """torchrun's agent on a host, with one rank."""
     rendezvous = (
@@ -117,7 +122,7 @@ def torchrun(
         inside = f"setpriv --pdeathsig KILL nsenter --net={cluster.namespace(host)} --".split()
         agent = [sys.executable, "-m", "torch.distributed.run", *launch.split(), "--rdzv-conf", rendezvous]
         return subprocess.Popen(
-            [*inside, *agent, *command(folder, max_steps, TIMEOUT_MIN, killed_at)],
+            [*inside, *agent, *command(folder, max_steps, TIMEOUT_MIN, killed_at, sync_every)],
             env=os.environ | environment,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -180,8 +185,16 @@ def lose_and_come_back(asked: argparse.Namespace, folder: Path) -> dict[str, flo
     seconds = {}
     with Cluster(num_hosts=num_hosts, ranks_per_host=1, mbit_per_s=1000) as cluster:
         wait = partial(wait_for_steps, folder, limit_s=asked.limit_s)
+        start = partial(
+            torchrun,
+            cluster,
+            folder=folder,
+            max_steps=asked.steps,
+            killed_at=killed_at,
+            sync_every=asked.sync_every,
+        )
         try:
-            agents = {host: torchrun(cluster, host, folder, asked.steps, killed_at) for host in range(num_hosts)}
+            agents = {host: start(host) for host in range(num_hosts)}
             wait(asked.lose_at, world_size=num_hosts, since_s=0.0)
             while killed_at is not None and not (folder / DIED).exists():
                 time.sleep(0.005)
@@ -201,7 +214,7 @@ def lose_and_come_back(asked: argparse.Namespace, folder: Path) -> dict[str, flo
                 cluster.spoil_link(host)
             back_s = time.time()
             for host in range(num_hosts) if keeps_rendezvous else lost:
-                agents[host] = torchrun(cluster, host, folder, asked.steps, killed_at)
+                agents[host] = start(host)
             wait(1, world_size=num_hosts, since_s=back_s)
             seconds["s_from_return_to_going_on_together"] = time.time() - back_s
             wait(asked.together, world_size=num_hosts, since_s=back_s)
@@ -220,6 +233,7 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=8, help="steps that those left make before the lost are back")
     parser.add_argument("--together", type=int, default=5, help="steps after that")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sync-every", type=int, default=1, help="steps from one average over hosts to the next")
     parser.add_argument("--end-s", type=float, default=180.0, help="for agents that lost their rendezvous to end")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of each wait")
     asked = parser.parse_args()
@@ -234,7 +248,7 @@ def main() -> None:
     reference.mkdir()
     with open(reference / "log", "wb") as log:
         subprocess.run(
-            [sys.executable, *command(reference, last + 1)],
+            [sys.executable, *command(reference, last + 1, sync_every=asked.sync_every)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stdout=log,

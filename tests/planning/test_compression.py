@@ -181,7 +181,7 @@ def test_where_gradients_are_fp32_float16_comes_first():
 # ---- steps within nodes ----------------------------------------------------------------------------------------------
 
 
-def test_averages_are_all_reduces_of_the_masters_and_of_the_optimizers_state():
+def test_averages_are_all_reduces_of_the_masters_and_of_the_momentum():
     """8 bytes per parameter, at the rate of the link, spread over the steps in between."""
     found = cluster(2, 1, across=Link(latency_s=0.0, bytes_per_s=1e8))
     taken_s = average_s(8e7, found, CommPlan(), on_cuda=False)
