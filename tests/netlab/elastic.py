@@ -85,6 +85,7 @@ def command(
     folder: Path, max_steps: int, timeout_min: float = 5.0, killed_at: int | None = None, sync_every: int = 1
 ) -> list[str]:
     """``killed_at``: the step whose checkpoint, or the next one, rank 0 dies in. ``sync_every``: and saves so often."""
+    save_every = EVERY if sync_every == 1 else sync_every
     options = [
         "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false trainer.log_every_n_steps=1",
         f"trainer.max_steps={max_steps} trainer.limit_val_batches=0 trainer.limit_test_batches=1 trainer.max_epochs=50",
@@ -92,7 +93,7 @@ def command(
         # losses on one rank are those on two.
         "model.dropout=0 strategy.loss_scale=1024",
         f"global_batch_size={GLOBAL_BATCH} max_batch_size_per_rank={AT_ONCE} strategy.timeout.minutes={timeout_min}",
-        f"callbacks.last.every_n_train_steps={EVERY if sync_every == 1 else sync_every} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
+        f"callbacks.last.every_n_train_steps={save_every} callbacks.last.save_on_train_epoch_end=false ~callbacks.best",
         f"resume=auto hydra.run.dir={folder / 'run'}",
         "+callbacks.records={_target_:tests.netlab.elastic.Records,directory:" + str(folder / "steps") + "}",
     ]

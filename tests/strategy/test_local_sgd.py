@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.strategy.local_sgd import node_average
 from lightning_hybrid.strategy.local_sgd.settings import refuse_setup
@@ -65,9 +66,10 @@ def fit(
     overflows=(),
     resume=None,
     options=None,
+    lr=0.05,
     **settings,
 ):
-    module, seen = Toy(lr=0.05, optimizer=optimizer), Seen()
+    module, seen = Toy(lr=lr, optimizer=optimizer), Seen()
     module.overflows = overflows
     strategy = HybridAllReduceStrategy(
         sync_across_nodes_every=every, ranks_per_node=ranks_per_node, **{"tune": "off", **(options or {})}
@@ -110,13 +112,18 @@ def tensors_of_node(node):
     ]
 
 
-def averaged(algorithm):
+def averaged(algorithm, across=None, chunk_numel=16, **kind):
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
-    plan, device = CommPlan(algorithm=algorithm), torch.device("cpu")
-    engine = CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=45), device=device)
+    engine = CommEngine(
+        topology=topology,
+        plan=CommPlan(algorithm=algorithm),
+        timeout=timedelta(seconds=45),
+        device=torch.device("cpu"),
+        dtype_across_nodes=across,
+    )
     tensors = tensors_of_node(topology.nodes.index(topology.node))
-    with patch.object(node_average, "CHUNK_NUMEL", 16):
-        node_average.NodeAverage(engine).average_(tensors)
+    with patch.object(node_average, "CHUNK_NUMEL", chunk_numel):
+        node_average.NodeAverage(engine).average_(tensors, **kind)
     engine.close()
     return tensors
 
@@ -126,6 +133,39 @@ def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algori
     expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
     for found in four_ranks.run(averaged, algorithm):
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
+def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
+    """Whole numbers up to 8 are exact in bfloat16, and not in codes of 8 / 127 and 8 / 7."""
+    expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
+    for found in four_ranks.run(averaged, "two_level", across, 1024):
+        assert all(map(torch.equal, found, expected))
+    narrow = four_ranks.run(averaged, "two_level", across, 1024, is_narrow=True)
+    for found in narrow:
+        assert all(map(torch.equal, found, narrow[0]))
+        assert torch.equal(found[1], expected[1])  # float64
+        assert torch.equal(found[0], expected[0]) == (across is torch.bfloat16)
+        assert (found[0] - expected[0]).abs().max() < 8
+
+
+def fit_at_rate_zero(across):
+    """How far weights are from where they began, and momentum from that of fp32."""
+    (exact, _), (narrow, _) = (
+        fit(2, ranks_per_node=1, lr=0.0, options={"comm_dtype_across_nodes": name}, max_epochs=1)
+        for name in (None, across)
+    )
+    trained = trained_of(toy.Toy())
+    moved = (values_of(narrow.lightning_module) - values_of(Toy()))[trained].abs().max()
+    return float(moved), float((final(narrow) - final(exact)).abs().max()), final(narrow)
+
+
+def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
+    """Weights that have not moved stay to the bit, where rounding the weights themselves would change them."""
+    (moved, apart, first), (_, _, second) = two_ranks.run(fit_at_rate_zero, "int8")
+    assert moved == 0
+    assert 0 < apart < 0.1
+    assert torch.equal(first, second)
 
 
 def fit_and_reference(every):
@@ -159,17 +199,20 @@ def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so
     assert not torch.equal(one, other)
 
 
-def equal_steps(precision, optimizer):
+def equal_steps(precision, optimizer, across):
+    callbacks, options = [ReplicaCheck(every_n_steps=1)], {"comm_dtype_across_nodes": across}
     trainer, seen = fit(
-        3, precision=precision, optimizer=optimizer, ranks_per_node=2, callbacks=[ReplicaCheck(every_n_steps=1)]
+        3, precision=precision, optimizer=optimizer, ranks_per_node=2, callbacks=callbacks, options=options
     )
     return seen.after, seen.rates, final(trainer)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
-def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_ranks, precision):
-    ranks, trained = four_ranks.run(equal_steps, precision, "Adam"), trained_of(toy.Toy())
+@pytest.mark.parametrize(
+    ("precision", "across"), [("32-true", None), ("16-true", "int4"), ("bf16-true", None), ("bf16-true", "int8")]
+)
+def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_ranks, precision, across):
+    ranks, trained = four_ranks.run(equal_steps, precision, "Adam", across), trained_of(toy.Toy())
     for step in range(4):
         of_ranks = [after[step] for after, _, _ in ranks]
         assert torch.equal(
