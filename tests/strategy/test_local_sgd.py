@@ -112,7 +112,7 @@ def tensors_of_node(node):
     ]
 
 
-def averaged(algorithm, across=None, chunk_numel=16, **kind):
+def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
     engine = CommEngine(
         topology=topology,
@@ -123,7 +123,7 @@ def averaged(algorithm, across=None, chunk_numel=16, **kind):
     )
     tensors = tensors_of_node(topology.nodes.index(topology.node))
     with patch.object(node_average, "CHUNK_NUMEL", chunk_numel):
-        node_average.NodeAverage(engine).average_(tensors, **kind)
+        node_average.NodeAverage(engine).average_(tensors, is_narrow=is_narrow)
     engine.close()
     return tensors
 
@@ -141,7 +141,7 @@ def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, acro
     expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
     for found in four_ranks.run(averaged, "two_level", across, 1024):
         assert all(map(torch.equal, found, expected))
-    narrow = four_ranks.run(averaged, "two_level", across, 1024, is_narrow=True)
+    narrow = four_ranks.run(averaged, "two_level", across, 1024, True)
     for found in narrow:
         assert all(map(torch.equal, found, narrow[0]))
         assert torch.equal(found[1], expected[1])  # float64
@@ -321,7 +321,7 @@ class Bytes(Callback):
         self.total = trainer.strategy.comm_trace.total()
 
 
-def bytes_of(every, **options):
+def bytes_of(every, options):
     count = Bytes()
     fit(every, ranks_per_node=2, callbacks=[count], optimizer="Adam", options=options, max_epochs=4)
     return count.total.bytes_across, count.total.num_steps, count.total.exposed_s
@@ -329,7 +329,7 @@ def bytes_of(every, **options):
 
 def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_ranks):
     """Eight steps of two ranks on a node: two periods of four. BatchNorm's statistics are two rows of four."""
-    whole, steps, _ = four_ranks.run(bytes_of, 1)[0]
+    whole, steps, _ = four_ranks.run(bytes_of, 1, {})[0]
     num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
     for options, once in (
         ({}, 2 * whole / 8),
@@ -338,7 +338,7 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
         ({"comm_dtype_across_nodes": "int8"}, 2 * num_blocks * (256 + 2)),
         ({"comm_dtype_across_nodes": "int4"}, 2 * num_blocks * (128 + 2)),
     ):
-        part, local_steps, exposed_s = four_ranks.run(bytes_of, 4, **options)[0]
+        part, local_steps, exposed_s = four_ranks.run(bytes_of, 4, options)[0]
         assert local_steps == steps == 8
         statistics = 2 * 8 * 4
         assert part == pytest.approx(2 * once + statistics)
