@@ -58,8 +58,8 @@ def with_feedback(dtype: torch.dtype | Codec | None, error_feedback: bool) -> to
     if not isinstance(dtype, Codec):
         own = "None" if dtype is None else str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"`error_feedback` (=True) needs a codec between nodes, and `comm_dtype_across_nodes` is {own}: errors of "
-            "10 bits and more are not kept. Set strategy.comm_dtype_across_nodes to int8 or int4, or leave "
+            f"`error_feedback` (=True) needs a codec between nodes, and `comm_dtype_across_nodes` is {own}: only "
+            "what int8 and int4 round away is kept. Set strategy.comm_dtype_across_nodes to int8 or int4, or leave "
             "`strategy.error_feedback` out."
         )
     return dataclasses.replace(dtype, error_feedback=True)
