@@ -20,7 +20,7 @@ PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
 SICK = 1  # the rank
 
 
-def dying(factors):
+def ending(factors, signal_number):
     """Adasum's factors of its second level: halves have been exchanged, quarters have not all come back."""
     num_calls = 0
 
@@ -28,7 +28,7 @@ def dying(factors):
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal_number)
         return factors(products)
 
     return called
@@ -47,7 +47,8 @@ def one_falls_ill(how, timeout_s):
         if dist.get_rank() == SICK and how == "hangs":
             time.sleep(60)
         elif dist.get_rank() == SICK:
-            patch.setattr(adasum, "adasum_factors", dying(adasum.adasum_factors))
+            signals = {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}
+            patch.setattr(adasum, "adasum_factors", ending(adasum.adasum_factors, signals[how]))
         raise AssertionError(f"error: {error_of(combine)}")  # this way the pool prints it next to the dead rank's
 
 
@@ -56,6 +57,7 @@ def one_falls_ill(how, timeout_s):
     ("how", "timeout_s", "words"),
     [
         ("dies", 60.0, r"comm: ranks? [0-9, ]*\b1\b[^.]* not answer"),
+        ("stops", 10.0, r"comm: rank 1 does not answer"),
         ("hangs", 10.0, r"comm: rank 1 stands behind"),  # before it: it has not come to the exchange
     ],
 )
