@@ -92,6 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = item.nodeid.partition("[")[0]
             if num_cases[name] % sampled.args[0]:
                 item.add_marker("long")
+                item.add_marker("battery")
             num_cases[name] += 1
     if torch.cuda.is_available():
         return

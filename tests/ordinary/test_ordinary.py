@@ -28,7 +28,7 @@ def cases(precisions):
             for precision in precisions:
                 is_first = precision == "16-true" and world == min(case.row(name).worlds)
                 is_default = (is_first and name in NAMES[::2]) or (name in QUICK and world == 2)
-                marks = [] if is_default else [pytest.mark.long]
+                marks = [] if is_default else [pytest.mark.long, pytest.mark.battery]
                 yield pytest.param(name, world, precision, id=f"{name}-{world}-{precision}", marks=marks)
 
 
