@@ -10,13 +10,16 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommPlan
 from tests import toy
 from tests.netlab.cluster import Cluster
 from tests.netlab.test_bytes import TOLERANCE, bytes_sent
 
-HOSTS, RANKS_PER_HOST, WIDTH, NUM_STEPS = 4, 2, 1024, 16
-# What a node sends of a byte that is summed over nodes.
-SENT = 2 * (HOSTS - 1) / HOSTS
+HOSTS, RANKS_PER_HOST, WIDTH, NUM_STEPS = 4, 2, 2048, 16
+# In small chunks messages of 4 bits are of a few KiB, of which headers are some percent.
+PLAN = CommPlan(algorithm="two_level", chunk_bytes=2**22)
+# What a node sends of a byte that is summed over nodes, and of words on state and signals, all steps together.
+SENT, WORDS = 2 * (HOSTS - 1) / HOSTS, 100_000
 
 
 class OneLayer(pl.LightningModule):
@@ -53,7 +56,7 @@ def sent_by_fits():
     for every, across in ((1, None), (8, None), (8, "int8"), (8, "int4")):
         sent = Sent()
         strategy = HybridAllReduceStrategy(
-            sync_across_nodes_every=every, comm_dtype_across_nodes=across, algorithm="two_level", tune="off"
+            sync_across_nodes_every=every, comm_dtype_across_nodes=across, plan=PLAN, tune="off"
         )
         trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=NUM_STEPS, callbacks=[sent])
         trainer.fit(OneLayer(), DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, WIDTH), batch_size=1))
@@ -68,4 +71,5 @@ def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):
         for of_host in cluster.call(sent_by_fits, timeout_s=120):
             expected = [2 * NUM_STEPS, *(2 * one * NUM_STEPS / 8 for one in (4, 258 / 256, 130 / 256))]  # an element
             print(of_host, [one / of_host[0] for one in of_host])
-            assert of_host == pytest.approx([SENT * WIDTH**2 * one for one in expected], rel=TOLERANCE)
+            assert of_host == pytest.approx([WORDS + SENT * WIDTH**2 * one for one in expected], rel=TOLERANCE)
+            assert of_host[2] / of_host[0] == pytest.approx(1 / 8, rel=TOLERANCE)
