@@ -20,14 +20,21 @@ RATES = {
     ("SGD", "synchronous, 128 images"): (0.25, 0.125, 0.5),
     ("SGD", "synchronous, 1,024 images"): (0.5, 0.25, 1.0),
     ("SGD", "synchronous, 8,192 images"): (1.0, 0.5, 2.0),
-    ("orthogonal", "synchronous, 128 images"): (16.0, 8.0, 32.0),
+    ("orthogonal", "synchronous, 128 images"): (32.0, 16.0, 64.0),
     ("orthogonal", "synchronous, 1,024 images"): (64.0, 32.0, 128.0),
     ("orthogonal", "synchronous, 8,192 images"): (64.0, 32.0, 128.0),
+    ("orthogonal", "16 steps of 64, int8, outer step 0.7, 0.9"): (16.0, 8.0, 32.0),
 }
-RATES_OF_LOCAL = {"SGD": (0.5, 0.25, 1.0), "orthogonal": (128.0, 64.0, 256.0)}
+# Of local steps, by their images.
+RATES_OF_LOCAL = {
+    ("SGD", 64): (0.25, 0.125, 0.5),
+    ("SGD", 128): (0.5, 0.25, 1.0),
+    ("orthogonal", 64): (64.0, 32.0, 128.0),
+    ("orthogonal", 128): (128.0, 64.0, 256.0),
+}
 
 # What answers most comes first.
-FIRST = ("local, H = 8 x 128 images", "synchronous, 128 images", "synchronous, 8,192 images")
+FIRST = ("16 steps of 64, int8", "synchronous, 128 images", "4 steps of 64, int4", "synchronous, 8,192 images")
 
 
 def cells() -> Iterator[tuple[str, str, float, int]]:
@@ -40,7 +47,7 @@ def cells() -> Iterator[tuple[str, str, float, int]]:
 
 def rates_of(kind: str, arm: str) -> tuple[float, ...]:
     """Return the rates that are tried."""
-    return RATES.get((kind, arm), RATES_OF_LOCAL[kind])
+    return RATES.get((kind, arm)) or RATES_OF_LOCAL[kind, ARMS[arm].images_per_step]
 
 
 def main() -> None:
