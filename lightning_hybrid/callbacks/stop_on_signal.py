@@ -147,6 +147,7 @@ class StopOnSignal(Callback):
             return
         path = self._folder(trainer) / CHECKPOINT_NAME
         self._steps_of_loggers = trainer.fit_loop.epoch_loop._batches_that_stepped
+        _forget_batches_of_a_whole_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         by = signal.Signals(asked % REQUEUE)
         code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
@@ -202,6 +203,15 @@ class StopOnSignal(Callback):
             return Path(self.dirpath)
         folder: Any = getattr(trainer.checkpoint_callback, "dirpath", None)
         return Path(folder or trainer.default_root_dir)
+
+
+def _forget_batches_of_a_whole_epoch(trainer: pl.Trainer) -> None:
+    # Between two epochs Lightning still counts the batches of the last one. With `max_steps` it would restore them, and
+    # where nothing is validated end the next epoch after one batch.
+    epochs, loop = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop
+    if epochs.ready == epochs.completed:
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
 
 
 def _is_started_by_lightning(trainer: pl.Trainer) -> bool:

@@ -152,6 +152,38 @@ def test_a_stopped_run_goes_on_to_the_bit(two_ranks, tmp_path):
         assert toy.same_bits(weights, resumed)
 
 
+class Places(pl.Callback):
+    """Epoch and batch of each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append((trainer.current_epoch, batch_idx))
+
+
+def places(folder, stopped_in, validates, limits):
+    """The places of a run that is stopped in a step, and of the one that goes on."""
+    found, checkpoint = [], None
+    for step in (stopped_in, None):
+        seen = Places()
+        trainer = toy.trainer(callbacks=[StopOnSignal(folder), Signals(0, step=step), seen], **limits)
+        with contextlib.suppress(SIGTERMException):
+            trainer.fit(toy.Toy(), toy.loader(), toy.loader() if validates else None, ckpt_path=checkpoint)
+        found.append(seen.seen)
+        checkpoint = str(Path(folder, "stopped.ckpt"))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 10, "max_steps": 24}], ids=["epochs", "steps"])
+def test_a_run_of_one_rank_that_stops_between_two_epochs_misses_no_batch(one_rank, tmp_path, limits, validates):
+    """In Lightning's own file the epoch that is over looks begun, where `max_steps` is set and nothing is validated."""
+    ((before, after),) = one_rank.run(places, str(tmp_path), 15, validates, limits)  # 8 steps an epoch
+    assert before + after == [(epoch, batch) for epoch in range(3) for batch in range(8)]
+
+
 class Steps(pl.Callback):
     """The steps that loggers would write, and those there were."""
 
