@@ -2,6 +2,8 @@
 
 synchronous     one network; gradients of all images of an update, in batches of 128 (BatchNorm's batch) added up
 local           eight networks, each with an optimizer; after H steps the mean of weights, statistics and momentum
+
+Rates rise for a tenth of the run and then fall linearly to zero.
 """
 
 from __future__ import annotations
@@ -54,14 +56,11 @@ ARMS = {
     "synchronous, 1,024 images": Arm(images_per_update=1024),
     "synchronous, 8,192 images": Arm(images_per_update=8192),
     "8 steps of 128 images": Arm(every=8),
-    "8 steps of 128, own momentum": Arm(every=8, keeps_momentum=True),
-    "8 steps of 128, int8": Arm(every=8, bits=8),
     "16 steps of 64": Arm(every=16, images_per_step=64),
     "16 steps of 64, int8": Arm(every=16, images_per_step=64, bits=8),
     "16 steps of 64, int8, own momentum": Arm(every=16, images_per_step=64, bits=8, keeps_momentum=True),
     "16 steps of 64, int4": Arm(every=16, images_per_step=64, bits=4),
     "16 steps of 64, int8, outer step 0.7, 0.9": Arm(every=16, images_per_step=64, bits=8, outer=(0.7, 0.9)),
-    "8 steps of 64, int4": Arm(every=8, images_per_step=64, bits=4),
     "4 steps of 64, int4": Arm(every=4, images_per_step=64, bits=4),
     "8 steps of 128 from half of the run on": Arm(every=8, from_share=0.5),
 }
@@ -78,7 +77,9 @@ class Node:
         else:
             form: Any = {"direction": "orthogonal", "momentum_form": "lr_outside", "excluded_lr_mult": 0.01}
             self.optimizer = LARS(groups, lr=lr, momentum=0.9, **form)
-        self.schedule = WarmupPolynomialDecay(self.optimizer, num_steps, warmup_steps=num_steps // 10, end_lr=0.0)
+        self.schedule = WarmupPolynomialDecay(
+            self.optimizer, num_steps, warmup_steps=num_steps // 10, end_lr=0.0, power=1.0
+        )
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Step along the mean gradient of several batches."""
