@@ -126,7 +126,8 @@ class LocalSGDMixin:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch would warn where the first is skipped
         rank_zero_info(
             f"comm: gradients are averaged in each of {self._topology.num_nodes} nodes from step "
-            f"{self._local_steps.from_step} on, weights between them every {self._local_steps.every} steps"
+            f"{self._local_steps.from_step} on, weights and momentum between them every "
+            f"{self._local_steps.every} steps"
         )
 
     def _new_nodes(self, steps: LocalSteps) -> NodesApart:
