@@ -94,17 +94,17 @@ def final(trainer):
 
 
 def tensors_of_node(node):
-    """Whole numbers, in dtypes and layouts of parameters and state; means of two of them are exact."""
+    """Numbers of 14 bits, in dtypes and layouts of parameters and state; means of two of them are exact in float32."""
     generator = torch.Generator().manual_seed(node)
 
     def draw(*shape):
-        return torch.randint(-8, 9, shape, generator=generator).float()
+        return torch.randint(-(2**13), 2**13 + 1, shape, generator=generator) / 2**10
 
     channels_last = draw(2, 3, 4, 4).to(memory_format=torch.channels_last)
     return [
         draw(5, 7),
         draw(3).double(),
-        draw(4).bfloat16(),
+        draw(4).round().bfloat16(),
         channels_last,
         draw(6, 4)[:, ::2],
         draw(2, 2) * 1j,
@@ -137,7 +137,7 @@ def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algori
 
 @pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
 def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
-    """Whole numbers up to 8 are exact in bfloat16, and not in codes of 8 / 127 and 8 / 7."""
+    """14 bits are more than bfloat16 has, and codes of 8 / 127 and 8 / 7."""
     expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
     for found in four_ranks.run(averaged, "two_level", across, 1024):
         assert all(map(torch.equal, found, expected))
@@ -145,8 +145,7 @@ def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, acro
     for found in narrow:
         assert all(map(torch.equal, found, narrow[0]))
         assert torch.equal(found[1], expected[1])  # float64
-        assert torch.equal(found[0], expected[0]) == (across is torch.bfloat16)
-        assert (found[0] - expected[0]).abs().max() < 8
+        assert 0 < (found[0] - expected[0]).abs().max() < 8
 
 
 def fit_at_rate_zero(across):
