@@ -104,7 +104,10 @@ def test_a_stopped_rank_is_named_long_before_the_timeout(three_ranks, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))],
+)
 def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
     found, _ = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
