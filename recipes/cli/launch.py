@@ -13,9 +13,11 @@ started from outside carries the launcher's own id.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,7 +188,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     try:
         yield trainers
         if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+            _end_process_group()
         # The ranks that Lightning started end a little later; the next job of a sweep must find their ports free.
         for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
             process.wait()
@@ -205,6 +207,18 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
         finish(exit_code)
+
+
+def _end_process_group() -> None:
+    """Destroy the process group, and let Gloo's threads free what they hold."""
+    has_gloo = "gloo" in torch.distributed.get_backend()
+    torch.distributed.destroy_process_group()
+    if has_gloo:
+        # A thread of Gloo's frees a collective's tensors a moment after it is done, and needs Python's lock for that.
+        # FSDP2's caches, and cycles of the stages, keep a group alive, so nothing waits for its threads; one that is
+        # late, in a process that is at its end, aborts it (pytorch/pytorch#190489).
+        gc.collect()
+        time.sleep(0.1)
 
 
 def finish(exit_code: int) -> None:
