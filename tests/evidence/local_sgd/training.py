@@ -61,6 +61,7 @@ ARMS = {
     "16 steps of 64, int8, own momentum": Arm(every=16, images_per_step=64, bits=8, keeps_momentum=True),
     "16 steps of 64, int4": Arm(every=16, images_per_step=64, bits=4),
     "16 steps of 64, int8, outer step 0.7, 0.9": Arm(every=16, images_per_step=64, bits=8, outer=(0.7, 0.9)),
+    "6 steps of 64, int4": Arm(every=6, images_per_step=64, bits=4),
     "4 steps of 64, int4": Arm(every=4, images_per_step=64, bits=4),
     "8 steps of 128 from half of the run on": Arm(every=8, from_share=0.5),
 }
@@ -109,14 +110,12 @@ class Node:
 def train(arm: Arm, kind: str, lr: float, seed: int) -> dict[str, Any]:
     """Train, and return accuracy on unseen fonts in percent, synchronisations, and the bytes that a node sends."""
     torch.manual_seed(seed)
-    network = AlexNetBN(
-        num_classes=32, in_channels=1, image_size=32, width=0.0625, stem_kernel=3, stem_stride=2, dropout=0.0
-    )
+    network = new_network()
     sets = glyphs_split()
     normalize = Normalize.fitted_to(sets["train"].images)
     num_images = len(sets["train"].labels) * NUM_EPOCHS
     size = arm.images_per_step
-    of_nodes = [_batches(sets["train"], normalize, size=size, seed=seed, rank=rank) for rank in range(NUM_NODES)]
+    of_nodes = [batches_of(sets["train"], normalize, size=size, seed=seed, rank=rank) for rank in range(NUM_NODES)]
     if arm.every:
         nodes, bytes_sent, num_syncs = _train_locally(arm, network, kind, lr, of_nodes, num_images)
     else:
@@ -204,9 +203,17 @@ def bytes_of(tensors: list[Tensor], codec: Codec | None = None) -> float:
     return traffic_of("parallel_flat", NODES, 4.0 * numel, num_bytes_across=across, is_ring=codec is None).across
 
 
-def _batches(
+def new_network() -> AlexNetBN:
+    """Return the network for glyphs."""
+    return AlexNetBN(
+        num_classes=32, in_channels=1, image_size=32, width=0.0625, stem_kernel=3, stem_stride=2, dropout=0.0
+    )
+
+
+def batches_of(
     image_set: Any, normalize: Normalize, *, size: int, seed: int, rank: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what one node trains on, in `size` images."""
     loader = TrainLoader(
         image_set,
         global_batch_size=NUM_NODES * size,
