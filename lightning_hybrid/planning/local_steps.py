@@ -12,7 +12,7 @@ from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
 CHUNK_BYTES = 16 * MIB  # of the average, of which two are under way
-BYTES = 8  # of a parameter in an average: its master and its momentum, in fp32
+BYTES = 8  # of a parameter in an average: its master and its momentum, in fp32; Adam and LAMB send no momentum
 
 
 def average_s(

@@ -90,6 +90,10 @@ class CommSetupMixin:
         excluded: dict[str, tuple[Any, tuple[Any, ...]]] = {  # by local steps: name, value, and what they go with
             "reduction": (reduction, ("mean",)),
             "shard_update": (shard_update, ("off", False)),
+            "comm_dtype_across_nodes": (
+                comm_dtype_across_nodes,
+                () if self._dtype_across_nodes is torch.float16 else (comm_dtype_across_nodes,),
+            ),
             "error_feedback": (error_feedback, (False,)),
             "tune": (tune, ("auto", "off", False)),
             "find_unused_parameters": (for_ddp.get("find_unused_parameters", False), (False,)),

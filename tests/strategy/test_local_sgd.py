@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
@@ -322,7 +322,7 @@ class Bytes(Callback):
 
 def bytes_of(every, options):
     count = Bytes()
-    fit(every, ranks_per_node=2, callbacks=[count], optimizer="Adam", options=options, max_epochs=4)
+    fit(every, ranks_per_node=2, callbacks=[count], options=options, max_epochs=4)
     return count.total.bytes_across, count.total.num_steps, count.total.exposed_s
 
 
@@ -505,6 +505,7 @@ def test_an_error_on_one_node_within_a_period_ends_the_other_and_names_the_rank(
             {"comm_dtype_across_nodes": "int8", "error_feedback": True},
             r"^`error_feedback` \(=True\) cannot be combined",
         ),
+        ({"comm_dtype_across_nodes": "float16"}, r"^`comm_dtype_across_nodes` \(='float16'\) cannot be combined"),
         ({"tune": "on"}, r"^`tune` \(='on'\) cannot be combined"),
         ({"find_unused_parameters": True}, r"^`find_unused_parameters` \(=True\) cannot be combined"),
     ],
@@ -537,7 +538,9 @@ def test_nodes_layers_and_precisions_that_cannot_work_are_refused():
         refuse_setup(even, layers, has_grad_scaler=False)
     with pytest.raises(ValueError, match=r"^`precision` \(='16-mixed'\) and `sync_across_nodes_every` exclude each"):
         refuse_setup(even, [], has_grad_scaler=True)
-    refuse_setup(even, [("net.2", torch.nn.BatchNorm2d(4))], has_grad_scaler=False)
+    with pytest.raises(ValueError, match=r"^`callbacks` \(=ModelPruning\) and `sync_across_nodes_every` exclude each"):
+        refuse_setup(even, [], [ModelPruning("l1_unstructured")], has_grad_scaler=False)
+    refuse_setup(even, [("net.2", torch.nn.BatchNorm2d(4))], [Callback()], has_grad_scaler=False)
 
 
 def fit_on_one_node():

@@ -1,6 +1,7 @@
 """One optimizer state, loss scale and count of skipped steps for all nodes, after steps that each took on its own.
 
-momentum                at each period's end its average over nodes, as narrow between them as weights are
+momentum                at each period's end its average over nodes, as narrow between them as weights are; not Adam's,
+                        which a node divides by its own second moment: where that is zero, nothing would bound a step
 moments, momentum too   in a checkpoint their average; of a node that has none yet, as its steps were skipped, zeros
 counts of steps         the largest
 loss scale              the smallest, with the fewest clean steps
@@ -26,17 +27,13 @@ from lightning_hybrid.strategy.local_sgd.node_average import NodeAverage
 _Entry = tuple[int, int, str, tuple[int, ...], torch.dtype, str]
 
 
-# As torch's optimizers and those here name the mean of gradients, or of directions, that a step goes along.
-_MOMENTA = ("momentum_buffer", "exp_avg")
-
-
 @torch.no_grad()
 def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> None:
     """Give all ranks one momentum. Collective: every rank of WORLD must call it."""
     state = _State(optimizers)
     has_same_entries, _ = state.compare(None)
     if has_same_entries:
-        average.average_([value for name, value in state.moments() if name in _MOMENTA], is_narrow=True)
+        average.average_([value for name, value in state.moments() if name == "momentum_buffer"], is_narrow=True)
     else:  # rare; a momentum alone is not what an optimizer would begin with
         state.fill_up()
         state.average_(average)

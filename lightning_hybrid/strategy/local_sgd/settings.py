@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.comm import Topology
+from lightning_hybrid.lightning_names import lightning_types
 
 _OPTION = "sync_across_nodes_every"
 
@@ -40,6 +41,10 @@ class LocalSteps:
     def end_at(self, num_steps: int) -> bool:
         """Return whether a period ends after the run's first `num_steps` optimizer steps."""
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
+
+    def num_periods(self, num_steps: int) -> int:
+        """Return how many periods have ended after the run's first `num_steps` optimizer steps."""
+        return max(0, num_steps - self.from_step) // self.every
 
     @property
     def has_outer_step(self) -> bool:
@@ -94,6 +99,9 @@ def local_steps_from(
 _WHY = {
     "reduction": "between nodes there are no gradients to combine, weights are averaged",
     "shard_update": "an average needs whole masters",
+    "comm_dtype_across_nodes": (
+        "what weights have moved has no loss scale and can be below what fp16 holds; bfloat16, int8 and int4 carry it"
+    ),
     "error_feedback": "residuals are those of gradients, which nodes do not send each other",
     "tune": "there is no all-reduce over all ranks in each step whose plan could be tried",
     "find_unused_parameters": "DDP then asks all ranks in every step which parameters each has used",
@@ -115,11 +123,14 @@ def _outer_from(setting: Any) -> dict[str, float]:
     return {"outer_lr": float(lr), "outer_momentum": float(momentum)}
 
 
-def refuse_setup(topology: Topology, layers: Iterable[tuple[str, nn.Module]], *, has_grad_scaler: bool) -> None:
-    """Check nodes, layers and precision.
+def refuse_setup(
+    topology: Topology, layers: Iterable[tuple[str, nn.Module]], callbacks: Iterable[Any] = (), *, has_grad_scaler: bool
+) -> None:
+    """Check nodes, layers, callbacks and precision.
 
     Raises:
-        ValueError: nodes differ in size, a layer talks to all ranks in its forward, or Lightning scales the loss.
+        ValueError: nodes differ in size, a layer talks to all ranks in its forward, a callback prunes by the weights of
+            a node, or Lightning scales the loss.
     """
     if topology.ranks_per_node is None:
         sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -133,6 +144,12 @@ def refuse_setup(topology: Topology, layers: Iterable[tuple[str, nn.Module]], *,
                 f"`{name}` (=SyncBatchNorm) and `{_OPTION}` exclude each other: it waits for all ranks in every "
                 "forward pass. Leave `sync_batchnorm` out: running statistics are averaged with the weights."
             )
+    pruning = lightning_types("pytorch.callbacks.ModelPruning")
+    if any(isinstance(callback, pruning) for callback in callbacks):
+        raise ValueError(
+            f"`callbacks` (=ModelPruning) and `{_OPTION}` exclude each other: each node would prune by its own "
+            f"weights. Prune after training, or leave `strategy.{_OPTION}` out."
+        )
     if has_grad_scaler:
         raise ValueError(
             f"`precision` (='16-mixed') and `{_OPTION}` exclude each other: Lightning's loss scale would part between "

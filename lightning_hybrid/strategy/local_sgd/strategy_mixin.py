@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -14,71 +14,23 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
 from lightning_hybrid.comm.topology import ReplicaSets
-from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.lightning_names import is_overridden, lightning_types
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.run_status import has_grad_scaler, run_status
-from lightning_hybrid.strategy.local_sgd.node_average import NodeAverage
+from lightning_hybrid.strategy.local_sgd.nodes_apart import BROADCAST_BYTES, NodesApart
 from lightning_hybrid.strategy.local_sgd.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_sgd.outer_step import OuterStep
 from lightning_hybrid.strategy.local_sgd.settings import LocalSteps, refuse_setup
 
-_BROADCAST_BYTES = 25 * 2**20
-
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
 OUTER_MOMENTUM = "outer_momentum"
-
-
-class NodesApart:
-    """The nodes of one fit: whether they train on their own, what each has, and its average.
-
-    Args:
-        steps: when they average.
-        engine: sums over all ranks. `node_engine`: over those of the node, which have `group` too.
-        hook_state: of DDP's hook, whose engine is changed.
-    """
-
-    def __init__(
-        self,
-        steps: LocalSteps,
-        *,
-        engine: CommEngine,
-        node_engine: CommEngine,
-        group: dist.ProcessGroup,
-        hook_state: HookState,
-    ) -> None:
-        self.steps, self.node_engine, self.group = steps, node_engine, group
-        self._hook_state = hook_state
-        self.average = NodeAverage(engine)
-        self.outer: OuterStep | None = None
-        self.is_apart = False  # whether nodes take steps on their own now
-        self.has_own_weights = False  # whether there was one since weights were averaged
-        self.has_own_moving_averages = False  # the same of moving averages of weights
-        self.has_own_state = False  # and of optimizer state
-
-    def note_step(self) -> None:
-        """Note that weights and state are about to be each node's own, or are."""
-        self.has_own_weights = self.has_own_moving_averages = self.has_own_state = True
-
-    def part(self, model: nn.Module) -> None:
-        """Let nodes take steps on their own from now on."""
-        self.is_apart = True
-        self._hook_state.engine = self.node_engine
-        # DDP's broadcast of buffers from rank zero before each forward, as one from each node's leader.
-        model._register_buffer_comm_hook(  # type: ignore[operator]
-            self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD
-        )
-
-
-def _broadcast_in_node(group: dist.ProcessGroup, buffers: Mapping[str, Tensor]) -> None:
-    dist._broadcast_coalesced(group, list(buffers.values()), _BROADCAST_BYTES, 0)
 
 
 class LocalSGDMixin:
@@ -89,6 +41,7 @@ class LocalSGDMixin:
     _local_steps: LocalSteps | None = None
     _nodes: NodesApart | None = None
     _outer_momentum: dict[str, Tensor] | None = None  # of a checkpoint, until the fit begins
+    _averages_first: Any = None  # the callback, while there are nodes
     _topology: Topology
     _plan: CommPlan
     _engine: CommEngine | None
@@ -116,9 +69,13 @@ class LocalSGDMixin:
                 "is."
             )
             return
-        layers = self.lightning_module.named_modules()
-        refuse_setup(self._topology, layers, has_grad_scaler=has_grad_scaler(self.precision_plugin))
+        layers, has_scaler = self.lightning_module.named_modules(), has_grad_scaler(self.precision_plugin)
+        refuse_setup(self._topology, layers, trainer.callbacks, has_grad_scaler=has_scaler)
         self._nodes = self._new_nodes(self._local_steps)
+        # One node may leave a step out that another takes; all come to the next batch.
+        self._nodes.ends_in_step = not is_overridden("optimizer_step", self.lightning_module, "pytorch.LightningModule")
+        self._averages_first = _averages_first(self)
+        trainer.callbacks.insert(0, self._averages_first)
         for config in self.lr_scheduler_configs:
             # A node that skips a step would fall behind the others' rate for good.
             release_schedule(config)
@@ -157,12 +114,24 @@ class LocalSGDMixin:
         assert self._engine is not None
         self._engine.raise_if_failed()  # another node may have failed, for which nothing here waits
         num_steps = self.lightning_module.trainer.global_step
-        if not self._nodes.is_apart and num_steps >= self._nodes.steps.from_step:
+        steps = self._nodes.steps
+        if not self._nodes.is_apart and num_steps >= steps.from_step:
             self._nodes.part(self.model)
-            if self._nodes.steps.has_outer_step or self._nodes.average.is_narrow:
-                self._nodes.outer = self._new_outer_step(self._nodes.steps)
+            self._nodes.num_periods = steps.num_periods(num_steps)
+            self._nodes.versions = [one._version for one in self._frozen()]
+            if steps.has_outer_step or self._nodes.average.is_narrow:
+                self._nodes.outer = self._new_outer_step(steps)
         if self._nodes.is_apart:
+            if not self._nodes.ends_in_step and steps.num_periods(num_steps) > self._nodes.num_periods:
+                self._average()
+            self._nodes.num_periods = steps.num_periods(num_steps)
             self._nodes.note_step()  # user code may step past Lightning
+            if batch_idx == steps.every and num_steps == 0 and not self.lightning_module.automatic_optimization:
+                rank_zero_warn(
+                    f"`sync_across_nodes_every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
+                    f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
+                    "`self.optimizers()`, not those inside of them."
+                )
 
     def optimizer_step(
         self,
@@ -175,20 +144,10 @@ class LocalSGDMixin:
         outputs = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         if self._nodes is not None and self._nodes.is_apart:
             self._nodes.note_step()
-            if self._nodes.steps.end_at(self.lightning_module.trainer.global_step + 1):  # Lightning counts it later
-                self._average(num_steps=self.lightning_module.trainer.global_step + 1)
+            num_steps = self.lightning_module.trainer.global_step + 1  # Lightning counts this one later
+            if self._nodes.ends_in_step and self._nodes.steps.end_at(num_steps):
+                self._average(num_steps)
         return outputs
-
-    def on_validation_start(self) -> None:
-        """Average over nodes, so that the average is validated."""
-        self._average()
-        self._average_moving_averages()
-        super().on_validation_start()  # type: ignore[misc]
-
-    def on_train_end(self) -> None:
-        """Average over nodes what the last steps have changed."""
-        self._average_all()
-        super().on_train_end()  # type: ignore[misc]
 
     # ---- averages --------------------------------------------------------------------------------------------------
 
@@ -215,7 +174,7 @@ class LocalSGDMixin:
             pair.mark_clean()
         if others := self._other_buffers():
             assert dist.group.WORLD is not None
-            dist._broadcast_coalesced(dist.group.WORLD, others, _BROADCAST_BYTES, 0)
+            dist._broadcast_coalesced(dist.group.WORLD, others, BROADCAST_BYTES, 0)
         nodes.has_own_weights = False
 
     def _average_all(self) -> None:
@@ -229,15 +188,31 @@ class LocalSGDMixin:
 
     def _average_moving_averages(self) -> None:
         # Collective. Each node's has followed its own weights; the steps do not need them.
-        if self._nodes is not None and self._nodes.has_own_moving_averages:
-            self._nodes.average.average_(self._moving_averages())
-            self._nodes.has_own_moving_averages = False
+        nodes = self._nodes
+        if nodes is not None and nodes.has_own_moving_averages:
+            frozen = self._frozen()
+            if frozen:  # a teacher's weights, which user code writes; most are as they were loaded
+                pairs = zip(frozen, nodes.versions, strict=True)
+                is_new = torch.tensor([one._version != seen for one, seen in pairs], device=nodes.average.device)
+                is_new = is_new.to(torch.int32)
+                dist.all_reduce(is_new, dist.ReduceOp.MAX)
+                written = [one for one, is_one in zip(frozen, is_new.tolist(), strict=True) if is_one]
+                nodes.average.average_(written)
+            nodes.average.average_(self._moving_averages())
+            nodes.versions = [one._version for one in frozen]
+            nodes.has_own_moving_averages = False
 
     def _trained_by_name(self) -> dict[str, Tensor]:
         # The parameters that DDP averages, by name.
+        return {name: one for name, one in self._known_to_ddp() if one.requires_grad}
+
+    def _frozen(self) -> list[Tensor]:
+        known = self._known_to_ddp()
+        return [one.detach() for _, one in known if not one.requires_grad and one.is_floating_point()]
+
+    def _known_to_ddp(self) -> Iterator[tuple[str, Tensor]]:
         ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self.lightning_module.named_parameters()
-        return {name: one for name, one in named if one.requires_grad and name not in ignored}
+        return (named for named in self.lightning_module.named_parameters() if named[0] not in ignored)
 
     def _pairs(self) -> list[MasterPair]:
         masters = masters_of(self.lightning_module)
@@ -268,10 +243,11 @@ class LocalSGDMixin:
 
     def _moving_averages(self) -> list[Tensor]:
         # Of callbacks such as EMA.
-        kinds = lightning_types("pytorch.callbacks.WeightAveraging")
-        callbacks = [one for one in self.lightning_module.trainer.callbacks if isinstance(one, kinds)]
+        kinds = ("pytorch.callbacks.WeightAveraging", "pytorch.callbacks.StochasticWeightAveraging")
+        types = tuple(chain.from_iterable(map(lightning_types, kinds)))
+        callbacks = [one for one in self.lightning_module.trainer.callbacks if isinstance(one, types)]
         averages = [getattr(one, "_average_model", None) for one in callbacks]
-        models = [one.module for one in averages if isinstance(one, AveragedModel)]
+        models = [one.module if isinstance(one, AveragedModel) else one for one in averages if one is not None]
         tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in models)
         return [one.detach() for one in tensors if one.is_floating_point()]
 
@@ -291,6 +267,8 @@ class LocalSGDMixin:
         outer = None if self._nodes is None else self._nodes.outer
         if outer is not None and outer.momenta and "optimizer_states" in checkpoint:
             checkpoint[OUTER_MOMENTUM] = dict(zip(self._trained_by_name(), outer.momenta, strict=True))
+        elif self._outer_momentum is not None and "optimizer_states" in checkpoint:  # resumed, and not yet trained
+            checkpoint[OUTER_MOMENTUM] = self._outer_momentum
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -298,6 +276,9 @@ class LocalSGDMixin:
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if self._local_steps is not None:
             self._outer_momentum = checkpoint.get(OUTER_MOMENTUM)
+        if self._nodes is not None:  # within a fit, as LearningRateFinder does
+            assert self._engine is not None
+            self._nodes.join(self.model, self._engine)
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -328,12 +309,29 @@ class LocalSGDMixin:
         nodes, self._nodes, self._outer_momentum = self._nodes, None, None
         try:
             if nodes is not None:
+                if (callbacks := self.lightning_module.trainer.callbacks).count(self._averages_first):
+                    callbacks.remove(self._averages_first)
+                self._averages_first = None
                 nodes.node_engine.close()
                 with suppress(ValueError):  # destroying the default group has destroyed this one
                     if dist.is_initialized():
                         dist.destroy_process_group(nodes.group)
         finally:
             super().teardown()  # type: ignore[misc]
+
+
+def _averages_first(strategy: Any) -> Any:
+    # A callback of whichever Lightning runs: hooks of a strategy come after those of callbacks, which swap weights, and
+    # of the module, which may export them.
+    def average(self: Any, trainer: Any, pl_module: Any) -> None:
+        strategy._average()
+        strategy._average_moving_averages()
+
+    methods = {
+        "on_validation_start": average,
+        "on_train_end": lambda self, trainer, pl_module: strategy._average_all(),
+    }
+    return type("AveragesFirst", lightning_types("pytorch.callbacks.Callback"), methods)()
 
 
 def _statistics_of(module: nn.Module) -> list[Tensor]:
