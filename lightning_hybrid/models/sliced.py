@@ -221,9 +221,9 @@ class SlicedHead(SlicedLinear):
     For losses it sends the features of images, and three numbers for each, but no logits. Collective, as
     `ColumnSlicedLinear`, whose arguments it has.
 
-    Shapes: features `[b, n_in]` -> logits `[b, classes]`, in the features' dtype; with targets `[b]` of int64 in 0 ...
-    classes - 1, or -100 -> losses `[b]`, fp32 or fp64, as of `torch.nn.functional.cross_entropy(reduction="none")`: 0
-    for -100.
+    Shapes: features `[b, ..., n_in]` -> logits `[b, ..., classes]`, in the features' dtype; with targets `[b, ...]` of
+    int64 in 0 ... classes - 1, or -100 -> losses `[b, ...]`, fp32 or fp64, as of
+    `torch.nn.functional.cross_entropy(reduction="none")`: 0 for -100.
     """
 
     sliced, dim = ("weight", "bias"), 0
@@ -235,7 +235,8 @@ class SlicedHead(SlicedLinear):
             if targets is None:
                 return logits
             wide = torch.promote_types(logits.dtype, torch.float32)
-            return nn.functional.cross_entropy(logits.to(wide), targets, reduction="none")
+            rows, labels = logits.to(wide).flatten(0, -2), targets.flatten()  # classes are last, also of tokens
+            return nn.functional.cross_entropy(rows, labels, reduction="none").view(targets.shape)
         refuse_unequal_batches(features, self.slice_group)
         logits = nn.functional.linear(gather_images(features, self.slice_group), self.weight, self.bias)
         if targets is None:

@@ -175,6 +175,34 @@ def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
         assert (gradients - expected_gradients).abs().max() <= bound * expected_gradients.abs().max()
 
 
+def head_over_tokens():
+    """Logits, losses and gradients of a head on `[b, t, n]`, cut, whole, and cut but gathered."""
+    torch.manual_seed(0)
+    whole = nn.Linear(5, 6)
+    head = SlicedHead(whole, group=dist.group.WORLD)
+    features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    targets = torch.randint(6, (4, 3), generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for layer in (head, whole):
+        x = features.clone().requires_grad_()
+        logits = layer(x)
+        F.cross_entropy(logits.transpose(1, 2), targets).backward()  # a gradient with gaps in memory
+        losses = F.cross_entropy(whole(x).transpose(1, 2), targets, reduction="none")
+        found.append((logits.detach(), x.grad, (head(features, targets) if layer is head else losses).detach()))
+    head.gather()
+    found.append((head(features).detach(), found[0][1], head(features, targets).detach()))
+    return found
+
+
+def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
+    for *cut, (logits, _, losses) in two_ranks.run(head_over_tokens):
+        expected = cut[1]
+        for one in (cut[0], (logits, expected[1], losses)):
+            for got, wanted in zip(one, expected, strict=True):
+                assert got.shape == wanted.shape
+                assert (got - wanted).abs().max() < 1e-6
+
+
 def unknown_class():
     head = SlicedHead(nn.Linear(5, 6), group=dist.group.WORLD)
     return toy.error_of(head, torch.zeros(2, 5), torch.tensor([0, 6]))

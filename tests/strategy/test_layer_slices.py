@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -216,6 +217,38 @@ def test_validation_takes_any_number_of_images_and_the_average_where_there_is_on
         assert max(found.values()) < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
         counts.append(count)
     assert counts == [2 * 3, 2 * 1]  # two epochs: it was the layers that were whole, as ranks had other counts
+
+
+class Draws(Module):
+    """Rank zero alone runs the module in its own hooks at the end of validation, and all compare what they find."""
+
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero:
+            self.validated.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
+
+    def on_validation_end(self):
+        self.on_validation_epoch_end()
+
+
+def drawn(averages):
+    found = []
+    for is_cut in (False, True):
+        module = Draws(sgd, is_cut, looks=False)
+        callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
+        strategy = HybridAllReduceStrategy(tune="off", timeout=timedelta(seconds=10))
+        # With the sanity check: training goes on with slices after it.
+        toy.trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=callbacks).fit(
+            module, loader(2), loader(1)
+        )
+        found.append([module.validated, toy.weights(module)])
+    return difference(*found, least=1.0), len(found[1][0])
+
+
+@pytest.mark.parametrize("averages", [True, pytest.param(False, marks=LONG)])
+def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_ranks, averages):
+    for rank, (found, count) in enumerate(two_ranks.run(drawn, averages)):
+        assert found < BOUND
+        assert count == 3 * (1 if rank else 3)
 
 
 class Masks(pl.Callback):

@@ -155,6 +155,7 @@ class SlicedLayers:
 
     def gather(self) -> None:
         """Let layers compute with whole weights, each rank by itself, until `drop`. Collective."""
+        self.drop()  # those from before first: memory is to hold one copy
         for layer in self._layers:
             layer.gather()
 

@@ -29,8 +29,8 @@ from lightning_hybrid.strategy.local_sgd.settings import LocalSteps
 class SlicesMixin:
     """Strategy mixin: in a fit, cut the layers that a network names in `node_slices` over the ranks of a node.
 
-    Validation within the fit computes with whole weights, gathered when it begins: ranks may then have any number of
-    images and batches. Other runs of the trainer find whole layers.
+    Validation within the fit computes with whole weights, from the start of its epoch to its last hook: ranks may have
+    any number of images and batches, and one may run the module alone. Other runs of the trainer find whole layers.
     """
 
     # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
@@ -120,6 +120,12 @@ class SlicesMixin:
         clip = partial(clip_by_norm_over_slices, slices=self._slices, group=self._slices.node)
         self.precision_plugin.clip_grad_by_norm = clip
 
+    def on_validation_end(self) -> None:
+        """Compute with slices again: here, as this hook comes after those of callbacks and module."""
+        if self._slices is not None:
+            self._slices.drop()
+        super().on_validation_end()  # type: ignore[misc]
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -165,11 +171,12 @@ class SlicesMixin:
 
 
 def _whole_in_validation(slices: SlicedLayers) -> Any:
-    # A callback of whichever Lightning runs, as hooks of a strategy come before those of callbacks that swap weights.
+    # A callback of whichever Lightning runs, and the last: it gathers once an average has been swapped in, and again
+    # once it is swapped out, as the module's own hook and those at the end of validation find the weights of the fit.
     kinds: tuple[Any, ...] = lightning_types("pytorch.callbacks.Callback")
     methods = {
         "on_validation_epoch_start": lambda self, trainer, pl_module: slices.gather(),
-        "on_validation_epoch_end": lambda self, trainer, pl_module: slices.drop(),
+        "on_validation_epoch_end": lambda self, trainer, pl_module: slices.gather(),
     }
     return type("WholeLayersInValidation", kinds, methods)()
 
