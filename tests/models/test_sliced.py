@@ -66,7 +66,7 @@ def trained(net, dtype, across=None, num_steps=3):
     for step in range(num_steps):
         optimizer.zero_grad()
         model(*batch_of(step, dtype)).backward()
-        average_slices(slices.values(), across=across, world_size=dist.get_world_size())
+        average_slices(slices.values(), across=across)
         if step == 0:
             for prefix, layer in net.named_children():
                 for name, parameter in layer.named_parameters():
@@ -113,8 +113,8 @@ def alexnets():
     found = []
     for (name, cut_one), whole_one in zip(other.named_parameters(), whole.parameters(), strict=True):
         gradient = cut_one.grad
-        if name in slices:  # of which it is the sum over the node already
-            gradient = getattr(other, name.partition(".")[0]).whole_of(name.partition(".")[2], gradient)
+        if name in slices:  # of which it is the average over the node already
+            gradient = 2 * getattr(other, name.partition(".")[0]).whole_of(name.partition(".")[2], gradient)
         else:
             dist.all_reduce(gradient)
         dist.all_reduce(whole_one.grad)

@@ -106,6 +106,17 @@ def test_the_trainers_options_are_those_of_whole_layers(two_ranks, settings, pre
         assert found["weights"] < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"),
+    [case(4, "32-true", is_long=False), case(2, "32-true"), case(4, "16-true"), case(4, "bf16-true")],
+)
+def test_a_penalty_on_weights_in_the_loss_is_as_strong_as_on_whole_layers(rank_pool, num_ranks, precision):
+    kwargs = {"options": {"ranks_per_node": 2}, "module_options": {"penalty": 0.1, "looks": precision == "32-true"}}
+    for found, _, _ in rank_pool.ranks(num_ranks).run(both, sgd, precision, kwargs):
+        bound = HALF_BOUNDS.get(precision, BOUND)
+        assert max(found[name] for name in ("weights", "gradients")) < bound, found
+
+
 @pytest.mark.long
 def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
     kwargs = {"options": {"ranks_per_node": 2, "comm_dtype": "float16"}, "module_options": {"looks": False}}
@@ -480,6 +491,23 @@ def test_a_fit_is_refused_before_training(two_ranks, name, value):
     for error in two_ranks.run(fit_with, {name: value}):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
         assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
+
+
+class Unfreezes(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.fc8.weight.requires_grad_(True)
+
+
+def late():
+    module = Module(sgd, looks=False)
+    module.net.fc8.weight.requires_grad_(False)
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Unfreezes()])
+    return toy.error_of(trainer.fit, module, loader(1))
+
+
+def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
+    for error in two_ranks.run(late):
+        assert error.startswith("RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged")
 
 
 def uneven_training():

@@ -43,6 +43,7 @@ class SlicesMixin:
     _comm_dtype: torch.dtype | None
     _dtype_across_nodes: Any
     _local_steps: LocalSteps | None
+    _averaged_parameters: set[int] | None
     _ddp_kwargs: dict[str, Any]
     _timeout: Any
     _masters: Any
@@ -108,6 +109,8 @@ class SlicesMixin:
         if self._slices is None:
             return
         refuse_optimizers_with_norms(self.optimizers, self._slices)
+        if self._averaged_parameters is not None:
+            self._averaged_parameters -= self._slices.frozen  # DDP ignores all: what is unfrozen later is to be refused
         self._slices.connect(
             self.optimizers,
             self._masters,
