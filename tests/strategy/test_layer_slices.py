@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.prune import identity
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid import metrics as m
@@ -440,6 +441,7 @@ def net_with(**layers):
     ("layers", "text"),
     [
         ({"fc6": Doubled(10, 16)}, r"^`fc6` \(=Doubled\) must be a torch.nn.Linear"),
+        ({"fc6": identity(nn.Linear(10, 16), "weight")}, r"^`fc6` \(with the parameters bias, weight_orig\) must have"),
         ({"also": "fc6"}, "^`fc6` must be in one place to be cut"),
         (
             {"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)},
@@ -452,6 +454,11 @@ def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
     net = net_with(**layers)
     with pytest.raises(ValueError, match=text):
         refusals.refuse_layers(net, net.node_slices, num_slices=2)
+
+
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"^`fc9` in `node_slices` \(=\[\('fc9',\)\]\) must .* are fc8: write"):
+        refusals.refuse_unknown_names(nn.ModuleDict({"fc8": nn.Linear(2, 2)}), [("fc9",)])
 
 
 def test_a_pair_has_two_names():
@@ -467,6 +474,10 @@ def test_what_needs_whole_weights_is_refused():
     with pytest.raises(ValueError, match=r"^`callbacks` \(=StochasticWeightAveraging\)"):
         refusals.refuse_callbacks([pl.callbacks.StochasticWeightAveraging(1e-2)])
     net = sliced.Net()
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc6, "weight")])
+    with pytest.raises(ValueError, match=r"^`callbacks` \(=ModelPruning\) cannot prune layers of `node_slices`"):
+        refusals.refuse_callbacks([pruning], cut=[net.fc6])
+    refusals.refuse_callbacks([pruning], cut=[net.fc7])
     net.trunk._compiled_call_impl = object()  # as `net.trunk.compile()` leaves it, without importing the compiler
     with pytest.raises(ValueError, match=r"^`trunk` \(=Sequential\) is compiled"):
         refusals.refuse_options((), precision="32-true", module=net)

@@ -20,6 +20,7 @@ from lightning_hybrid.strategy.layer_slices.refusals import (
     refuse_optimizers_with_norms,
     refuse_options,
     refuse_topology,
+    refuse_unknown_names,
     without_odd_heads,
 )
 from lightning_hybrid.strategy.layer_slices.sliced_layers import SlicedLayers, requested_layers
@@ -76,7 +77,8 @@ class SlicesMixin:
             comm_dtype_across_nodes=(self._dtype_across_nodes, None),
             sync_across_nodes_every=(1 if self._local_steps is None else self._local_steps.every, 1),
         )
-        refuse_callbacks(callbacks)
+        refuse_unknown_names(module, layers)
+        refuse_callbacks(callbacks, cut=[module.get_submodule(name) for names in layers for name in names])
         with self._waiting_for_ranks():
             topology: Topology = self._discover_topology()
             refuse_topology(topology)
