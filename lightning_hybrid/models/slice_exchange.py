@@ -46,13 +46,14 @@ def sum_to_own_images(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the logits of the own images, `[b, classes]`, from those of own classes, `[g b, classes / g]`."""
+    """Return logits of the own images, `[b, ..., classes]`, from those of own classes, `[g b, ..., classes / g]`."""
     return _OwnLogits.apply(logits, group)
 
 
 def class_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the cross-entropy of each own image, from logits of own classes, `[g b, classes / g]`."""
-    return _ClassParallelCrossEntropy.apply(logits, targets, group)
+    """Return the cross-entropy of each target `[b, ...]`, from logits of own classes, `[g b, ..., classes / g]`."""
+    losses: Tensor = _ClassParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), group)
+    return losses.view(targets.shape)
 
 
 class _GatherImages(torch.autograd.Function):
@@ -82,19 +83,19 @@ class _SumToOwnImages(torch.autograd.Function):
 
 
 class _OwnLogits(torch.autograd.Function):
-    """Logits of the own images, of all classes, from those `[g b, classes / g]` of all images."""
+    """Logits of the own images, of all classes, from those `[g b, ..., classes / g]` of all images."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, size = group, dist.get_world_size(group)
         arrived = torch.empty_like(logits)  # one rank's classes behind the other's
         dist.all_to_all_single(arrived, logits.contiguous(), group=group)
-        return arrived.view(size, -1, logits.shape[1]).transpose(0, 1).reshape(logits.shape[0] // size, -1)
+        return arrived.unflatten(0, (size, -1)).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         size = dist.get_world_size(ctx.group)
-        by_rank = gradient.view(gradient.shape[0], size, -1).transpose(0, 1).contiguous()
+        by_rank = gradient.unflatten(-1, (size, -1)).movedim(-2, 0).contiguous()
         arrived = torch.empty_like(by_rank)
         dist.all_to_all_single(arrived, by_rank, group=ctx.group)
         return arrived.flatten(0, 1), None

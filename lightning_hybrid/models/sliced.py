@@ -12,7 +12,8 @@ ranks. A head of n_in x c sends 2 (g - 1) b (n_in + c / g), or 2 (g - 1) b n_in 
 rank holds 1 / g of the weights. Between nodes nothing changes: each slice travels once per node.
 
 Parameters stand under the names that `nn.Linear` gives them, and state dicts hold whole tensors; to take one is
-collective. The gradient of a slice is the sum over its group; averaged over nodes it is what DDP makes of whole ones.
+collective. The gradient of a slice is the average over its group; averaged over nodes it is what DDP makes of whole
+ones. Forward alone divides by g, so that a penalty on weights in the loss counts as much as on whole layers.
 
 Under `hybrid_allreduce` a network says by an attribute which of its `nn.Linear` are cut over the ranks of each node for
 the time of a fit: names of two are a pair, of one a head. ::
@@ -27,7 +28,7 @@ A loop of one's own cuts them itself, with fp32 and an optimizer whose rule is b
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(slices))
     ...
     loss.backward()
-    average_slices(slices.values(), across=across, world_size=dist.get_world_size())
+    average_slices(slices.values(), across=across)
     optimizer.step()
 
 Source: Krizhevsky 2014 (arXiv:1404.5997), whose scheme (a) this is; Shoeybi et al. 2019 (arXiv:1909.08053) for the pair
@@ -129,6 +130,13 @@ class SlicedLinear(nn.Module):
         own = own.transpose(0, self.dim).contiguous()  # ranks' slices come one behind the other
         return gathered_rows(own, self.slice_group).transpose(0, self.dim).contiguous()
 
+    def _averaged(self, name: str) -> Any:
+        # A parameter whose gradient from here is the average over the ranks' images, and not their sum.
+        parameter = getattr(self, name)
+        if parameter is None or name not in self.sliced:
+            return parameter
+        return _AverageGradient.apply(parameter, dist.get_world_size(self.slice_group))
+
     @torch.no_grad()
     def gather(self) -> None:
         """Compute with whole weights, each rank by itself, until `drop`. Collective; `forward` then is not."""
@@ -188,7 +196,9 @@ class ColumnSlicedLinear(SlicedLinear):
         if self.gathered is not None:
             return nn.functional.linear(images, *self.gathered)
         refuse_unequal_batches(images, self.slice_group)
-        features = nn.functional.linear(gather_images(images, self.slice_group), self.weight, self.bias)
+        features = nn.functional.linear(
+            gather_images(images, self.slice_group), self._averaged("weight"), self._averaged("bias")
+        )
         if self.numbers is not None and self.training:
             self.numbers.begin(features.device, dist.get_rank(self.slice_group))
         return features
@@ -209,7 +219,7 @@ class RowSlicedLinear(SlicedLinear):
             return nn.functional.linear(features, *self.gathered)
         if self.numbers is not None:
             self.numbers.end()
-        own = sum_to_own_images(nn.functional.linear(features, self.weight), self.slice_group)
+        own = sum_to_own_images(nn.functional.linear(features, self._averaged("weight")), self.slice_group)
         return own if self.bias is None else own + self.bias
 
 
@@ -221,9 +231,9 @@ class SlicedHead(SlicedLinear):
     For losses it sends the features of images, and three numbers for each, but no logits. Collective, as
     `ColumnSlicedLinear`, whose arguments it has.
 
-    Shapes: features `[b, n_in]` -> logits `[b, classes]`, in the features' dtype; with targets `[b]` of int64 in 0 ...
-    classes - 1, or -100 -> losses `[b]`, fp32 or fp64, as of `torch.nn.functional.cross_entropy(reduction="none")`: 0
-    for -100.
+    Shapes: features `[b, ..., n_in]` -> logits `[b, ..., classes]`, in the features' dtype; with targets `[b, ...]` of
+    int64 in 0 ... classes - 1, or -100 -> losses `[b, ...]`, fp32 or fp64, as of
+    `torch.nn.functional.cross_entropy(reduction="none")`: 0 for -100.
     """
 
     sliced, dim = ("weight", "bias"), 0
@@ -235,12 +245,31 @@ class SlicedHead(SlicedLinear):
             if targets is None:
                 return logits
             wide = torch.promote_types(logits.dtype, torch.float32)
-            return nn.functional.cross_entropy(logits.to(wide), targets, reduction="none")
+            rows, labels = logits.to(wide).flatten(0, -2), targets.flatten()  # classes are last, also of tokens
+            return nn.functional.cross_entropy(rows, labels, reduction="none").view(targets.shape)
         refuse_unequal_batches(features, self.slice_group)
-        logits = nn.functional.linear(gather_images(features, self.slice_group), self.weight, self.bias)
+        logits = nn.functional.linear(
+            gather_images(features, self.slice_group), self._averaged("weight"), self._averaged("bias")
+        )
         if targets is None:
             return own_logits(logits, self.slice_group)
         return class_parallel_cross_entropy(logits, targets, self.slice_group)
+
+
+class _AverageGradient(torch.autograd.Function):
+    """The parameter itself; backward divides the gradient, exactly where ranks are a power of two and none underflows.
+
+    Here and not on `parameter.grad`, which also has what this rank alone adds: a penalty on weights in its loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.size, None  # not in place: a bias can have the gradient of another tensor
 
 
 class RankNumbers:
@@ -304,16 +333,15 @@ def slices_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-def average_slices(slices: Iterable[nn.Parameter], *, across: dist.ProcessGroup | None, world_size: int) -> None:
+def average_slices(slices: Iterable[nn.Parameter], *, across: dist.ProcessGroup | None) -> None:
     """Make the gradient of each slice what DDP makes of a whole one: the average over all ranks, in place.
 
-        grad <- (sum over `across` of grad) / world_size
+        grad <- (sum over `across` of grad) / size of `across`            over its node it is the average already
 
     Collective: every rank must call it after backward, with the same slices. `across`: the ranks with the same place in
     other nodes, which hold the same slices; None on one node.
     """
-    for parameter in slices:
+    for parameter in slices if across is not None else ():
         if parameter.grad is not None:
-            parameter.grad.div_(world_size)  # before the sum, which fp16 might not hold
-            if across is not None:
-                dist.all_reduce(parameter.grad, group=across)
+            parameter.grad.div_(dist.get_world_size(across))  # before the sum, which fp16 might not hold
+            dist.all_reduce(parameter.grad, group=across)

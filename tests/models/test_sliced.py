@@ -66,7 +66,7 @@ def trained(net, dtype, across=None, num_steps=3):
     for step in range(num_steps):
         optimizer.zero_grad()
         model(*batch_of(step, dtype)).backward()
-        average_slices(slices.values(), across=across, world_size=dist.get_world_size())
+        average_slices(slices.values(), across=across)
         if step == 0:
             for prefix, layer in net.named_children():
                 for name, parameter in layer.named_parameters():
@@ -113,8 +113,8 @@ def alexnets():
     found = []
     for (name, cut_one), whole_one in zip(other.named_parameters(), whole.parameters(), strict=True):
         gradient = cut_one.grad
-        if name in slices:  # of which it is the sum over the node already
-            gradient = getattr(other, name.partition(".")[0]).whole_of(name.partition(".")[2], gradient)
+        if name in slices:  # of which it is the average over the node already
+            gradient = 2 * getattr(other, name.partition(".")[0]).whole_of(name.partition(".")[2], gradient)
         else:
             dist.all_reduce(gradient)
         dist.all_reduce(whole_one.grad)
@@ -173,6 +173,34 @@ def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
         assert losses.dtype is torch.float32
         assert (losses - expected).abs().max() <= 1e-5 * expected.abs().max()  # of the same logits, in fp32
         assert (gradients - expected_gradients).abs().max() <= bound * expected_gradients.abs().max()
+
+
+def head_over_tokens():
+    """Logits, losses and gradients of a head on `[b, t, n]`, cut, whole, and cut but gathered."""
+    torch.manual_seed(0)
+    whole = nn.Linear(5, 6)
+    head = SlicedHead(whole, group=dist.group.WORLD)
+    features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    targets = torch.randint(6, (4, 3), generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for layer in (head, whole):
+        x = features.clone().requires_grad_()
+        logits = layer(x)
+        F.cross_entropy(logits.transpose(1, 2), targets).backward()  # a gradient with gaps in memory
+        losses = F.cross_entropy(whole(x).transpose(1, 2), targets, reduction="none")
+        found.append((logits.detach(), x.grad, (head(features, targets) if layer is head else losses).detach()))
+    head.gather()
+    found.append((head(features).detach(), found[0][1], head(features, targets).detach()))
+    return found
+
+
+def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
+    for *cut, (logits, _, losses) in two_ranks.run(head_over_tokens):
+        expected = cut[1]
+        for one in (cut[0], (logits, expected[1], losses)):
+            for got, wanted in zip(one, expected, strict=True):
+                assert got.shape == wanted.shape
+                assert (got - wanted).abs().max() < 1e-6
 
 
 def unknown_class():

@@ -17,7 +17,7 @@ SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK + 1)
 class Sizes(pl.LightningModule):
     """One parameter of each size and a convolution that is channels last; gradients differ between ranks and steps."""
 
-    def __init__(self, optimizer, overflows=(), overflow_in=-1):
+    def __init__(self, optimizer, overflows=(), overflow_in=-1, reads=False):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         weights = [torch.randn(size, generator=generator) / 8 for size in SIZES]
@@ -26,6 +26,8 @@ class Sizes(pl.LightningModule):
         self.norm = nn.LayerNorm(4)
         self.make_optimizer, self.overflows, self.overflow_in = optimizer, overflows, overflow_in
         self.seen = []
+        if reads:
+            self.on_train_batch_end = self.read_gradients
 
     def training_step(self, batch, batch_idx):
         loss = self.norm(batch[:, :4]).square().mean()
@@ -37,11 +39,18 @@ class Sizes(pl.LightningModule):
             loss = loss + (weight.float() * factor).sum() * batch[0, 0].abs() / 64
         return loss
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen.append([weight.detach().float().clone() for weight in self.weights])
+    def read_gradients(self, outputs, batch, batch_idx):
+        self.seen.append([weight.grad.detach().clone() for weight in self.weights])
 
     def configure_optimizers(self):
         return self.make_optimizer(self)
+
+
+class SeesWeights(pl.Callback):
+    """Not the module: a hook of its own after a step is taken for one that looks at gradients."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.seen.append([weight.detach().float().clone() for weight in pl_module.weights])
 
 
 def batches(num=4):
@@ -58,14 +67,13 @@ def adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=0.01)
 
 
-def fit(optimizer, precision, shard_update, num=4, options=None, module_options=None, **settings):
+def fit(optimizer, precision, shard_update, num=4, options=None, module_options=None, callbacks=(), **settings):
     """Weights after the fit, those in each step, whole optimizer state on rank zero, and skipped steps."""
     module = Sizes(optimizer, **(module_options or {}))
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
     strategy = HybridAllReduceStrategy(shard_update=shard_update, tune="off", **scale, **(options or {}))
-    trainer = toy.trainer(
-        strategy=strategy, precision=precision, max_epochs=1, use_distributed_sampler=False, **settings
-    )
+    settings |= {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [*callbacks, SeesWeights()]}
+    trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
     trainer.fit(module, batches(num))
     state = trainer.optimizers[0].state_dict()["state"]
     return {

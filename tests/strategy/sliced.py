@@ -36,10 +36,10 @@ class Net(nn.Module):
 class Module(pl.LightningModule):
     """A classifier that keeps what it sees: gradients of its steps, whole, and what it validates."""
 
-    def __init__(self, make_optimizer, is_cut=True, overflows=(), looks=True, dropout=0.0):
+    def __init__(self, make_optimizer, is_cut=True, overflows=(), looks=True, dropout=0.0, penalty=0.0):
         super().__init__()
         self.net = Net(is_cut, dropout)
-        self.make_optimizer, self.overflows = make_optimizer, overflows
+        self.make_optimizer, self.overflows, self.penalty = make_optimizer, overflows, penalty
         self.gradients, self.validated = [], []
         if looks:
             self.on_after_backward = self.look
@@ -48,6 +48,8 @@ class Module(pl.LightningModule):
         images, targets = batch
         loss = F.cross_entropy(self.net(images).float(), targets)
         self.log("loss", loss, sync_dist=True)
+        if self.penalty:
+            loss = loss + self.penalty * sum(one.float().square().sum() for one in self.parameters())
         if batch_idx in self.overflows and dist.get_rank() == 1:
             # In the slice of one rank alone.
             loss = loss + (self.net.fc6.weight.float().sum() * float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.prune import identity
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid import metrics as m
@@ -103,6 +105,17 @@ def test_the_trainers_options_are_those_of_whole_layers(two_ranks, settings, pre
     kwargs = {"module_options": {"looks": False}, **SETTINGS[settings]}
     for found, _, _ in two_ranks.run(both, sgd, precision, kwargs):
         assert found["weights"] < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"),
+    [case(4, "32-true", is_long=False), case(2, "32-true"), case(4, "16-true"), case(4, "bf16-true")],
+)
+def test_a_penalty_on_weights_in_the_loss_is_as_strong_as_on_whole_layers(rank_pool, num_ranks, precision):
+    kwargs = {"options": {"ranks_per_node": 2}, "module_options": {"penalty": 0.1, "looks": precision == "32-true"}}
+    for found, _, _ in rank_pool.ranks(num_ranks).run(both, sgd, precision, kwargs):
+        bound = HALF_BOUNDS.get(precision, BOUND)
+        assert max(found[name] for name in ("weights", "gradients")) < bound, found
 
 
 @pytest.mark.long
@@ -216,6 +229,38 @@ def test_validation_takes_any_number_of_images_and_the_average_where_there_is_on
         assert max(found.values()) < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
         counts.append(count)
     assert counts == [2 * 3, 2 * 1]  # two epochs: it was the layers that were whole, as ranks had other counts
+
+
+class Draws(Module):
+    """Rank zero alone runs the module in its own hooks at the end of validation, and all compare what they find."""
+
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero:
+            self.validated.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
+
+    def on_validation_end(self):
+        self.on_validation_epoch_end()
+
+
+def drawn(averages):
+    found = []
+    for is_cut in (False, True):
+        module = Draws(sgd, is_cut, looks=False)
+        callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
+        strategy = HybridAllReduceStrategy(tune="off", timeout=timedelta(seconds=10))
+        # With the sanity check: training goes on with slices after it.
+        toy.trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=callbacks).fit(
+            module, loader(2), loader(1)
+        )
+        found.append([module.validated, toy.weights(module)])
+    return difference(*found, least=1.0), len(found[1][0])
+
+
+@pytest.mark.parametrize("averages", [True, pytest.param(False, marks=LONG)])
+def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_ranks, averages):
+    for rank, (found, count) in enumerate(two_ranks.run(drawn, averages)):
+        assert found < BOUND
+        assert count == 3 * (1 if rank else 3)
 
 
 class Masks(pl.Callback):
@@ -396,6 +441,7 @@ def net_with(**layers):
     ("layers", "text"),
     [
         ({"fc6": Doubled(10, 16)}, r"^`fc6` \(=Doubled\) must be a torch.nn.Linear"),
+        ({"fc6": identity(nn.Linear(10, 16), "weight")}, r"^`fc6` \(with the parameters bias, weight_orig\) must have"),
         ({"also": "fc6"}, "^`fc6` must be in one place to be cut"),
         (
             {"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)},
@@ -408,6 +454,11 @@ def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
     net = net_with(**layers)
     with pytest.raises(ValueError, match=text):
         refusals.refuse_layers(net, net.node_slices, num_slices=2)
+
+
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"^`fc9` in `node_slices` \(=\[\('fc9',\)\]\) must .* are fc8: write"):
+        refusals.refuse_unknown_names(nn.ModuleDict({"fc8": nn.Linear(2, 2)}), [("fc9",)])
 
 
 def test_a_pair_has_two_names():
@@ -423,6 +474,10 @@ def test_what_needs_whole_weights_is_refused():
     with pytest.raises(ValueError, match=r"^`callbacks` \(=StochasticWeightAveraging\)"):
         refusals.refuse_callbacks([pl.callbacks.StochasticWeightAveraging(1e-2)])
     net = sliced.Net()
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc6, "weight")])
+    with pytest.raises(ValueError, match=r"^`callbacks` \(=ModelPruning\) cannot prune layers of `node_slices`"):
+        refusals.refuse_callbacks([pruning], cut=[net.fc6])
+    refusals.refuse_callbacks([pruning], cut=[net.fc7])
     net.trunk._compiled_call_impl = object()  # as `net.trunk.compile()` leaves it, without importing the compiler
     with pytest.raises(ValueError, match=r"^`trunk` \(=Sequential\) is compiled"):
         refusals.refuse_options((), precision="32-true", module=net)
@@ -447,6 +502,23 @@ def test_a_fit_is_refused_before_training(two_ranks, name, value):
     for error in two_ranks.run(fit_with, {name: value}):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
         assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
+
+
+class Unfreezes(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.fc8.weight.requires_grad_(True)
+
+
+def late():
+    module = Module(sgd, looks=False)
+    module.net.fc8.weight.requires_grad_(False)
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Unfreezes()])
+    return toy.error_of(trainer.fit, module, loader(1))
+
+
+def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
+    for error in two_ranks.run(late):
+        assert error.startswith("RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged")
 
 
 def uneven_training():

@@ -187,8 +187,13 @@ class Reads(pl.Callback):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"gradient_clip_val": 0.01}, pytest.param({}, marks=LONG), {"callbacks": [Reads()]}],
-    ids=["clipping", "SGD in halves", "a hook"],
+    [
+        {"gradient_clip_val": 0.01},
+        pytest.param({}, marks=LONG),
+        {"callbacks": [Reads()]},
+        {"module_options": {"reads": True}},
+    ],
+    ids=["clipping", "SGD in halves", "a hook", "the module's hook after the step"],
 )
 def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
     optimizer = LAYERWISE["LARS"] if kwargs else sgd

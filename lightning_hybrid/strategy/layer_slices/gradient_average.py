@@ -16,16 +16,15 @@ from lightning_hybrid.comm.hook import from_wire, split_divisor, to_wire
 class SliceGradients:
     """Hooks on slices that make of their gradients what DDP makes of whole ones, before backward returns.
 
-        grad <- (sum over nodes of grad / before) / after          before * after = ranks of the world
+        grad <- (sum over nodes of grad / before) / after          before * after = nodes
 
-    A slice's gradient is the sum over the images of its node already, so the ranks of a node are not summed again, and
-    the divisor is that of all ranks. Sums begin as gradients get ready, in one order on all ranks, as they run the same
-    layers; backward ends when they have arrived. Nodes get the same bits.
+    A slice's gradient is the average over its node already: of images by the layer's forward, and what else a rank's
+    loss says of its slices is of the strength that it has on whole layers. Sums begin as gradients get ready, in one
+    order on all ranks, as they run the same layers; backward ends when they have arrived. Nodes get the same bits.
 
     Args:
         slices: The parameters; those that are frozen are left alone.
-        across: The ranks with the same slices, one on each node; None on one node.
-        world_size: Ranks of all nodes.
+        across: The ranks with the same slices, one on each node; None on one node, which has nothing to send.
         comm_dtype: Dtype on the wire; None: the gradients' own.
         averages: Returns whether the backward in progress is the last of its step.
     """
@@ -35,13 +34,12 @@ class SliceGradients:
         slices: Iterable[nn.Parameter],
         *,
         across: dist.ProcessGroup | None,
-        world_size: int,
         comm_dtype: torch.dtype | None,
         averages: Callable[[], bool],
     ) -> None:
-        self._across, self._world_size, self._comm_dtype, self._averages = across, world_size, comm_dtype, averages
+        self._across, self._comm_dtype, self._averages = across, comm_dtype, averages
         self._under_way: list[tuple[Tensor, Tensor, Any, float]] = []
-        trained = [parameter for parameter in slices if parameter.requires_grad]
+        trained = [parameter for parameter in slices if parameter.requires_grad and across is not None]
         self._handles = [parameter.register_post_accumulate_grad_hook(self._begin) for parameter in trained]
 
     @torch.no_grad()
@@ -51,18 +49,17 @@ class SliceGradients:
             return
         if not self._under_way:
             Variable._execution_engine.queue_callback(self._end)  # as DDP and FSDP do: at the end of this backward
-        dtype = self._comm_dtype if self._across is not None else None
-        before, after = split_divisor(self._world_size, is_fp16=torch.float16 in (dtype or gradient.dtype,))
+        dtype = self._comm_dtype or gradient.dtype
+        before, after = split_divisor(dist.get_world_size(self._across), is_fp16=dtype is torch.float16)
         wire = to_wire(gradient, dtype, before=before)
-        work = None if self._across is None else dist.all_reduce(wire, group=self._across, async_op=True)
+        work = dist.all_reduce(wire, group=self._across, async_op=True)
         self._under_way.append((gradient, wire, work, after))
 
     @torch.no_grad()
     def _end(self) -> None:
         under_way, self._under_way = self._under_way, []
         for gradient, wire, work, after in under_way:
-            if work is not None:
-                work.wait()
+            work.wait()
             from_wire(wire, buffer=gradient, after=after)
 
     def remove(self) -> None:

@@ -42,14 +42,20 @@ def refuse_options(asked: object, *, precision: object, module: nn.Module, **opt
             )
 
 
-def refuse_callbacks(callbacks: Iterable[object]) -> None:
-    """Check that no callback averages weights in a way of its own.
+def refuse_callbacks(callbacks: Iterable[Any], *, cut: Container[nn.Module] = ()) -> None:
+    """Check that no callback averages weights in a way of its own, or prunes layers that are to be `cut`.
 
     Raises:
         ValueError: names it.
     """
     kinds = lightning_types("pytorch.callbacks.StochasticWeightAveraging")
+    prunes = lightning_types("pytorch.callbacks.ModelPruning")
     for callback in callbacks:
+        if isinstance(callback, prunes) and any(layer in cut for layer, _ in callback._parameters_to_prune or ()):
+            raise ValueError(
+                f"`callbacks` (={type(callback).__name__}) cannot prune layers of `node_slices`: its masks are as "
+                "large as whole weights. Give it other layers by `parameters_to_prune`, or leave `node_slices` out."
+            )
         if isinstance(callback, kinds):
             raise ValueError(
                 f"`callbacks` (={type(callback).__name__}) cannot be combined with `node_slices`: its average is a "
@@ -70,6 +76,23 @@ def refuse_topology(topology: Topology) -> None:
             "`node_slices` needs nodes of equal size: a slice is the same on every node, and here nodes hold "
             f"{sizes} ranks. Launch equal nodes, or leave `node_slices` (in recipes `model.slice_fc`) out."
         )
+
+
+def refuse_unknown_names(module: nn.Module, layers: Sequence[tuple[str, ...]]) -> None:
+    """Check that every name is that of a layer.
+
+    Raises:
+        ValueError: with the names that there are.
+    """
+    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    for name in (name for names in layers for name in names):
+        if name not in known:
+            linear = [each for each, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+            raise ValueError(
+                f"`{name}` in `node_slices` (={list(layers)}) must be the name of a layer, as the network registers "
+                f"it, and {type(module).__name__} has none of this name. Its linear layers are "
+                f"{', '.join(linear) or 'none'}: write one of these, or leave the name out."
+            )
 
 
 def without_odd_heads(
@@ -110,7 +133,13 @@ def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_s
                     f"`{name}` (={type(layer).__name__}) must be a torch.nn.Linear to be cut by `node_slices`, and "
                     "exactly that: a subclass may use its weight in other ways. Leave its name out."
                 )
-            parameters = list(layer.parameters())
+            if not {"weight"} <= (held := dict(layer.named_parameters())).keys() <= {"weight", "bias"}:
+                raise ValueError(
+                    f"`{name}` (with the parameters {', '.join(held) or 'none'}) must have its weight and bias as "
+                    "plain parameters to be cut by `node_slices`: pruning, `weight_norm` and `spectral_norm` compute "
+                    "them anew from whole tensors. Remove these from the layer, or leave its name out."
+                )
+            parameters = list(held.values())
             if uses.count(id(layer)) > 1 or any(owners.count(id(one)) > 1 for one in parameters):
                 raise ValueError(
                     f"`{name}` must be in one place to be cut by `node_slices`: the layer or its weight is used in "

@@ -126,7 +126,6 @@ class SlicedLayers:
         self._gradients = SliceGradients(
             [getattr(layer, name) for layer, name in self._cut.values()],
             across=self.across,
-            world_size=self.topology.world_size,
             comm_dtype=comm_dtype,
             averages=averages,
         )
@@ -142,6 +141,11 @@ class SlicedLayers:
                 parts |= {parameter: part} if pair is None else {parameter: part, pair.master: part}
             optimizer.parts, optimizer.add_up_ = parts, self.add_up_  # type: ignore[attr-defined]
 
+    @property
+    def frozen(self) -> set[int]:
+        """The slices that do not train now, by `id`: no gradient of theirs is averaged in this fit."""
+        return {key for key, (layer, name) in self._cut.items() if not getattr(layer, name).requires_grad}
+
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks of the node, in place. Collective."""
         dist.all_reduce(table, group=self.node)
@@ -155,6 +159,7 @@ class SlicedLayers:
 
     def gather(self) -> None:
         """Let layers compute with whole weights, each rank by itself, until `drop`. Collective."""
+        self.drop()  # those from before first: memory is to hold one copy
         for layer in self._layers:
             layer.gather()
 

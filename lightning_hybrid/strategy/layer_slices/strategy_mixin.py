@@ -20,6 +20,7 @@ from lightning_hybrid.strategy.layer_slices.refusals import (
     refuse_optimizers_with_norms,
     refuse_options,
     refuse_topology,
+    refuse_unknown_names,
     without_odd_heads,
 )
 from lightning_hybrid.strategy.layer_slices.sliced_layers import SlicedLayers, requested_layers
@@ -29,8 +30,8 @@ from lightning_hybrid.strategy.local_sgd.settings import LocalSteps
 class SlicesMixin:
     """Strategy mixin: in a fit, cut the layers that a network names in `node_slices` over the ranks of a node.
 
-    Validation within the fit computes with whole weights, gathered when it begins: ranks may then have any number of
-    images and batches. Other runs of the trainer find whole layers.
+    Validation within the fit computes with whole weights, from the start of its epoch to its last hook: ranks may have
+    any number of images and batches, and one may run the module alone. Other runs of the trainer find whole layers.
     """
 
     # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
@@ -43,6 +44,7 @@ class SlicesMixin:
     _comm_dtype: torch.dtype | None
     _dtype_across_nodes: Any
     _local_steps: LocalSteps | None
+    _averaged_parameters: set[int] | None
     _ddp_kwargs: dict[str, Any]
     _timeout: Any
     _masters: Any
@@ -75,7 +77,8 @@ class SlicesMixin:
             comm_dtype_across_nodes=(self._dtype_across_nodes, None),
             sync_across_nodes_every=(1 if self._local_steps is None else self._local_steps.every, 1),
         )
-        refuse_callbacks(callbacks)
+        refuse_unknown_names(module, layers)
+        refuse_callbacks(callbacks, cut=[module.get_submodule(name) for names in layers for name in names])
         with self._waiting_for_ranks():
             topology: Topology = self._discover_topology()
             refuse_topology(topology)
@@ -108,6 +111,8 @@ class SlicesMixin:
         if self._slices is None:
             return
         refuse_optimizers_with_norms(self.optimizers, self._slices)
+        if self._averaged_parameters is not None:
+            self._averaged_parameters -= self._slices.frozen  # DDP ignores all: what is unfrozen later is to be refused
         self._slices.connect(
             self.optimizers,
             self._masters,
@@ -119,6 +124,12 @@ class SlicesMixin:
             self._half.connect_stages(self._slices.largest)
         clip = partial(clip_by_norm_over_slices, slices=self._slices, group=self._slices.node)
         self.precision_plugin.clip_grad_by_norm = clip
+
+    def on_validation_end(self) -> None:
+        """Compute with slices again: here, as this hook comes after those of callbacks and module."""
+        if self._slices is not None:
+            self._slices.drop()
+        super().on_validation_end()  # type: ignore[misc]
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -165,11 +176,12 @@ class SlicesMixin:
 
 
 def _whole_in_validation(slices: SlicedLayers) -> Any:
-    # A callback of whichever Lightning runs, as hooks of a strategy come before those of callbacks that swap weights.
+    # A callback of whichever Lightning runs, and the last: it gathers once an average has been swapped in, and again
+    # once it is swapped out, as the module's own hook and those at the end of validation find the weights of the fit.
     kinds: tuple[Any, ...] = lightning_types("pytorch.callbacks.Callback")
     methods = {
         "on_validation_epoch_start": lambda self, trainer, pl_module: slices.gather(),
-        "on_validation_epoch_end": lambda self, trainer, pl_module: slices.drop(),
+        "on_validation_epoch_end": lambda self, trainer, pl_module: slices.gather(),
     }
     return type("WholeLayersInValidation", kinds, methods)()
 

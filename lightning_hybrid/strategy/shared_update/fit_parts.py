@@ -93,8 +93,9 @@ class SharedUpdate:
 
     def is_unobserved(self, module: Any) -> bool:
         """Return whether nothing but the update looks at gradients, which then is right on parts of them."""
-        # Beyond what is promised unscaled gradients: hooks that find those of `backward`.
-        hooks = ("on_after_backward", "optimizer_step")
+        # Beyond what is promised unscaled gradients: hooks that find those of `backward`. After the step the module's
+        # alone: among callbacks every progress bar has that one.
+        hooks = ("on_after_backward", "optimizer_step", "on_train_batch_end")
         if not module.automatic_optimization or any(
             is_overridden(hook, module, "pytorch.LightningModule") for hook in hooks
         ):
