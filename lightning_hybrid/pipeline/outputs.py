@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -160,11 +162,45 @@ def digest_of(batch: Any, *, with_values: bool) -> int:
 
 
 @contextmanager
-def random_state(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of `seed` inside; those outside go on as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed % 2**63)
-        yield
+def random_state(numbers: int | tuple[int, ...], device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Draw the random numbers of `numbers` inside: torch's, Python's and numpy's; those outside go on undisturbed.
+
+    It gives a function that says whether any were drawn since.
+
+    >>> with random_state((1, 2), torch.device("cpu")) as has_drawn:
+    ...     has_drawn(), len([random.random()]), has_drawn()
+    (False, 1, True)
+    """
+    # Mixed: torch's generator on a CPU and numpy's take 32 bits, in which an epoch or a data rank would have no part.
+    seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
+    generators = [torch.default_generator]  # by hand: `torch.manual_seed` and `fork_rng` take a hundred times as long
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+
+    def has_drawn() -> bool:
+        fresh = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators]
+        same = all(torch.equal(each.get_state(), state) for each, state in zip(generators, fresh, strict=True))
+        of_seed = np.random.RandomState(seed).get_state()
+        return not (
+            same
+            and random.getstate() == random.Random(seed).getstate()
+            and all(np.array_equal(one, other) for one, other in zip(np.random.get_state(), of_seed, strict=True))
+        )
+
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield has_drawn
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 # ---- logging and metrics -------------------------------------------------------------------------------------------

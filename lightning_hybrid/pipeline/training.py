@@ -131,7 +131,7 @@ class TrainingStep:
         self._parts: Sequence[Any] = ()
         self._rest: tuple[Any, ...] = ()
         self._scale: Tensor | None = None
-        self._step_seed = 0
+        self._place: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -147,7 +147,7 @@ class TrainingStep:
         stages = self._stages
         self._parts, self._rest, self._scale = microbatches(batch, stages.num_microbatches), rest, scale
         # A function of the place in the run: one that is resumed draws the same.
-        self._step_seed = self._seed + (place[0] << 40) + (place[1] << 16) + (stages.ranks.data_rank << 56)
+        self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
         compared = digest_of(batch, with_values=place[1] < NUM_COMPARED)
         stages.agree("The batch", compared, lambda: f"{batch_size_of(batch)} samples, labels and shapes {compared:x}")
@@ -191,7 +191,7 @@ class TrainingStep:
 
     def _input_of(self, number: int) -> Tensor:
         module, part = self._stages.module, self._parts[number]
-        with torch.no_grad(), random_state(self._step_seed + number, self._stages.device), self._muting.muted():
+        with torch.no_grad(), random_state((*self._place, number), self._stages.device), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
     def _loss_of(self, output: Tensor, number: int) -> Tensor:
@@ -208,7 +208,7 @@ class TrainingStep:
 
         self._stages.watchdog.note(f"in the loss of micro-batch {number}")
         with (
-            random_state(self._step_seed + number, self._stages.device),
+            random_state((*self._place, number), self._stages.device),
             self._muting.muted(),
             forward_replaced(self._stages.net, forward),
         ):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -232,14 +235,30 @@ def test_muted_metrics_and_logs_count_nothing_and_gathering_is_refused():
 
 
 def test_random_numbers_outside_the_network_are_those_of_the_micro_batch():
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    with random_state(7, torch.device("cpu")):
-        one = torch.rand(1)
-    assert torch.equal(torch.rand(1), expected)
-    with random_state(7, torch.device("cpu")):
-        assert torch.equal(torch.rand(1), one)
+    def drawn():
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = drawn()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    with random_state((7, 0), torch.device("cpu")) as has_drawn:
+        assert not has_drawn()
+        one = drawn()
+        assert has_drawn()
+    assert drawn() == expected
+    with random_state((7, 0), torch.device("cpu")):
+        assert drawn() == one
+    with random_state((7 + 2**40, 0), torch.device("cpu")):  # the generators themselves take the low 32 bits
+        assert not set(drawn()) & set(one)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
+def test_a_draw_of_any_of_the_three_kinds_is_noticed(draw):
+    with random_state(7, torch.device("cpu")) as has_drawn:
+        draw()
+        assert has_drawn()
 
 
 def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
@@ -324,7 +343,7 @@ class Mixes(toy.Toy):
     def training_step(self, batch, batch_idx):
         images, targets = batch
         order = torch.randperm(len(targets))
-        self.orders.append(order.tolist())
+        self.orders.append([*order.tolist(), random.random(), np.random.beta(1.0, 1.0)])
         return F.cross_entropy(self.net(images[order]).float(), targets[order])
 
     def __init__(self):
@@ -334,11 +353,12 @@ class Mixes(toy.Toy):
 
 def orders_of_a_fit():
     module = Mixes()
-    torch.manual_seed(dist.get_rank())  # blocks draw numbers of their own
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(dist.get_rank())  # blocks draw numbers of their own
     strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
     toy.trainer(strategy=strategy, max_epochs=1, limit_train_batches=2).fit(module, toy.loader(64, 16))
     # The last of each step is that of the whole batch.
-    return [order for order in module.orders if len(order) == 8]
+    return [order for order in module.orders if len(order) == 8 + 2]
 
 
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
