@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,12 +188,23 @@ class TrainingStep:
             )
             given, returned = boundaries[index], boundaries[index + 1]
             body = mine.wrapped[index]
-            made.append(CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of))
+            draws = partial(self.draws, stage=index)
+            made.append(
+                CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of, draws=draws)
+            )
         return schedule_of(self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of)
+
+    def draws(self, number: int | None, *, stage: int | None = None) -> AbstractContextManager[Callable[[], bool]]:
+        """Draw a micro-batch's random numbers inside: those of a stage, which are its own, or those outside of all.
+
+        Of the whole batch where `number` is None.
+        """
+        own = (-1 if number is None else number, -1 if stage is None else stage)
+        return random_state((*self._place, *own), self._stages.device)
 
     def _input_of(self, number: int) -> Tensor:
         module, part = self._stages.module, self._parts[number]
-        with torch.no_grad(), random_state((*self._place, number), self._stages.device), self._muting.muted():
+        with torch.no_grad(), self.draws(number), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
     def _loss_of(self, output: Tensor, number: int) -> Tensor:
@@ -208,7 +221,7 @@ class TrainingStep:
 
         self._stages.watchdog.note(f"in the loss of micro-batch {number}")
         with (
-            random_state((*self._place, number), self._stages.device),
+            self.draws(number),
             self._muting.muted(),
             forward_replaced(self._stages.net, forward),
         ):
