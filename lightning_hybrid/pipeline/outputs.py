@@ -120,10 +120,10 @@ def batch_size_of(batch: Any) -> int:
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """Cut a batch into `num` equal parts: tensors whose first dimension is the batch's; everything else is in each.
+    """Cut a batch into `num` equal parts: its tensors; what has no dimension, or one row, and no tensor is in each.
 
     Raises:
-        ValueError: it does not divide.
+        ValueError: it does not divide, or a tensor has other rows.
 
     >>> [part["x"].tolist() for part in microbatches({"x": torch.arange(4), "scale": 2.0}, 2)]
     [[0, 1], [2, 3]]
@@ -133,6 +133,15 @@ def microbatches(batch: Any, num: int) -> list[Any]:
         raise ValueError(
             f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: they are of "
             "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
+        )
+
+    rows = [int(leaf.shape[0]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if different := sorted({each for each in rows if each not in (1, size)}):
+        # In each micro-batch whole, it would count `num` times, and its rows would not be those of the samples.
+        raise ValueError(
+            f"Tensors of a batch must have one first dimension in a pipeline (= {size} in the first of them, "
+            f"{', '.join(map(str, different))} in others): it is cut into micro-batches there. Give loaders that "
+            "`CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
         )
 
     def part_of(leaf: Any, index: int) -> Any:

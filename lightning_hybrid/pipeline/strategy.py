@@ -249,7 +249,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self._gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        with torch.no_grad(), forward_replaced(self._here.net, lambda *_, **__: output):
+        with torch.no_grad(), self._training.on_whole_batch(output):
             result: Any = super().training_step(batch, *rest)
         if self._half is not None:
             self._half.end_microbatches(result["loss"] if isinstance(result, Mapping) else result)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
@@ -134,6 +135,7 @@ class TrainingStep:
         self._rest: tuple[Any, ...] = ()
         self._scale: Tensor | None = None
         self._place: tuple[int, ...] = ()
+        self._num_rows, self._has_warned = 0, False
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -154,6 +156,7 @@ class TrainingStep:
         compared = digest_of(batch, with_values=place[1] < NUM_COMPARED)
         stages.agree("The batch", compared, lambda: f"{batch_size_of(batch)} samples, labels and shapes {compared:x}")
         boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
+        self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
         if shapes not in self._schedules:
             # That of the last shapes alone: each holds memory for the messages of all micro-batches.
             self._schedules = {shapes: self._new_schedule(boundaries)}
@@ -171,6 +174,35 @@ class TrainingStep:
             )
         self._parts = ()
         return output
+
+    @contextmanager
+    def on_whole_batch(self, output: Tensor) -> Iterator[None]:
+        """Let `training_step` on the whole batch get `output` from the network, for what it logs.
+
+        Raises:
+            ValueError: its micro-batches gave the network other rows.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            given = only_tensor(args, kwargs)
+            if given.dim() == 0 or given.shape[0] != self._num_rows:
+                raise ValueError(
+                    f"The network's input for a whole batch (of shape {tuple(given.shape)}) must have the rows of its "
+                    f"micro-batches (= {self._num_rows}): what is logged would be of other rows than what was trained. "
+                    "Let the rows that `training_step` gives to the network follow from those of the batch."
+                )
+            return output
+
+        # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
+        with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
+            yield
+            if not self._has_warned and self._place[-1] < NUM_COMPARED and has_drawn():
+                self._has_warned = True
+                rank_zero_warn(
+                    "`training_step` draws random numbers: in a pipeline the values that it logs are of the outputs "
+                    "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
+                    "the loader, or log in validation."
+                )
 
     def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
         from lightning_hybrid.pipeline.stage import CheckedStage, StageSetting, schedule_of  # here: it takes a second

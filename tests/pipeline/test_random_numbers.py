@@ -1,4 +1,4 @@
-"""Random numbers inside the network: each stage and micro-batch has its own, and they follow from the place in the run."""
+"""Random numbers inside the network: each stage and micro-batch has its own, by the place in the run."""
 
 from __future__ import annotations
 

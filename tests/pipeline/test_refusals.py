@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import lightning.pytorch as pl
 import numpy as np
@@ -159,14 +160,17 @@ def test_a_batch_that_does_not_divide_is_refused():
         microbatches(torch.zeros(6, 2), 4)
     with pytest.raises(ValueError, match="must hold a tensor"):
         microbatches({"path": "a.jpg"}, 4)
+    with pytest.raises(ValueError, match=r"one first dimension .* \(= 8 in the first of them, 16 in others\)"):
+        microbatches({"labelled": torch.zeros(8), "not": torch.zeros(16)}, 4)
 
 
 def test_micro_batches_are_those_of_a_smaller_loader():
-    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0)}
+    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0), "row": torch.ones(1, 2)}
     first, second = microbatches(batch, 2)
     assert first["x"].tolist() == [[0, 1], [2, 3]]
     assert second["x"].tolist() == [[4, 5], [6, 7]]
     assert second["scale"] is batch["scale"]
+    assert second["row"] is batch["row"]
 
 
 def test_labels_are_compared_and_augmented_images_are_not():
@@ -351,6 +355,37 @@ class Mixes(toy.Toy):
         self.orders = []
 
 
+class SkipsRows(toy.Toy):
+    """The rows of its network's input are not those of the batch."""
+
+    def loss(self, batch):
+        images, targets = (torch.cat([part, part[:1]]) for part in batch)
+        return super().loss((images, targets))
+
+
+def message_of(module):
+    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
+    return toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module(), toy.loader(64, 16))
+
+
+def test_other_rows_for_what_is_logged_than_for_what_is_trained_are_refused(two_ranks):
+    for text in two_ranks.run(message_of, SkipsRows):
+        assert "(of shape (17, 12)) must have the rows of its micro-batches (= 18)" in text
+
+
+def test_what_is_logged_of_another_draw_is_warned_of_once(two_ranks):
+    first, _ = two_ranks.run(warnings_of, Mixes)
+    assert [text for text in first if "draws random numbers" in text] == [first[-1]]
+    assert not any("draws random numbers" in text for text in two_ranks.run(warnings_of, toy.Toy)[0])
+
+
+def warnings_of(module):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert not message_of(module)
+    return sorted((str(each.message) for each in found), key=lambda text: "draws random numbers" in text)
+
+
 def orders_of_a_fit():
     module = Mixes()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -361,6 +396,7 @@ def orders_of_a_fit():
     return [order for order in module.orders if len(order) == 8 + 2]
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` draws")
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
     first, last = two_ranks.run(orders_of_a_fit)
     first = first[-4:]  # one more at the beginning, which finds the shape
