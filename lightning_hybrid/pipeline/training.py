@@ -31,7 +31,7 @@ from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
 from lightning_hybrid.precision.master_weights import MasterWeights
 
-# Batches of each epoch whose labels are compared over a pipeline. Our choice: on CUDA it waits for the batch.
+# Batches of each epoch and loader whose labels are compared over a pipeline. Ours: on CUDA it waits for the batch.
 NUM_COMPARED = 4
 
 
@@ -69,8 +69,18 @@ class Stages:
             raise ValueError(
                 f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
                 "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
-                "sampler that `trainer.strategy.distributed_sampler_kwargs` asks for."
+                "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
+                "for."
             )
+
+    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
+        """Compare shapes and labels of a batch over the pipeline. Collective.
+
+        Raises:
+            ValueError: on every rank, they differ.
+        """
+        digest = digest_of(batch, with_values=with_values)
+        self.agree("The batch", digest, lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}")
 
     def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
         """Return the input of every stage and the output of the last. Collective where the key is new.
@@ -153,8 +163,7 @@ class TrainingStep:
         # A function of the place in the run: one that is resumed draws the same.
         self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
-        compared = digest_of(batch, with_values=place[1] < NUM_COMPARED)
-        stages.agree("The batch", compared, lambda: f"{batch_size_of(batch)} samples, labels and shapes {compared:x}")
+        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
         boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
         self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
         if shapes not in self._schedules:

@@ -341,6 +341,29 @@ def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks
         assert words in text
 
 
+class Sharded(torch.utils.data.IterableDataset):
+    """A part of the data for each rank, as one shards without a pipeline."""
+
+    def __iter__(self):
+        data = toy.Blobs(32)
+        return (data[index] for index in range(dist.get_rank(), 32, 2))
+
+
+def evaluation_errors():
+    trainer = toy.trainer(strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4), max_epochs=1)
+    whole, parts = toy.loader(32, 8), cases.loader_of(Sharded(), 8)
+    return [
+        toy.error_of(trainer.fit, toy.Toy(), whole, parts),
+        *(toy.error_of(call, toy.Toy(), parts) for call in (trainer.validate, trainer.test, trainer.predict)),
+    ]
+
+
+def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks):
+    for found in two_ranks.run(evaluation_errors):
+        assert all("ValueError: The batch must be the same on all ranks" in text for text in found)
+        assert all("IterableDataset" in text for text in found)
+
+
 class Mixes(toy.Toy):
     """Images and labels are mixed by the same random numbers, outside the network."""
 
