@@ -12,14 +12,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
 
@@ -151,11 +151,11 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     return [tree_map(lambda leaf, index=index: part_of(leaf, index), batch) for index in range(num)]
 
 
-def digest_of(batch: Any, *, with_values: bool) -> int:
+def digest_of(batch: Any, *, with_values: bool, targets: Collection[int] = ()) -> int:
     """Return 63 bits that differ where two ranks of a pipeline have batches of different shapes, dtypes or labels.
 
-    Of the values, integers count, which are labels: images may differ, as each rank augments its own. Where a batch has
-    no integers, all values count.
+    Of the values, integers count, which are labels, and the tensors whose numbers are `targets`: images may differ, as
+    each rank augments its own. Where a batch has no integers, all values count.
 
     >>> one, other = (digest_of((torch.rand(2), torch.tensor([3, label])), with_values=True) for label in (4, 5))
     >>> one == other
@@ -164,10 +164,61 @@ def digest_of(batch: Any, *, with_values: bool) -> int:
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in leaves]).encode(), digest_size=8)
     if with_values:
-        labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
+        labels = [leaf for number, leaf in enumerate(leaves) if _is_label(leaf) or number in targets]
         for leaf in labels or leaves:
             digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def targets_in(part: Any, other: Any, loss_of: Callable[[Any], Tensor]) -> list[int]:
+    """Return the numbers of the tensors without labels on whose values the loss of a micro-batch depends.
+
+    By trial, as a graph does not tell of `labels.long()` or `loss[mask > 0]`: each is replaced by that of `other`,
+    another micro-batch. What cannot be tried counts. Empty where a batch has no labels: all its values count then.
+
+    >>> x, y, z = torch.arange(6.0).view(3, 2, 1)
+    >>> targets_in([x, y, torch.ones(2).long()], [z, z, torch.ones(2).long()], lambda part: (part[1] > 3).sum())
+    [1]
+    """
+    leaves, spec = tree_flatten(part)
+    tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    others = tree_leaves(other)
+    tried = {number: place for number, (place, leaf) in enumerate(tensors) if not _is_label(leaf)}
+    if len(tried) in (0, len(tensors)):
+        return []
+
+    def loss(place: int = -1) -> float:
+        given = [_other_values(leaf, others[i]) if i == place else leaf for i, leaf in enumerate(leaves)]
+        return float(loss_of(copy_of_batch(tree_unflatten(given, spec))))
+
+    def is_target(place: int) -> bool:
+        try:
+            return not abs(loss(place) - usual) <= noise  # NaN: cannot be told
+        except Exception:
+            return True
+
+    try:
+        usual = loss()
+        noise = 10 * abs(loss() - usual)  # of sums in another order each time, on CUDA
+    except Exception:
+        return list(tried)
+    return [number for number, place in tried.items() if is_target(place)]
+
+
+def copy_of_batch(batch: Any) -> Any:
+    """Return a batch with tensors of its own: a step may compute in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _is_label(leaf: Tensor) -> bool:
+    return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
+
+
+def _other_values(leaf: Tensor, other: Any) -> Tensor:
+    if isinstance(other, Tensor) and other.shape == leaf.shape and not torch.equal(other, leaf):
+        return other
+    # Values that a class or a mask may have as well: an index out of range would end a CUDA context.
+    return torch.zeros_like(leaf) if leaf.any() else torch.ones_like(leaf)
 
 
 @contextmanager

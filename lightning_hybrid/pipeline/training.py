@@ -18,6 +18,7 @@ from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
 from lightning_hybrid.pipeline.outputs import (
     Muting,
     batch_size_of,
+    copy_of_batch,
     digest_of,
     forward_replaced,
     input_of_net,
@@ -25,6 +26,7 @@ from lightning_hybrid.pipeline.outputs import (
     microbatches,
     only_tensor,
     random_state,
+    targets_in,
 )
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
@@ -52,8 +54,10 @@ class Stages:
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[Boundary]] = {}
 
-    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
+    def agree(self, what: str, digest: int, described: Callable[[], Any], *, cure: str = "") -> None:
         """Compare a digest over the pipeline before any message is sent. Collective.
+
+        `cure`: a further one, for the error.
 
         Raises:
             ValueError: on every rank, with what each of them has, as `described` says it.
@@ -70,17 +74,32 @@ class Stages:
                 f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
                 "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
                 "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
-                "for."
+                f"for.{cure}"
             )
 
-    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
-        """Compare shapes and labels of a batch over the pipeline. Collective.
+    def agree_on_batch(self, batch: Any, *, with_values: bool = True, targets: Sequence[int] = ()) -> None:
+        """Compare shapes and labels of a batch over the pipeline, and its tensors with these numbers. Collective.
 
         Raises:
             ValueError: on every rank, they differ.
         """
-        digest = digest_of(batch, with_values=with_values)
-        self.agree("The batch", digest, lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}")
+        digest = digest_of(batch, with_values=with_values, targets=targets)
+        cure = (
+            f" The loss also depends on values of the batch that are no integers (tensors {list(targets)} of it): "
+            "where they are augmented at random, draw from the number of the sample, alike on all ranks."
+        )
+        self.agree(
+            "The batch",
+            digest,
+            lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}",
+            cure=cure if targets else "",
+        )
+
+    def told_by_last(self, answer: Any) -> Any:
+        """Return what the last rank of the pipeline gives here. Collective."""
+        told, last = [answer], self.ranks.pipelines[self.ranks.data_rank][-1]
+        self.watchdog.wait_for(lambda: dist.broadcast_object_list(told, src=last, group=self.groups.agree))
+        return told[0]
 
     def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
         """Return the input of every stage and the output of the last. Collective where the key is new.
@@ -146,6 +165,9 @@ class TrainingStep:
         self._scale: Tensor | None = None
         self._place: tuple[int, ...] = ()
         self._num_rows, self._has_warned = 0, False
+        self._targets: dict[int, list[int]] = {}  # by shapes: tensors that are compared as labels are
+        self._seeks_targets = False
+        self._found: list[int] = []
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -163,7 +185,10 @@ class TrainingStep:
         # A function of the place in the run: one that is resumed draws the same.
         self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
-        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
+        targets = self._targets.get(shapes)
+        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED, targets=targets or ())
+        # What the loss depends on, the last stage finds out with the first outputs; a step may change the batch.
+        self._seeks_targets, given = targets is None, None if targets is not None else copy_of_batch(batch)
         boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
         self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
         if shapes not in self._schedules:
@@ -182,6 +207,10 @@ class TrainingStep:
                 watchdog=stages.watchdog,
             )
         self._parts = ()
+        if targets is None:
+            targets = self._targets[shapes] = stages.told_by_last(self._found)
+            if targets:
+                stages.agree_on_batch(given, targets=targets)
         return output
 
     @contextmanager
@@ -249,7 +278,20 @@ class TrainingStep:
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
     def _loss_of(self, output: Tensor, number: int) -> Tensor:
-        module, part, calls = self._stages.module, self._parts[number], list[int]()
+        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
+        if self._seeks_targets:
+            self._seeks_targets = False
+            with torch.no_grad():
+                own, other = self._parts[number], self._parts[number - 1]
+                usual = output.detach()
+                self._found = targets_in(own, other, lambda part: self._user_loss(part, usual.clone(), number))
+        loss = self._user_loss(self._parts[number], output, number)
+        # In the order of accumulation: Lightning divides, then the loss is scaled.
+        loss = loss / self._stages.num_microbatches
+        return loss if self._scale is None else loss.float() * self._scale
+
+    def _user_loss(self, part: Any, output: Tensor, number: int) -> Tensor:
+        module, calls = self._stages.module, list[int]()
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             calls.append(number)
@@ -260,13 +302,5 @@ class TrainingStep:
                 )
             return output
 
-        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
-        with (
-            self.draws(number),
-            self._muting.muted(),
-            forward_replaced(self._stages.net, forward),
-        ):
-            loss = loss_in(module.training_step(part, *self._rest))
-        # In the order of accumulation: Lightning divides, then the loss is scaled.
-        loss = loss / self._stages.num_microbatches
-        return loss if self._scale is None else loss.float() * self._scale
+        with self.draws(number), self._muting.muted(), forward_replaced(self._stages.net, forward):
+            return loss_in(module.training_step(part, *self._rest))

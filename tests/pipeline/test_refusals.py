@@ -18,7 +18,15 @@ from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.pipeline.outputs import Muting, digest_of, input_of_net, loss_in, microbatches, random_state
+from lightning_hybrid.pipeline.outputs import (
+    Muting,
+    digest_of,
+    input_of_net,
+    loss_in,
+    microbatches,
+    random_state,
+    targets_in,
+)
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
@@ -339,6 +347,70 @@ def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks
     for text in found:
         assert text.startswith("ValueError")
         assert words in text
+
+
+class Flipped(toy.Blobs):
+    """Images that each rank augments otherwise, with their labels."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image * (1 - 2 * dist.get_rank()), target
+
+
+class Decodes(toy.Toy):
+    """The images are its targets as well."""
+
+    def loss(self, batch):
+        images, _ = batch
+        return F.mse_loss(self.net(images).float(), images[:, : toy.NUM_CLASSES])
+
+
+class Masks(toy.Toy):
+    """Takes of the images what has no gradient."""
+
+    def loss(self, batch):
+        images, targets = batch
+        losses = F.cross_entropy(self.net(images).float(), targets, reduction="none")
+        return losses[torch.from_numpy(images.numpy()[:, 0] > 0)].sum()
+
+
+def errors_with_augmented_images():
+    errors = []
+    for module in (Decodes, Masks, toy.Toy):
+        trainer = toy.trainer(strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4), max_epochs=1)
+        errors.append(toy.error_of(trainer.fit, module(), cases.loader_of(Flipped(32), 16)))
+    return errors
+
+
+def test_images_that_the_loss_depends_on_are_compared_as_well(two_ranks):
+    for found in two_ranks.run(errors_with_augmented_images):
+        for text in found[:2]:
+            assert "ValueError: The batch must be the same on all ranks" in text
+            assert "(tensors [0] of it)" in text
+        assert not found[2]
+
+
+def test_what_a_loss_depends_on_is_found_by_trial():
+    part = {
+        "image": torch.rand(2, 3),
+        "mask": torch.ones(2),
+        "bytes": torch.ones(2).byte(),
+        "label": torch.ones(2).long(),
+    }
+    other = {**part, "image": torch.rand(2, 3)}
+
+    def fails(part):
+        if part["mask"].sum() != 2:
+            raise ValueError
+        return part["bytes"].sum()
+
+    def in_place(part):
+        return part["image"].mul_(2).sum()
+
+    assert targets_in(part, other, lambda part: part["label"].sum()) == []
+    assert targets_in(part, other, fails) == [1, 2]
+    assert targets_in(part, other, in_place) == [0]
+    assert targets_in(part, other, lambda part: torch.tensor(float("nan"))) == [0, 1, 2]
 
 
 class Sharded(torch.utils.data.IterableDataset):
