@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class CheckedStage(PipelineStage):
         given: Boundary,
         returned: Boundary,
         input_of: Callable[[int], Tensor],
-        draws: Callable[[int], AbstractContextManager[Any]],
+        draws: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(
             body,
