@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
 
@@ -118,10 +120,10 @@ def batch_size_of(batch: Any) -> int:
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """Cut a batch into `num` equal parts: tensors whose first dimension is the batch's; everything else is in each.
+    """Cut a batch into `num` equal parts: its tensors; what has no dimension, or one row, and no tensor is in each.
 
     Raises:
-        ValueError: it does not divide.
+        ValueError: it does not divide, or a tensor has other rows.
 
     >>> [part["x"].tolist() for part in microbatches({"x": torch.arange(4), "scale": 2.0}, 2)]
     [[0, 1], [2, 3]]
@@ -133,6 +135,15 @@ def microbatches(batch: Any, num: int) -> list[Any]:
             "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
         )
 
+    rows = [int(leaf.shape[0]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if different := sorted({each for each in rows if each not in (1, size)}):
+        # In each micro-batch whole, it would count `num` times, and its rows would not be those of the samples.
+        raise ValueError(
+            f"Tensors of a batch must have one first dimension in a pipeline (= {size} in the first of them, "
+            f"{', '.join(map(str, different))} in others): it is cut into micro-batches there. Give loaders that "
+            "`CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
+        )
+
     def part_of(leaf: Any, index: int) -> Any:
         is_cut = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
         return leaf[index * size // num : (index + 1) * size // num] if is_cut else leaf
@@ -140,11 +151,11 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     return [tree_map(lambda leaf, index=index: part_of(leaf, index), batch) for index in range(num)]
 
 
-def digest_of(batch: Any, *, with_values: bool) -> int:
+def digest_of(batch: Any, *, with_values: bool, targets: Collection[int] = ()) -> int:
     """Return 63 bits that differ where two ranks of a pipeline have batches of different shapes, dtypes or labels.
 
-    Of the values, integers count, which are labels: images may differ, as each rank augments its own. Where a batch has
-    no integers, all values count.
+    Of the values, integers count, which are labels, and the tensors whose numbers are `targets`: images may differ, as
+    each rank augments its own. Where a batch has no integers, all values count.
 
     >>> one, other = (digest_of((torch.rand(2), torch.tensor([3, label])), with_values=True) for label in (4, 5))
     >>> one == other
@@ -153,18 +164,103 @@ def digest_of(batch: Any, *, with_values: bool) -> int:
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in leaves]).encode(), digest_size=8)
     if with_values:
-        labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
+        labels = [leaf for number, leaf in enumerate(leaves) if _is_label(leaf) or number in targets]
         for leaf in labels or leaves:
             digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
+def targets_in(part: Any, other: Any, loss_of: Callable[[Any], Tensor]) -> list[int]:
+    """Return the numbers of the tensors without labels on whose values the loss of a micro-batch depends.
+
+    By trial, as a graph does not tell of `labels.long()` or `loss[mask > 0]`: each is replaced by that of `other`,
+    another micro-batch. What cannot be tried counts. Empty where a batch has no labels: all its values count then.
+
+    >>> x, y, z = torch.arange(6.0).view(3, 2, 1)
+    >>> targets_in([x, y, torch.ones(2).long()], [z, z, torch.ones(2).long()], lambda part: (part[1] > 3).sum())
+    [1]
+    """
+    leaves, spec = tree_flatten(part)
+    tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    others = tree_leaves(other)
+    tried = {number: place for number, (place, leaf) in enumerate(tensors) if not _is_label(leaf)}
+    if len(tried) in (0, len(tensors)):
+        return []
+
+    def loss(place: int = -1) -> float:
+        given = [_other_values(leaf, others[i]) if i == place else leaf for i, leaf in enumerate(leaves)]
+        return float(loss_of(copy_of_batch(tree_unflatten(given, spec))))
+
+    def is_target(place: int) -> bool:
+        try:
+            return not abs(loss(place) - usual) <= noise  # NaN: cannot be told
+        except Exception:
+            return True
+
+    try:
+        usual = loss()
+        noise = 10 * abs(loss() - usual)  # of sums in another order each time, on CUDA
+    except Exception:
+        return list(tried)
+    return [number for number, place in tried.items() if is_target(place)]
+
+
+def copy_of_batch(batch: Any) -> Any:
+    """Return a batch with tensors of its own: a step may compute in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _is_label(leaf: Tensor) -> bool:
+    return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
+
+
+def _other_values(leaf: Tensor, other: Any) -> Tensor:
+    if isinstance(other, Tensor) and other.shape == leaf.shape and not torch.equal(other, leaf):
+        return other
+    # Values that a class or a mask may have as well: an index out of range would end a CUDA context.
+    return torch.zeros_like(leaf) if leaf.any() else torch.ones_like(leaf)
+
+
 @contextmanager
-def random_state(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of `seed` inside; those outside go on as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed % 2**63)
-        yield
+def random_state(numbers: int | tuple[int, ...], device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Draw the random numbers of `numbers` inside: torch's, Python's and numpy's; those outside go on undisturbed.
+
+    It gives a function that says whether any were drawn since.
+
+    >>> with random_state((1, 2), torch.device("cpu")) as has_drawn:
+    ...     has_drawn(), len([random.random()]), has_drawn()
+    (False, 1, True)
+    """
+    # Mixed: torch's generator on a CPU and numpy's take 32 bits, in which an epoch or a data rank would have no part.
+    seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
+    generators = [torch.default_generator]  # by hand: `torch.manual_seed` and `fork_rng` take a hundred times as long
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+
+    def has_drawn() -> bool:
+        fresh = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators]
+        same = all(torch.equal(each.get_state(), state) for each, state in zip(generators, fresh, strict=True))
+        of_seed = np.random.RandomState(seed).get_state()
+        return not (
+            same
+            and random.getstate() == random.Random(seed).getstate()
+            and all(np.array_equal(one, other) for one, other in zip(np.random.get_state(), of_seed, strict=True))
+        )
+
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield has_drawn
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 # ---- logging and metrics -------------------------------------------------------------------------------------------

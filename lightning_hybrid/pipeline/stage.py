@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,7 @@ class CheckedStage(PipelineStage):
         setting: see there.
         given, returned: shape, dtype and layout of its input and output.
         input_of: returns the input of a micro-batch, for the first stage.
+        draws: random numbers of a micro-batch in this stage, as a context.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class CheckedStage(PipelineStage):
         given: Boundary,
         returned: Boundary,
         input_of: Callable[[int], Tensor],
+        draws: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(
             body,
@@ -84,6 +87,7 @@ class CheckedStage(PipelineStage):
             group=setting.group,
         )
         self._setting, self._given, self._returned, self._input_of = setting, given, returned, input_of
+        self._draws = draws
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
@@ -94,7 +98,8 @@ class CheckedStage(PipelineStage):
             args = (self._input_of(fwd_chunk_id),)
             self._check(self._given, args[0], f"the input of micro-batch {fwd_chunk_id}")
         try:
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+            with self._draws(fwd_chunk_id):  # activation checkpoints keep the state inside for their second pass
+                output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         except RuntimeError as error:
             if error.__cause__ is None or "failed to run forward" not in str(error):
                 raise

@@ -33,7 +33,7 @@ from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
-from lightning_hybrid.pipeline.training import Stages, TrainingStep
+from lightning_hybrid.pipeline.training import NUM_COMPARED, Stages, TrainingStep
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
@@ -249,7 +249,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self._gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        with torch.no_grad(), forward_replaced(self._here.net, lambda *_, **__: output):
+        with torch.no_grad(), self._training.on_whole_batch(output):
             result: Any = super().training_step(batch, *rest)
         if self._half is not None:
             self._half.end_microbatches(result["loss"] if isinstance(result, Mapping) else result)
@@ -269,21 +269,24 @@ class HybridPipelineMixin(DataRanksMixin):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Validate with the network's output from all stages."""
-        with self._over_stages():
+        with self._over_stages(*args, *kwargs.values()):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Test with the network's output from all stages."""
-        with self._over_stages():
+        with self._over_stages(*args, *kwargs.values()):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict with the network's output from all stages."""
-        with self._over_stages():
+        with self._over_stages(*args, *kwargs.values()):
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
-    def _over_stages(self) -> Iterator[None]:
+    def _over_stages(self, batch: Any, batch_idx: int = 0, *_: Any) -> Iterator[None]:
+        # Every rank logs of its own batch. Without a number, which a step need not take, all are compared.
+        if batch_idx < NUM_COMPARED:
+            self._here.agree_on_batch(batch)
         with forward_replaced(self._here.net, self._here.evaluate):
             yield
 

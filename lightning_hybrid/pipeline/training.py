@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
 from lightning_hybrid.pipeline.outputs import (
     Muting,
     batch_size_of,
+    copy_of_batch,
     digest_of,
     forward_replaced,
     input_of_net,
@@ -22,13 +26,14 @@ from lightning_hybrid.pipeline.outputs import (
     microbatches,
     only_tensor,
     random_state,
+    targets_in,
 )
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
 from lightning_hybrid.precision.master_weights import MasterWeights
 
-# Batches of each epoch whose labels are compared over a pipeline. Our choice: on CUDA it waits for the batch.
+# Batches of each epoch and loader whose labels are compared over a pipeline. Ours: on CUDA it waits for the batch.
 NUM_COMPARED = 4
 
 
@@ -49,8 +54,10 @@ class Stages:
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[Boundary]] = {}
 
-    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
+    def agree(self, what: str, digest: int, described: Callable[[], Any], *, cure: str = "") -> None:
         """Compare a digest over the pipeline before any message is sent. Collective.
+
+        `cure`: a further one, for the error.
 
         Raises:
             ValueError: on every rank, with what each of them has, as `described` says it.
@@ -66,8 +73,33 @@ class Stages:
             raise ValueError(
                 f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
                 "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
-                "sampler that `trainer.strategy.distributed_sampler_kwargs` asks for."
+                "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
+                f"for.{cure}"
             )
+
+    def agree_on_batch(self, batch: Any, *, with_values: bool = True, targets: Sequence[int] = ()) -> None:
+        """Compare shapes and labels of a batch over the pipeline, and its tensors with these numbers. Collective.
+
+        Raises:
+            ValueError: on every rank, they differ.
+        """
+        digest = digest_of(batch, with_values=with_values, targets=targets)
+        cure = (
+            f" The loss also depends on values of the batch that are no integers (tensors {list(targets)} of it): "
+            "where they are augmented at random, draw from the number of the sample, alike on all ranks."
+        )
+        self.agree(
+            "The batch",
+            digest,
+            lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}",
+            cure=cure if targets else "",
+        )
+
+    def told_by_last(self, answer: Any) -> Any:
+        """Return what the last rank of the pipeline gives here. Collective."""
+        told, last = [answer], self.ranks.pipelines[self.ranks.data_rank][-1]
+        self.watchdog.wait_for(lambda: dist.broadcast_object_list(told, src=last, group=self.groups.agree))
+        return told[0]
 
     def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
         """Return the input of every stage and the output of the last. Collective where the key is new.
@@ -131,7 +163,11 @@ class TrainingStep:
         self._parts: Sequence[Any] = ()
         self._rest: tuple[Any, ...] = ()
         self._scale: Tensor | None = None
-        self._step_seed = 0
+        self._place: tuple[int, ...] = ()
+        self._num_rows, self._has_warned = 0, False
+        self._targets: dict[int, list[int]] = {}  # by shapes: tensors that are compared as labels are
+        self._seeks_targets = False
+        self._found: list[int] = []
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -147,11 +183,14 @@ class TrainingStep:
         stages = self._stages
         self._parts, self._rest, self._scale = microbatches(batch, stages.num_microbatches), rest, scale
         # A function of the place in the run: one that is resumed draws the same.
-        self._step_seed = self._seed + (place[0] << 40) + (place[1] << 16) + (stages.ranks.data_rank << 56)
+        self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
-        compared = digest_of(batch, with_values=place[1] < NUM_COMPARED)
-        stages.agree("The batch", compared, lambda: f"{batch_size_of(batch)} samples, labels and shapes {compared:x}")
+        targets = self._targets.get(shapes)
+        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED, targets=targets or ())
+        # What the loss depends on, the last stage finds out with the first outputs; a step may change the batch.
+        self._seeks_targets, given = targets is None, None if targets is not None else copy_of_batch(batch)
         boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
+        self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
         if shapes not in self._schedules:
             # That of the last shapes alone: each holds memory for the messages of all micro-batches.
             self._schedules = {shapes: self._new_schedule(boundaries)}
@@ -168,7 +207,40 @@ class TrainingStep:
                 watchdog=stages.watchdog,
             )
         self._parts = ()
+        if targets is None:
+            targets = self._targets[shapes] = stages.told_by_last(self._found)
+            if targets:
+                stages.agree_on_batch(given, targets=targets)
         return output
+
+    @contextmanager
+    def on_whole_batch(self, output: Tensor) -> Iterator[None]:
+        """Let `training_step` on the whole batch get `output` from the network, for what it logs.
+
+        Raises:
+            ValueError: its micro-batches gave the network other rows.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            given = only_tensor(args, kwargs)
+            if given.dim() == 0 or given.shape[0] != self._num_rows:
+                raise ValueError(
+                    f"The network's input for a whole batch (of shape {tuple(given.shape)}) must have the rows of its "
+                    f"micro-batches (= {self._num_rows}): what is logged would be of other rows than what was trained. "
+                    "Let the rows that `training_step` gives to the network follow from those of the batch."
+                )
+            return output
+
+        # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
+        with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
+            yield
+            if not self._has_warned and self._place[-1] < NUM_COMPARED and has_drawn():
+                self._has_warned = True
+                rank_zero_warn(
+                    "`training_step` draws random numbers: in a pipeline the values that it logs are of the outputs "
+                    "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
+                    "the loader, or log in validation."
+                )
 
     def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
         from lightning_hybrid.pipeline.stage import CheckedStage, StageSetting, schedule_of  # here: it takes a second
@@ -186,16 +258,40 @@ class TrainingStep:
             )
             given, returned = boundaries[index], boundaries[index + 1]
             body = mine.wrapped[index]
-            made.append(CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of))
+            draws = partial(self.draws, stage=index)
+            made.append(
+                CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of, draws=draws)
+            )
         return schedule_of(self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of)
+
+    def draws(self, number: int | None, *, stage: int | None = None) -> AbstractContextManager[Callable[[], bool]]:
+        """Draw a micro-batch's random numbers inside: those of a stage, which are its own, or those outside of all.
+
+        Of the whole batch where `number` is None.
+        """
+        own = (-1 if number is None else number, -1 if stage is None else stage)
+        return random_state((*self._place, *own), self._stages.device)
 
     def _input_of(self, number: int) -> Tensor:
         module, part = self._stages.module, self._parts[number]
-        with torch.no_grad(), random_state(self._step_seed + number, self._stages.device), self._muting.muted():
+        with torch.no_grad(), self.draws(number), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
     def _loss_of(self, output: Tensor, number: int) -> Tensor:
-        module, part, calls = self._stages.module, self._parts[number], list[int]()
+        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
+        if self._seeks_targets:
+            self._seeks_targets = False
+            with torch.no_grad():
+                own, other = self._parts[number], self._parts[number - 1]
+                usual = output.detach()
+                self._found = targets_in(own, other, lambda part: self._user_loss(part, usual.clone(), number))
+        loss = self._user_loss(self._parts[number], output, number)
+        # In the order of accumulation: Lightning divides, then the loss is scaled.
+        loss = loss / self._stages.num_microbatches
+        return loss if self._scale is None else loss.float() * self._scale
+
+    def _user_loss(self, part: Any, output: Tensor, number: int) -> Tensor:
+        module, calls = self._stages.module, list[int]()
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             calls.append(number)
@@ -206,13 +302,5 @@ class TrainingStep:
                 )
             return output
 
-        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
-        with (
-            random_state(self._step_seed + number, self._stages.device),
-            self._muting.muted(),
-            forward_replaced(self._stages.net, forward),
-        ):
-            loss = loss_in(module.training_step(part, *self._rest))
-        # In the order of accumulation: Lightning divides, then the loss is scaled.
-        loss = loss / self._stages.num_microbatches
-        return loss if self._scale is None else loss.float() * self._scale
+        with self.draws(number), self._muting.muted(), forward_replaced(self._stages.net, forward):
+            return loss_in(module.training_step(part, *self._rest))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +18,15 @@ from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.pipeline.outputs import Muting, digest_of, input_of_net, loss_in, microbatches, random_state
+from lightning_hybrid.pipeline.outputs import (
+    Muting,
+    digest_of,
+    input_of_net,
+    loss_in,
+    microbatches,
+    random_state,
+    targets_in,
+)
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
@@ -156,14 +168,17 @@ def test_a_batch_that_does_not_divide_is_refused():
         microbatches(torch.zeros(6, 2), 4)
     with pytest.raises(ValueError, match="must hold a tensor"):
         microbatches({"path": "a.jpg"}, 4)
+    with pytest.raises(ValueError, match=r"one first dimension .* \(= 8 in the first of them, 16 in others\)"):
+        microbatches({"labelled": torch.zeros(8), "not": torch.zeros(16)}, 4)
 
 
 def test_micro_batches_are_those_of_a_smaller_loader():
-    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0)}
+    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0), "row": torch.ones(1, 2)}
     first, second = microbatches(batch, 2)
     assert first["x"].tolist() == [[0, 1], [2, 3]]
     assert second["x"].tolist() == [[4, 5], [6, 7]]
     assert second["scale"] is batch["scale"]
+    assert second["row"] is batch["row"]
 
 
 def test_labels_are_compared_and_augmented_images_are_not():
@@ -232,14 +247,30 @@ def test_muted_metrics_and_logs_count_nothing_and_gathering_is_refused():
 
 
 def test_random_numbers_outside_the_network_are_those_of_the_micro_batch():
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    with random_state(7, torch.device("cpu")):
-        one = torch.rand(1)
-    assert torch.equal(torch.rand(1), expected)
-    with random_state(7, torch.device("cpu")):
-        assert torch.equal(torch.rand(1), one)
+    def drawn():
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = drawn()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    with random_state((7, 0), torch.device("cpu")) as has_drawn:
+        assert not has_drawn()
+        one = drawn()
+        assert has_drawn()
+    assert drawn() == expected
+    with random_state((7, 0), torch.device("cpu")):
+        assert drawn() == one
+    with random_state((7 + 2**40, 0), torch.device("cpu")):  # the generators themselves take the low 32 bits
+        assert not set(drawn()) & set(one)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
+def test_a_draw_of_any_of_the_three_kinds_is_noticed(draw):
+    with random_state(7, torch.device("cpu")) as has_drawn:
+        draw()
+        assert has_drawn()
 
 
 def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
@@ -318,13 +349,100 @@ def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks
         assert words in text
 
 
+class Flipped(toy.Blobs):
+    """Images that each rank augments otherwise, with their labels."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image * (1 - 2 * dist.get_rank()), target
+
+
+class Decodes(toy.Toy):
+    """The images are its targets as well."""
+
+    def loss(self, batch):
+        images, _ = batch
+        return F.mse_loss(self.net(images).float(), images[:, : toy.NUM_CLASSES])
+
+
+class Masks(toy.Toy):
+    """Takes of the images what has no gradient."""
+
+    def loss(self, batch):
+        images, targets = batch
+        losses = F.cross_entropy(self.net(images).float(), targets, reduction="none")
+        return losses[torch.from_numpy(images.numpy()[:, 0] > 0)].sum()
+
+
+def errors_with_augmented_images():
+    errors = []
+    for module in (Decodes, Masks, toy.Toy):
+        trainer = toy.trainer(strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4), max_epochs=1)
+        errors.append(toy.error_of(trainer.fit, module(), cases.loader_of(Flipped(32), 16)))
+    return errors
+
+
+def test_images_that_the_loss_depends_on_are_compared_as_well(two_ranks):
+    for found in two_ranks.run(errors_with_augmented_images):
+        for text in found[:2]:
+            assert "ValueError: The batch must be the same on all ranks" in text
+            assert "(tensors [0] of it)" in text
+        assert not found[2]
+
+
+def test_what_a_loss_depends_on_is_found_by_trial():
+    part = {
+        "image": torch.rand(2, 3),
+        "mask": torch.ones(2),
+        "bytes": torch.ones(2).byte(),
+        "label": torch.ones(2).long(),
+    }
+    other = {**part, "image": torch.rand(2, 3)}
+
+    def fails(part):
+        if part["mask"].sum() != 2:
+            raise ValueError
+        return part["bytes"].sum()
+
+    def in_place(part):
+        return part["image"].mul_(2).sum()
+
+    assert targets_in(part, other, lambda part: part["label"].sum()) == []
+    assert targets_in(part, other, fails) == [1, 2]
+    assert targets_in(part, other, in_place) == [0]
+    assert targets_in(part, other, lambda part: torch.tensor(float("nan"))) == [0, 1, 2]
+
+
+class Sharded(torch.utils.data.IterableDataset):
+    """A part of the data for each rank, as one shards without a pipeline."""
+
+    def __iter__(self):
+        data = toy.Blobs(32)
+        return (data[index] for index in range(dist.get_rank(), 32, 2))
+
+
+def evaluation_errors():
+    trainer = toy.trainer(strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4), max_epochs=1)
+    whole, parts = toy.loader(32, 8), cases.loader_of(Sharded(), 8)
+    return [
+        toy.error_of(trainer.fit, toy.Toy(), whole, parts),
+        *(toy.error_of(call, toy.Toy(), parts) for call in (trainer.validate, trainer.test, trainer.predict)),
+    ]
+
+
+def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks):
+    for found in two_ranks.run(evaluation_errors):
+        assert all("ValueError: The batch must be the same on all ranks" in text for text in found)
+        assert all("IterableDataset" in text for text in found)
+
+
 class Mixes(toy.Toy):
     """Images and labels are mixed by the same random numbers, outside the network."""
 
     def training_step(self, batch, batch_idx):
         images, targets = batch
         order = torch.randperm(len(targets))
-        self.orders.append(order.tolist())
+        self.orders.append([*order.tolist(), random.random(), np.random.beta(1.0, 1.0)])
         return F.cross_entropy(self.net(images[order]).float(), targets[order])
 
     def __init__(self):
@@ -332,15 +450,48 @@ class Mixes(toy.Toy):
         self.orders = []
 
 
+class SkipsRows(toy.Toy):
+    """The rows of its network's input are not those of the batch."""
+
+    def loss(self, batch):
+        images, targets = (torch.cat([part, part[:1]]) for part in batch)
+        return super().loss((images, targets))
+
+
+def message_of(module):
+    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
+    return toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module(), toy.loader(64, 16))
+
+
+def test_other_rows_for_what_is_logged_than_for_what_is_trained_are_refused(two_ranks):
+    for text in two_ranks.run(message_of, SkipsRows):
+        assert "(of shape (17, 12)) must have the rows of its micro-batches (= 18)" in text
+
+
+def test_what_is_logged_of_another_draw_is_warned_of_once(two_ranks):
+    first, _ = two_ranks.run(warnings_of, Mixes)
+    assert [text for text in first if "draws random numbers" in text] == [first[-1]]
+    assert not any("draws random numbers" in text for text in two_ranks.run(warnings_of, toy.Toy)[0])
+
+
+def warnings_of(module):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert not message_of(module)
+    return sorted((str(each.message) for each in found), key=lambda text: "draws random numbers" in text)
+
+
 def orders_of_a_fit():
     module = Mixes()
-    torch.manual_seed(dist.get_rank())  # blocks draw numbers of their own
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(dist.get_rank())  # blocks draw numbers of their own
     strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
     toy.trainer(strategy=strategy, max_epochs=1, limit_train_batches=2).fit(module, toy.loader(64, 16))
     # The last of each step is that of the whole batch.
-    return [order for order in module.orders if len(order) == 8]
+    return [order for order in module.orders if len(order) == 8 + 2]
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` draws")
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
     first, last = two_ranks.run(orders_of_a_fit)
     first = first[-4:]  # one more at the beginning, which finds the shape
