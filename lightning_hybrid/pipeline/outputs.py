@@ -193,7 +193,7 @@ def targets_in(part: Any, other: Any, loss_of: Callable[[Any], Tensor]) -> list[
 
     def is_target(place: int) -> bool:
         try:
-            return not abs(loss(place) - usual) <= noise  # NaN: cannot be told
+            return not abs(loss(place) - usual) <= noise  # NaN: unknown
         except Exception:
             return True
 

@@ -33,7 +33,7 @@ from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
 from lightning_hybrid.precision.master_weights import MasterWeights
 
-# Batches of each epoch and loader whose labels are compared over a pipeline. Ours: on CUDA it waits for the batch.
+# Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
 NUM_COMPARED = 4
 
 
