@@ -91,6 +91,35 @@ class CutModel:
                 module._ddp_params_and_buffers_to_ignore = before
 
 
+@contextmanager
+def example_hidden(module: Any) -> Iterator[None]:
+    """Leave a module without its `example_input_array`.
+
+    With one, Lightning's summary, which every Trainer has, and loggers of graphs run a forward on this rank alone.
+
+    Raises:
+        ValueError: it cannot be set.
+    """
+    before, is_own = module.example_input_array, "example_input_array" in vars(module)
+    if before is None:
+        yield
+        return
+    try:
+        module.example_input_array = None
+    except AttributeError:
+        raise ValueError(
+            f"`example_input_array` (a property of {type(module).__name__}) must have a setter: a pipeline hides it "
+            "during a run, as Lightning's summary would run the whole network on one rank. Assign it in `__init__`."
+        ) from None
+    try:
+        yield
+    finally:
+        if is_own or "example_input_array" not in vars(module):
+            module.example_input_array = before
+        else:  # it hid that of the class
+            del module.example_input_array
+
+
 def _buffers_of(root: nn.Module, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> list[Tensor]:
     """Return the buffers that a rank computes with: of its own blocks, and of what is outside of all blocks."""
     seen, waiting = set(map(id, (*own, *others))), [root]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid.pipeline.cut_model import example_hidden
 from tests import toy
 
 WIDTH = toy.NUM_FEATURES
@@ -141,3 +144,70 @@ def test_networks_as_users_write_them_train_as_under_accumulation(one_rank, two_
         assert toy.same_bits(own[1], expected[0])
         assert own[2] == pytest.approx(expected[2], rel=1e-5)
         assert torch.equal(own[3], expected[3])
+
+
+class WithExample(Ordinary):
+    """Has the example that the README recommends, and a `forward` for it."""
+
+    def __init__(self):
+        super().__init__("plain")
+        self.example_input_array = torch.zeros(2, WIDTH)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class LogsGraphs(DummyLogger):
+    """Runs the network on the module's example, as TensorBoard's logger does with `log_graph=True`."""
+
+    def log_graph(self, model, input_array=None):
+        if model.example_input_array is not None:
+            model(model.example_input_array)
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, *args):
+        raise RuntimeError("on purpose")
+
+
+def fit_with_example(fails):
+    module = WithExample()
+    trainer = toy.trainer(
+        strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4),
+        max_epochs=1,
+        enable_model_summary=True,
+        logger=LogsGraphs(),
+        callbacks=[Fails()] if fails else [],
+    )
+    error = toy.error_of(trainer.fit, module, toy.loader(32, 16))
+    return error, tuple(module.example_input_array.shape)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks, fails):
+    for error, shape in two_ranks.run(fit_with_example, fails):
+        assert ("on purpose" in error) if fails else not error
+        assert shape == (2, WIDTH)
+
+
+class OfTheClass(Ordinary):
+    example_input_array = torch.zeros(2, WIDTH)
+
+
+class ReadOnly(Ordinary):
+    @property
+    def example_input_array(self):
+        return torch.zeros(2, WIDTH)
+
+
+def test_an_example_is_hidden_wherever_it_is_set():
+    module = OfTheClass("plain")
+    with example_hidden(module):
+        assert module.example_input_array is None
+    assert module.example_input_array is OfTheClass.example_input_array
+    assert "example_input_array" not in vars(module)
+    with (
+        pytest.raises(ValueError, match=r"a property of ReadOnly\) must have a setter"),
+        example_hidden(ReadOnly("plain")),
+    ):
+        pass
