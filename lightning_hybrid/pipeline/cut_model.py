@@ -41,20 +41,22 @@ class CutModel:
             for _ in range(places[stage], places[stage + 1])
         ]
         mine = ranks.pipelines[0][ranks.position]
-        self._others = [
-            OtherStages([each for block, owner in self._owned(some) if owner != mine for each in block.modules()])
-            for some in (self.blocks, *self._averages())
-        ]
+        self._others = []
+        for root, some in ((module, self.blocks), *self._averages()):
+            others = [block for block, owner in self._owned(some) if owner != mine]
+            own = [block for block, owner in self._owned(some) if owner == mine]
+            modules = [each for block in others for each in block.modules()]
+            self._others.append(OtherStages(modules, needed=_buffers_of(root, own, others)))
 
     def _owned(self, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, int]]:
         return zip(blocks, self._owner_of, strict=True)
 
-    def _averages(self) -> list[list[nn.Module]]:
-        # Averages of the weights that callbacks keep are cut as the module is.
+    def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
+        # Averages of the weights that callbacks keep are cut as the module is. Each with its blocks.
         kinds = lightning_types("pytorch.callbacks.WeightAveraging")
         callbacks = self._module.trainer.callbacks
         models = [getattr(one, "_average_model", None) for one in callbacks if isinstance(one, kinds)]
-        return [blocks_of(model.module, self._of) for model in models if model is not None]
+        return [(model.module, blocks_of(model.module, self._of)) for model in models if model is not None]
 
     def stage(self, number: int) -> list[nn.Module]:
         """Return the blocks of a stage."""
@@ -70,7 +72,7 @@ class CutModel:
         """Give every rank all values, in host memory. Collective: every rank of WORLD."""
         for others in self._others:
             others.restore([torch.empty_like(meta, device="cpu") for meta in others.tensors], optimizers)
-        for blocks in (self.blocks, *self._averages()):
+        for blocks in (self.blocks, *(blocks for _, blocks in self._averages())):
             for block, owner in self._owned(blocks):
                 share_(_tensors([block]), owner=owner, device=self._device)
 
@@ -87,6 +89,51 @@ class CutModel:
             del module._ddp_params_and_buffers_to_ignore
             if before is not None:
                 module._ddp_params_and_buffers_to_ignore = before
+
+
+@contextmanager
+def example_hidden(module: Any) -> Iterator[None]:
+    """Leave a module without its `example_input_array`.
+
+    With one, Lightning's summary, which every Trainer has, and loggers of graphs run a forward on this rank alone.
+
+    Raises:
+        ValueError: it cannot be set.
+    """
+    before, is_own = module.example_input_array, "example_input_array" in vars(module)
+    if before is None:
+        yield
+        return
+    try:
+        module.example_input_array = None
+    except AttributeError:
+        raise ValueError(
+            f"`example_input_array` (a property of {type(module).__name__}) must have a setter: a pipeline hides it "
+            "during a run, as Lightning's summary would run the whole network on one rank. Assign it in `__init__`."
+        ) from None
+    try:
+        yield
+    finally:
+        if is_own or "example_input_array" not in vars(module):
+            module.example_input_array = before
+        else:  # it hid that of the class
+            del module.example_input_array
+
+
+def _buffers_of(root: nn.Module, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the buffers that a rank computes with: of its own blocks, and of what is outside of all blocks."""
+    seen, waiting = set(map(id, (*own, *others))), [root]
+    modules = [module for block in own for module in block.modules()]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        waiting.extend(module.children())
+        # Parameters are in blocks: a layer that has some is part of a block under a second name.
+        if not any(True for _ in module.parameters(recurse=False)):
+            modules.append(module)
+    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
 
 
 def _tensors(blocks: Sequence[nn.Module]) -> list[Tensor]:

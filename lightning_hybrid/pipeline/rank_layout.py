@@ -109,17 +109,19 @@ class PipelineGroups:
 class OtherStages:
     """Parameters and buffers of blocks that are on other ranks: on the meta device, until `restore`.
 
-    Those of the user stay the same objects: they are put aside, empty, and get their values back in the end.
+    Those of the user stay the same objects: they are put aside, empty, and get their values back in the end. Those
+    that are in `needed` too, as a mask that all blocks share, stay as they are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, needed: Sequence[Tensor] = ()) -> None:
+        stays = set(map(id, needed))
         self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         replaced: dict[int, Tensor] = {}
         for module in modules:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is None:
+                    if tensor is None or id(tensor) in stays:
                         continue
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _on_meta(tensor)

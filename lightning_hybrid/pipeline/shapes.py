@@ -7,6 +7,7 @@ tensor Gloo refuses it, and NCCL would have its elements arrive in another order
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def boundary_of(tensor: Tensor) -> Boundary:
 
 
 def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device) -> Boundary:
-    """Return what `blocks` make of `given`, in the autocast of the moment; running statistics stay as they are.
+    """Return what `blocks` make of `given`, in the autocast of the moment; blocks stay as they are.
 
     Raises:
         ValueError: a block returns more than one tensor, or integers, or its shapes depend on values.
@@ -83,9 +84,11 @@ def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device
     >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], Boundary((2, 3, 8, 8), torch.float32), torch.device("cpu"))
     Boundary(shape=(2, 288), dtype=torch.float32, stride=None)
     """
-    with FakeTensorMode(), torch.no_grad():
+    doubles = [_double_of(block) for block in blocks]
+    # Tensors that are plain attributes of a block are real ones.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         value: object = given.empty(device)
-        for block in blocks:
+        for block in doubles:
             fake = {
                 name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 for name, tensor in [*block.named_parameters(), *block.named_buffers()]
@@ -104,6 +107,18 @@ def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device
                 )
     assert isinstance(value, Tensor)
     return boundary_of(value)
+
+
+def _double_of(block: nn.Module) -> nn.Module:
+    """Copy a block without its tensors: one that keeps a table from its first forward must not keep a fake one."""
+    attributes = [item for module in block.modules() for item in vars(module).items()]
+    tensors = [*block.parameters(), *block.buffers(), *(value for _, value in attributes if isinstance(value, Tensor))]
+    # A hook may belong to anything, as the trainer.
+    hooks = [value for name, value in attributes if name.endswith("_hooks")]
+    try:
+        return copy.deepcopy(block, {id(each): each for each in (*tensors, *hooks)})
+    except Exception:  # as of a lock
+        return block
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:

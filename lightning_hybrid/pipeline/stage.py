@@ -32,6 +32,8 @@ class StageBody(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output of the last block."""
+        if x.is_leaf and x.requires_grad:  # autograd lets no block begin with an operation in place on a leaf
+            x = _Received.apply(x)
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 # A block may draw random numbers, as dropout does: the second pass has to draw the same.
@@ -39,6 +41,18 @@ class StageBody(nn.Module):
             else:
                 x = block(x)
         return x
+
+
+class _Received(torch.autograd.Function):
+    """The input of a stage as a result: the same memory, which is read by this stage alone, once per micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()  # a view of another kind would be as read-only as the leaf
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from lightning_hybrid.pipeline.arguments import (
     check_trainer,
     cut_places,
 )
-from lightning_hybrid.pipeline.cut_model import CutModel
+from lightning_hybrid.pipeline.cut_model import CutModel, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
@@ -94,6 +94,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self._data_engine: CommEngine | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
+        self._until_teardown = ExitStack()
         super().__init__(**{"tune": "off", **options})
 
     @property
@@ -147,6 +148,7 @@ class HybridPipelineMixin(DataRanksMixin):
             self.precision_plugin.clip_grad_by_norm = partial(
                 clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
             )
+        self._until_teardown.enter_context(example_hidden(module))
         rank_zero_info(
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
             f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
@@ -332,6 +334,7 @@ class HybridPipelineMixin(DataRanksMixin):
     def teardown(self) -> None:
         """Make the module whole again on every rank, unless the run has failed."""
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self._until_teardown.close()
         engine, self._data_engine = self._data_engine, None
         try:
             if engine is not None:
