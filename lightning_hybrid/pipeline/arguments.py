@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.lightning_names import misconfiguration
+from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.strategy.arguments import Planner
 
@@ -153,6 +153,24 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
             f"`precision` (={precision!r}) must be one of {', '.join(PRECISIONS)} in a pipeline: others were not "
             "proved against accumulation. Set trainer.precision=16-true, which has fp32 masters."
         )
+
+
+_CALLBACKS_REFUSED = {
+    "GradientAccumulationScheduler": "micro-batches are its accumulation. Set strategy.num_microbatches",
+    "ModelPruning": "it ranks the weights of a whole network. Prune before or after",
+    "StochasticWeightAveraging": "it copies the weights of a whole network. Take Lightning's WeightAveraging",
+}
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Check that no callback needs the whole network on one rank.
+
+    Raises:
+        MisconfigurationException: names the callback.
+    """
+    for name, why in _CALLBACKS_REFUSED.items():
+        if any(isinstance(one, lightning_types(f"pytorch.callbacks.{name}")) for one in callbacks):
+            raise misconfiguration(f"`callbacks` (with {name}) cannot be combined with a pipeline: {why}.")
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.pipeline.arguments import (
     Schedule,
     blocks_of,
+    check_callbacks,
     check_data_options,
     check_options,
     check_trainer,
@@ -121,6 +122,7 @@ class HybridPipelineMixin(DataRanksMixin):
         assert isinstance(watchdog, StageWatchdog)
         if is_fit:
             check_trainer(trainer, module, self.precision_plugin.precision)
+            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
         with self._waiting_for_ranks():

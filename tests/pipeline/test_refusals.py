@@ -11,12 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.pipeline.arguments import blocks_of, check_options, check_ranks, check_trainer, cut_places
+from lightning_hybrid.pipeline.arguments import (
+    blocks_of,
+    check_callbacks,
+    check_options,
+    check_ranks,
+    check_trainer,
+    cut_places,
+)
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import (
     Muting,
@@ -158,6 +166,20 @@ def test_accumulation_manual_optimization_and_unproved_precision_are_refused():
             check_trainer(trainer, module, precision)
         assert words in str(caught.value)
         assert type(caught.value).__name__ == "MisconfigurationException"
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: callbacks.GradientAccumulationScheduler({1: 2}),
+        lambda: callbacks.ModelPruning("l1_unstructured"),
+        lambda: callbacks.StochasticWeightAveraging(0.1),
+    ],
+)
+def test_callbacks_that_need_the_whole_network_are_refused(callback):
+    made = callback()
+    with pytest.raises(Exception, match=rf"with {type(made).__name__}\) cannot be combined with a pipeline"):
+        check_callbacks([made])
 
 
 # ---- batches and calls -----------------------------------------------------------------------------------------------
