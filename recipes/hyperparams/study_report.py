@@ -15,7 +15,7 @@ from lightning_hybrid import metrics as m
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
 from recipes.hyperparams.study import Cell, Study
-from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
+from recipes.hyperparams.trial_log import TrialLog, TrialOutcome, is_at_chance
 
 TEST_ACC = "test/acc"
 RUNNING_ACC = "test/acc_running"
@@ -115,7 +115,7 @@ def markdown(study: Study, log: TrialLog) -> str:
     def accuracy(cell: Cell) -> str:
         if cell not in found:
             return ""
-        lost = sum(one.status != "done" for one in study.results(cell, log).values())
+        lost = sum(is_at_chance(value, study.chance) for value in found[cell].values())
         text = f"{Interval.of(list(found[cell].values()))} ({100 * statistics.mean(running[cell].values()):.1f})"
         return text + (f", {lost} of {len(study.seeds)} lost" if lost else "")
 
@@ -158,7 +158,7 @@ def markdown(study: Study, log: TrialLog) -> str:
     parts = [
         f"Test accuracy in %, mean ± half of the 90 % interval over {len(study.seeds)} seeds, BatchNorm statistics "
         "of the final weights; in brackets the mean with running statistics. Runs that diverged count as "
-        "chance:",
+        "chance; lost are those, and those that ended at chance:",
         table(accuracy),
         f"Paired differences to {reference}, in points, with their 90 % intervals; `equal`: the interval is within "
         f"± {margin} (TOST); `better`, `worse`: it does not hold zero; `open`: neither:",

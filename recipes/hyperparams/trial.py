@@ -27,7 +27,7 @@ from lightning_hybrid.callbacks import RecalibrateBatchNorm
 from lightning_hybrid.run_status import run_status
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
-from recipes.hyperparams.trial_log import Mode, Status, TrialOutcome
+from recipes.hyperparams.trial_log import Mode, Status, TrialOutcome, is_at_chance
 from recipes.hyperparams.trial_pool import Limits
 from recipes.hyperparams.trial_ranks import run_on_ranks
 from recipes.training import keys
@@ -178,6 +178,12 @@ class TrainTrial:
             raise ValueError(f"`objective` (={self.objective}) must be something that validation logs: {known}.")
         if value is not None and not math.isfinite(value):
             watch.status, watch.reason = "diverged", f"{self.objective} is {value} at the end"
+        accuracy, num_classes = metrics.get(m.VAL_ACC), cfg.model.num_classes
+        if watch.status == "done" and accuracy is not None and is_at_chance(accuracy, 1 / num_classes):
+            watch.status = "diverged"
+            watch.reason = (
+                f"{m.VAL_ACC} is {accuracy:.4g} at the end, no better than guessing one of {num_classes} classes"
+            )
         if watch.status == "done" and cfg.trainer.limit_test_batches != 0:
             metrics |= {name: float(v) for name, v in trainer.test(module, data, verbose=False)[0].items()}
             metrics |= _with_running_statistics(trainer, module, data, watch)

@@ -20,7 +20,8 @@ class TrialOutcome:
 
     Attributes:
         overrides: What this trial's configuration has instead of the study's; they name the trial.
-        status: `done`; `stopped` early, as a loser; `diverged`, a loss that is not finite; `failed`, an error.
+        status: `done`; `stopped` early, as a loser; `diverged`, a loss that is not finite, or an accuracy that is no
+            better than guessing at the end; `failed`, an error.
         reason: Why it was not done.
         value: Objective; None where there is none to compare.
         metrics: Everything measured at the end.
@@ -49,6 +50,17 @@ def key_of(overrides: Iterable[str]) -> str:
     True
     """
     return hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:12]
+
+
+def is_at_chance(accuracy: float, chance: float) -> bool:
+    """Tell whether an accuracy is that of guessing, up to a tenth of it: classes are not equally frequent.
+
+    A network whose units are all dead answers with one class, and its loss is finite.
+
+    >>> is_at_chance(0.105, 0.1), is_at_chance(0.12, 0.1)
+    (True, False)
+    """
+    return accuracy <= 1.1 * chance
 
 
 def rank_of(outcome: TrialOutcome, *, mode: Mode = "min") -> tuple[int, float]:

@@ -88,6 +88,19 @@ def test_a_loss_that_is_not_finite_ends_the_trial():
     assert lost.metrics["num_steps"] < 4
 
 
+def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(monkeypatch):
+    """A network of dead units: the same logits for every image, of which only the last bias still learns."""
+    whole = Classifier.forward
+    monkeypatch.setattr(Classifier, "forward", lambda module, images: 0.0 * whole(module, images))
+    lost = trial("optim.lr=4")
+    assert (lost.status, lost.value) == ("diverged", None)
+    assert lost.metrics["val/loss"] == pytest.approx(math.log(10))
+    assert (
+        lost.reason == f"val/acc is {lost.metrics['val/acc']:.4g} at the end, no better than guessing one of 10 classes"
+    )
+    assert "test/acc" not in lost.metrics
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
