@@ -4,7 +4,7 @@ python -m tests.evidence.planner.tune_check TUNE BENCH OUT   # two records; wher
 
 The sums and steps of BENCH were measured in another run than those that the description was fitted to. Of a step, the
 links are TUNE's; what Lightning's loop and the passes over memory take is that of the fit to another record, which
-`recipes/records/simulate/2026-11-21_check_emulated` holds.
+`recipes/records/simulate/2026-11-23_check_emulated` holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.evidence.planner.emulated import (
 )
 
 RECORDS = Path(__file__).resolve().parents[3] / "recipes" / "records"
-LOOP = RECORDS / "simulate" / "2026-11-21_check_emulated" / "rows.jsonl"
+LOOP = RECORDS / "simulate" / "2026-11-23_check_emulated" / "rows.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
