@@ -18,7 +18,7 @@ from lightning_hybrid.planning.memory import (
     shared_share,
 )
 
-RECORD = Path(__file__).resolve().parents[2] / "recipes" / "records" / "memory" / "2026-11-21_2-ranks_2-core-cpu"
+RECORD = Path(__file__).resolve().parents[2] / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
 HALF_LARS = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
 
 
