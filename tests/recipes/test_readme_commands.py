@@ -60,10 +60,7 @@ def cases() -> dict[tuple[str, str], str]:
     """Where each command stands, a command once."""
     found = dict[tuple[str, str], str]()
     for path in [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]:
-        text = re.sub(
-            r"study=(digits|glyphs)\b", "study=paper_regime", path.read_text()
-        )  # the first study, which is gone
-        of_page = [(SINCE_RENAMED.get(program, program), words) for program, words in commands(text)]
+        of_page = [(SINCE_RENAMED.get(program, program), words) for program, words in commands(path.read_text())]
         found |= {command: str(path.relative_to(ROOT)) for command in of_page if command not in found}
     return found
 
