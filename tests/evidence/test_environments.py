@@ -60,6 +60,12 @@ def test_every_case_says_what_it_expects():
 def test_a_fault_that_is_not_known_is_refused_by_name():
     assert [case.fault for case in chosen_of(CASES, ["TMPDIR missing"])] == ["TMPDIR missing"]
     assert chosen_of(CASES, None) == CASES
+    parts = [chosen_of(CASES, None, f"{k}/8") for k in range(8)]
+    assert sorted(CASES.index(case) for part in parts for case in part) == list(range(len(CASES)))
+    assert max(map(len, parts)) == -(-len(CASES) // 8)
+    for part in ("8/8", "1", "a/8", "/8"):
+        with pytest.raises(ValueError, match=rf"`part` \(={part}\) must be k/n with k below n"):
+            chosen_of(CASES, None, part)
     with pytest.raises(ValueError, match=r"`only` \(=TMPDIR\) must be faults of WORLD_SIZE=abc, "):
         chosen_of(CASES, ["TMPDIR"])
 

@@ -22,6 +22,7 @@ launch.register_resolvers()
 KEYS: dict[str, Any] = {
     "about": str | None,
     "only": list[str] | None,
+    "part": str | None,
     "at_once": Count,
     "comm_dtype_across_nodes": str | None,
     "world": OneHost,
@@ -44,7 +45,7 @@ def main(cfg: DictConfig) -> None:
         cases += numerics_cases.cases(num_ranks) + replica_cases.cases(num_ranks)
         cases += comm_cases.cases_of_links(num_ranks) if worlds[0].has_links else []
         with launch.short_errors():
-            chosen = fault_table.chosen_of(cases, cfg.only)
+            chosen = fault_table.chosen_of(cases, cfg.only, cfg.part)
         config, folder = config_and_folder(cfg)
         ran = fault_case.run_cases(chosen, worlds, comm_dtype_across_nodes=cfg.comm_dtype_across_nodes)
         found = entered.enter_context(closing(ran))

@@ -101,11 +101,13 @@ def record(found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any
         sys.exit(1)
 
 
-def chosen_of(cases: Sequence[Any], only: Sequence[str] | None) -> list[Any]:
+def chosen_of(cases: Sequence[Any], only: Sequence[str] | None, part: str | None = None) -> list[Any]:
     """Return the cases whose fault is in `only`, and the run without a fault; all of them where it is None.
 
+    `part`, as in "2/16": of these every 16th, from number 2 on, and the run without a fault.
+
     Raises:
-        ValueError: There is no such fault.
+        ValueError: There is no such fault, or no such part.
     """
     known = dict.fromkeys(case.fault for case in cases)
     for fault in only or ():
@@ -113,7 +115,15 @@ def chosen_of(cases: Sequence[Any], only: Sequence[str] | None) -> list[Any]:
             raise ValueError(
                 f"`only` (={fault}) must be faults of {', '.join(known)}. Leave `only` out for all of them."
             )
-    return [case for case in cases if only is None or case.fault in ("none", *only)]
+    chosen = [case for case in cases if only is None or case.fault in ("none", *only)]
+    if part is None:
+        return chosen
+    first, _, num = part.partition("/")
+    if not (first.isdecimal() and num.isdecimal() and int(first) < int(num)):
+        raise ValueError(
+            f"`part` (={part}) must be k/n with k below n: every n-th case from number k on. Set part=0/16."
+        )
+    return [case for i, case in enumerate(chosen) if case.fault == "none" or i % int(num) == int(first)]
 
 
 def read_outcomes(path: Path) -> list[FaultOutcome]:
