@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -247,8 +248,10 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
         )
 
 
-def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
+def tune_from(setting: Any, *, is_own_choice: bool = True, cache_dir: object = None) -> Any:
     """Return the setting of `tune`; with a plan that is not the library's own choice, `"auto"` is `"off"`.
+
+    `cache_dir`: an option that is gone, and warned of.
 
     Raises:
         ValueError: the setting is none of auto, on, off.
@@ -258,6 +261,9 @@ def tune_from(setting: Any, *, is_own_choice: bool = True) -> Any:
     >>> tune_from("auto", is_own_choice=False)
     'off'
     """
+    if cache_dir is not None:
+        message = f"`tune_cache_dir` (={cache_dir!r}) has no effect any more: each run tunes its own. Leave it out."
+        warnings.warn(message, FutureWarning, stacklevel=2)
     # YAML reads `on` and `off` as booleans.
     setting = {True: "on", False: "off"}[setting] if isinstance(setting, bool) else setting
     if setting not in ("auto", "on", "off"):

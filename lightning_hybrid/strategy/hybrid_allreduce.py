@@ -81,7 +81,7 @@ class HybridAllReduceMixin(
         error_feedback: with these, whether sums are rounded to the nearest, and errors added to the next step's.
         tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
             noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
-        tune_cache_dir: where tuned plans are saved and found by later runs; None: in the user's cache.
+        tune_cache_dir: has no effect: plans are no longer kept from run to run. It goes with the next release.
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
         reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`: for each parameter the Adasum of the
@@ -152,7 +152,7 @@ class HybridAllReduceMixin(
         self._shard_update = shard_update_from(shard_update)
         sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks
-        self._tune, self._tune_cache_dir = tune_from(tune, is_own_choice=is_own_choice), tune_cache_dir
+        self._tune = tune_from(tune, is_own_choice=is_own_choice, cache_dir=tune_cache_dir)
         self._tuning: FitTuning | None = None
         super().__init__(
             accelerator=accelerator,
@@ -259,7 +259,7 @@ class HybridAllReduceMixin(
         if self._tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 
-            self._tuning = FitTuning(self._engine, self._tune, self._tune_cache_dir, on_plan=self._note_plan)
+            self._tuning = FitTuning(self._engine, self._tune, on_plan=self._note_plan)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.comm.tuning.plan_cache import default_folder
 from lightning_hybrid.comm.tuning.plan_trials import MOST_STEPS
 from lightning_hybrid.comm.tuning.session import TuningSession
 
@@ -48,13 +46,11 @@ class FitTuning:
         self,
         engine: CommEngine,
         tune: Literal["auto", "on", "off"],
-        cache_dir: str | None,
         *,
         on_plan: Callable[[CommPlan], None],
     ) -> None:
         self._engine = engine
         self._tune = tune
-        self._folder = default_folder() if cache_dir is None else Path(cache_dir)
         self._on_plan = on_plan
         self._is_begun = False
         self._tuning: TuningSession | None = None
@@ -83,9 +79,7 @@ class FitTuning:
             return
         # Tuning that was asked for may take its time; by itself it takes no more than a tenth of the run.
         most_steps = MOST_STEPS if self._tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
-        self._tuning = TuningSession(
-            engine, cache_folder=self._folder, most_steps=most_steps, report=rank_zero_info, on_plan=self._on_plan
-        )
+        self._tuning = TuningSession(engine, most_steps=most_steps, report=rank_zero_info, on_plan=self._on_plan)
 
 
 def steps_to_come(trainer: pl.Trainer) -> float:

@@ -1,11 +1,9 @@
 """Whether the tuner finds what brute force finds, on an emulated cluster, in whole training steps:
 
     python -m tests.netlab.tuner --hosts 2 --ranks 2 --mbit 100 --delay-us 200 --folder recipes/records/bench/...
-    python -m tests.netlab.tuner --hosts 2 --ranks 2 --mbit 100 --delay-us 200 --slower-mbit 25 --folder ...
 
-The first tunes the plan in a `Trainer.fit` as a user's would be, then steps through a grid of fixed plans in turns,
-and then times the tuned plan against the best of these, the plan that the tuner began with, and flat, in turns. The
-second trains on after tuning and lets tc's tbf slow every host's link down; after as many steps again it is as before.
+The plan is tuned in a `Trainer.fit` as a user's would be; then steps go through a grid of fixed plans in turns, and
+then the tuned plan against the best of these, the plan that the tuner began with, and flat, in turns.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ import argparse
 import itertools
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, replace
@@ -42,42 +38,23 @@ NUM_GROUPS = [1, 2, 4]
 
 
 class Tells(Callback):
-    """Notes what the tuner says, and when; ends the fit once the plan is tuned, or lets the link change."""
+    """Notes what the tuner says, and when; ends the fit once the plan is tuned."""
 
-    def __init__(self, slower_mbit, steps_between):
-        self.told, self.times_s, self.plans = [], [], []
-        self.slower_mbit, self.steps_between = slower_mbit, steps_between
-        self.tuned_at = None
+    def __init__(self):
+        self.told, self.tuned_at = [], None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 0:  # the tuner is made at the first batch
             trainer.strategy._tuning.before_batch(module)
             tuning = trainer.strategy._tuning._tuning
             tuning._report = lambda line: self.told.append((trainer.global_step, line))
-        self.began_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.times_s.append(time.perf_counter() - self.began_s)
-        self.plans.append(trainer.strategy._engine.plan.plan_hash[:4])
         tuning = trainer.strategy._tuning._tuning
-        if self.tuned_at is None and tuning._do == tuning._monitor:
+        if self.tuned_at is None and tuning._do == tuning._rest:
             self.tuned_at = trainer.global_step
             self.plan = trainer.strategy._engine.plan
-            trainer.should_stop = self.slower_mbit is None
-        if self.slower_mbit is not None and self.tuned_at is not None:
-            since = trainer.global_step - self.tuned_at
-            if since in (self.steps_between, 2 * self.steps_between):
-                dist.barrier()
-                if trainer.strategy._topology.local_rank == 0:
-                    limit_link(self.slower_mbit if since == self.steps_between else None)
-                dist.barrier()
-            trainer.should_stop = since == 3 * self.steps_between
-
-
-def limit_link(mbit):
-    """Of this host, as it sends; None: as it was."""
-    rate = ["replace", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit", "burst", "32kb", "limit", "8mb"]
-    subprocess.run(["tc", "qdisc", *(rate if mbit is not None else ["del", "dev", "eth0", "root"])], check=True)
+            trainer.should_stop = True
 
 
 class InTurns(Callback):
@@ -157,9 +134,8 @@ def grid(engine):
 
 def tune_and_compare(gradients, num_grid_rounds, num_final_rounds, num_best):
     """On every rank: what the tuner said and chose, and the times of all plans."""
-    tells = Tells(None, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        fit(gradients, tells, 2000, tune="on", tune_cache_dir=folder)
+    tells = Tells()
+    fit(gradients, tells, 2000, tune="on")
 
     def finalists(engine, times_s):
         best = sorted(times_s[0], key=lambda plan: statistics.median(times_s[0][plan]))[:num_best]
@@ -169,14 +145,6 @@ def tune_and_compare(gradients, num_grid_rounds, num_final_rounds, num_best):
     turns = InTurns([lambda engine, times_s: grid(engine), finalists], [num_grid_rounds, num_final_rounds])
     fit(gradients, turns, 5000, tune="off")
     return tells.told, tells.tuned_at, tells.plan, turns.times_s
-
-
-def train_through_a_change(gradients, slower_mbit, steps_between):
-    """On every rank: what the tuner said, with the step, the times of all steps, and the plans."""
-    tells = Tells(slower_mbit, steps_between)
-    with tempfile.TemporaryDirectory() as folder:
-        fit(gradients, tells, 5000, tune="on", tune_cache_dir=folder)
-    return tells.told, tells.tuned_at, tells.times_s, tells.plans
 
 
 # ---- in the process that starts the ranks ----------------------------------------------------------------------------
@@ -221,8 +189,6 @@ def main():
     parser.add_argument("--grid-rounds", type=int, default=3)
     parser.add_argument("--final-rounds", type=int, default=20)
     parser.add_argument("--best", type=int, default=3, help="of the grid, timed against the tuned plan")
-    parser.add_argument("--slower-mbit", type=float, help="change the links to this and back, instead of a grid")
-    parser.add_argument("--steps-between", type=int, default=150)
     parser.add_argument("--limit-s", type=float, default=600.0, help="then everything is ended")
     parser.add_argument("--folder", type=Path, help="of the record")
     asked = parser.parse_args()
@@ -232,28 +198,16 @@ def main():
     layout = {"num_hosts": asked.hosts, "ranks_per_host": asked.ranks}
     with Cluster(**layout, mbit_per_s=asked.mbit, delay_us=asked.delay_us) as cluster:
         try:
-            if asked.slower_mbit is None:
-                arguments = (asked.gradients, asked.grid_rounds, asked.final_rounds, asked.best)
-                found = cluster.call(tune_and_compare, *arguments, timeout_s=asked.limit_s)[0]
-            else:
-                arguments = (asked.gradients, asked.slower_mbit, asked.steps_between)
-                found = cluster.call(train_through_a_change, *arguments, timeout_s=asked.limit_s)[0]
+            arguments = (asked.gradients, asked.grid_rounds, asked.final_rounds, asked.best)
+            found = cluster.call(tune_and_compare, *arguments, timeout_s=asked.limit_s)[0]
         except ClusterError as error:
             sys.exit(f"error: {error}")
     told = [f"{about}\n", *(f"after step {step}: {line}" for step, line in found[0]), ""]
-    if asked.slower_mbit is None:
-        told += ["| plan | median ms | tuned / this | 95 % of the median | pairs |", "|---|---|---|---|---|"]
-        for name, median_s, ratio, low, high, num in compare(*found):
-            told.append(f"| {name} | {1e3 * median_s:.1f} | {ratio:.3f} | {low:.3f} to {high:.3f} | {num} |")
-        samples = [{words(plan): times_s for plan, times_s in phase.items()} for phase in found[3].values()]
-        samples = {"grid": samples[0], "final": samples[1], "tuned": asdict(found[2])}
-    else:
-        _, tuned_at, times_s, plans = found
-        for name, first in (("before", 0), (f"at {asked.slower_mbit:g} Mbit/s", 1), ("and back", 2)):
-            part = slice(tuned_at + first * asked.steps_between, tuned_at + (first + 1) * asked.steps_between)
-            last = statistics.median(times_s[part][-25:])
-            told.append(f"{name}: {1e3 * last:.1f} ms per step in the end, under plan {plans[part][-1]}")
-        samples = {"times_s": times_s, "plans": plans, "tuned_at": tuned_at}
+    told += ["| plan | median ms | tuned / this | 95 % of the median | pairs |", "|---|---|---|---|---|"]
+    for name, median_s, ratio, low, high, num in compare(*found):
+        told.append(f"| {name} | {1e3 * median_s:.1f} | {ratio:.3f} | {low:.3f} to {high:.3f} | {num} |")
+    samples = [{words(plan): times_s for plan, times_s in phase.items()} for phase in found[3].values()]
+    samples = {"grid": samples[0], "final": samples[1], "tuned": asdict(found[2])}
     text = "\n".join(told)
     print(text)
     if asked.folder is not None:

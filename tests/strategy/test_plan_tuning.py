@@ -55,15 +55,15 @@ def fit(strategy, **options):
     return module.losses, toy.weights(module), watches, trainer
 
 
-def tuned_and_plain(folder):
-    tuned = fit(HybridAllReduceStrategy(ranks_per_node=1, tune="on", tune_cache_dir=folder))[:3]
+def tuned_and_plain():
+    tuned = fit(HybridAllReduceStrategy(ranks_per_node=1, tune="on"))[:3]
     plain = fit("ddp", callbacks=[])[:2]
     return (*tuned, *plain)
 
 
-def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks, tmp_path):
+def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks):
     """Two ranks do. Many plans were in force meanwhile, with accumulation and validation between."""
-    results = two_ranks.run(tuned_and_plain, str(tmp_path))
+    results = two_ranks.run(tuned_and_plain)
     for losses, weights, watches, losses_plain, weights_plain in results:
         assert losses == losses_plain
         assert toy.same_bits(weights, weights_plain)
@@ -73,18 +73,6 @@ def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks, tmp_
     (line,) = results[0][2].lines
     assert line.startswith("comm: plan tuned in ")
     assert results[1][2].lines == []
-    assert len(list(tmp_path.glob("*.json"))) == 1
-
-
-def fit_twice(folder):
-    strategy = {"ranks_per_node": 1, "tune": "on", "tune_cache_dir": folder}
-    return [fit(HybridAllReduceStrategy(**strategy), max_steps=max_steps)[2].lines for max_steps in (45, 8)]
-
-
-def test_the_next_fit_takes_the_plan_that_was_kept(two_ranks, tmp_path):
-    """A resumed one too: nothing of the tuning is in a checkpoint."""
-    (_,), (line,) = two_ranks.run(fit_twice, str(tmp_path))[0]
-    assert line.startswith("comm: plan as tuned in an earlier run in ")
 
 
 def settings_of(tune, algorithm="auto", plan=None, deterministic=False):
@@ -142,6 +130,11 @@ def test_a_named_algorithm_is_the_users_choice_and_is_not_tuned():
     assert HybridAllReduceStrategy()._tune == "auto"
     assert HybridAllReduceStrategy(algorithm="flat")._tune == "off"
     assert HybridAllReduceStrategy(algorithm="flat", tune="on")._tune == "on"
+
+
+def test_the_cache_of_plans_is_gone_and_its_option_is_warned_of():
+    with pytest.warns(FutureWarning, match=r"`tune_cache_dir` \(='x'\) has no effect any more"):
+        HybridAllReduceStrategy(tune_cache_dir="x")
 
 
 def test_another_value_is_refused_when_the_strategy_is_made():

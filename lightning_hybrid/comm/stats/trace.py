@@ -185,14 +185,6 @@ class CommTrace:
                         is_in_update=each.is_in_update or is_node_exchange(each.bucket.algorithm),
                     )
 
-    @property
-    def total_busy(self) -> tuple[float, int]:
-        """Seconds with a bucket in flight since the beginning, drained or not, and the steps in which that was."""
-        self._look_first()
-        with self._lock:
-            num_steps = self._drained.num_steps + self._num_steps
-            return (self._drained.busy_s or 0.0) + self._busy_s, num_steps
-
     def now_s(self) -> float:
         """Read this trace's clock, in seconds."""
         return self._clock()

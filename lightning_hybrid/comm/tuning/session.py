@@ -1,12 +1,10 @@
 """Tunes the plan of communication while training runs: measures and carries out what plan_trials.py decides.
 
     step 0 ... 4     nothing: memory is allocated, DDP rebuilds its buckets
-    then             a plan from the cache is taken, or
-                     trials: every step another plan, and after each round
+    then             trials: every step another plan, and after each round
                          all ranks    each step's largest time over ranks; step and plan compared    all-reduce
                          rank 0       decides what to try next, or which plan it is                  broadcast
-    then             communication's time is monitored: where it changes beyond noise the plan is tuned again, at
-                     most twice, and then one warning says that it is stale
+    then             nothing: the plan stays for the rest of the fit
 
 The unit is the optimizer step, from the begin of its first batch to the end of its last `optimizer_step`. A plan
 changes between two steps, on every rank after the same one; all that changes is the order of additions.
@@ -15,10 +13,8 @@ changes between two steps, on every rank after the same one; all that changes is
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -28,23 +24,16 @@ from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.health.consensus import max_over_ranks
 from lightning_hybrid.comm.plan import CommPlan
-from lightning_hybrid.comm.tuning.change_detector import Baseline, ChangeDetector
-from lightning_hybrid.comm.tuning.plan_cache import CachedPlan, cache_key, read_plan, write_plan
 from lightning_hybrid.comm.tuning.plan_trials import (
     MOST_STEPS,
     PlanTrials,
     Trial,
-    changes,
     other_algorithms,
     result_line,
     trials_for,
 )
 
 NUM_WARMUP_STEPS = 5
-
-# How many steps apart rank 0 says whether communication's time has changed.
-CHECK_STEPS = 25
-MOST_RETUNES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +42,6 @@ class Decision:
 
     plan: CommPlan
     trials: tuple[Trial, ...] = ()  # of the next steps; without any, `plan` is used from now on
-    baseline: Baseline | None = None  # of communication's time, where the cache has one
 
     @property
     def digest(self) -> str:
@@ -67,8 +55,7 @@ class TuningSession:
 
     Args:
         engine: of a world of several ranks.
-        cache_folder: of tuned plans; None: no cache.
-        most_steps: of trials; for each time that the plan is tuned.
+        most_steps: of trials.
         report: gets a line for the user; called on rank 0.
         on_plan: called on every rank when a plan is taken for good.
         clock: seconds.
@@ -78,36 +65,27 @@ class TuningSession:
         self,
         engine: CommEngine,
         *,
-        cache_folder: Path | None,
         most_steps: int = MOST_STEPS,
         report: Callable[[str], None] = print,
         on_plan: Callable[[CommPlan], None] = lambda plan: None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._engine = engine
-        self._folder = cache_folder
         self._most_steps = most_steps
         self._report, self._on_plan, self._clock = report, on_plan, clock
         self._is_first_rank = engine.topology.rank == 0
-        self._start = self._began_with = engine.plan
+        self._start = engine.plan
         self._began_s: float | None = None
         self._ended_s: float | None = None
-        self._num_steps = self._num_watched = self._num_retunes = 0
+        self._num_steps = 0
         self._do: Callable[[float], None] = self._warm_up
         self._trials: tuple[Trial, ...] = ()
         self._times_s: list[float] = []
         self._plan_trials: PlanTrials | None = None  # on rank 0 only
-        self._cached: CachedPlan | None = None
-        self._detector = ChangeDetector()
-        self._busy_s = self._change_s = 0.0
-        self._num_busy = 0
-        self._stale_copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._prepare()
-
-    def _prepare(self) -> None:
+        self._change_s = 0.0
         # On CUDA a communicator takes memory for good: all that trials may need are made before steps take theirs.
-        if self._engine.device.type == "cuda":
-            self._engine.prepare(other_algorithms(self._engine.plan, self._engine.topology))
+        if engine.device.type == "cuda":
+            engine.prepare(other_algorithms(engine.plan, engine.topology))
 
     @property
     def is_trying(self) -> bool:
@@ -141,7 +119,7 @@ class TuningSession:
         elif self._num_steps == NUM_WARMUP_STEPS:
             # Compares the place alone: ranks that stood at different steps would change the plan at different buckets.
             max_over_ranks([], self._place(), self._engine.device)
-            self._follow(self._from_first_rank(self._first_decision))
+            self._follow(self._from_first_rank(self._begin))
 
     def _try(self, step_s: float) -> None:
         self._times_s.append(step_s)
@@ -151,63 +129,8 @@ class TuningSession:
         times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)  # the slowest rank counts
         self._follow(self._from_first_rank(lambda: self._next_decision(times_s)))
 
-    def _monitor(self, step_s: float) -> None:
-        busy_s = self._new_busy_s()
-        self._num_watched += 1
-        if self._is_first_rank and self._num_watched > 2:  # until then groups connect, and the counter begins
-            is_new = self._detector.baseline is None
-            self._detector.add(busy_s)
-            if is_new and self._detector.baseline is not None and self._cached is not None:
-                self._write(replace(self._cached, baseline=self._detector.baseline))
-        if self._num_watched % CHECK_STEPS == 0:
-            self._check()
-
-    def _new_busy_s(self) -> float:
-        # Since the last call. On CUDA the device may have finished several steps since, or none.
-        before_s, num_before = self._busy_s, self._num_busy
-        self._busy_s, self._num_busy = self._engine.trace.total_busy
-        num_new = self._num_busy - num_before if self._engine.device.type == "cuda" else 1
-        return (self._busy_s - before_s) / max(1, num_new)
-
     def _rest(self, step_s: float) -> None:
-        pass
-
-    def _check(self) -> None:
-        if not self._is_stale():
-            return
-        if self._num_retunes == MOST_RETUNES:
-            self._do = self._rest
-            if self._is_first_rank:
-                warnings.warn(f"comm: {self._change()}, and it has been tuned again {MOST_RETUNES} times", stacklevel=2)
-            return
-        self._num_retunes += 1
-        self._prepare()
-        if self._is_first_rank:
-            self._report(f"comm: {self._change()}; it is tuned again, from step {self._num_steps} on")
-        max_over_ranks([], self._place(), self._engine.device)
-        self._follow(self._from_first_rank(lambda: self._begin(self._engine.plan)))
-
-    def _is_stale(self) -> bool:
-        # On CUDA what rank 0 found at the last check, which is there by now: no host waits for the device.
-        device = self._engine.device
-        is_stale = torch.full((1,), int(self._detector.has_changed), device=device)
-        dist.broadcast(is_stale, src=0)
-        if device.type != "cuda":
-            return bool(is_stale.item())
-        earlier = self._stale_copy
-        self._stale_copy = torch.empty_like(is_stale, device="cpu", pin_memory=is_stale.is_cuda), torch.cuda.Event()
-        self._stale_copy[0].copy_(is_stale, non_blocking=True)
-        self._stale_copy[1].record(torch.cuda.current_stream(device))
-        if earlier is None:  # the first check has nothing to read yet
-            return False
-        earlier[1].synchronize()
-        return bool(earlier[0].item())
-
-    def _change(self) -> str:
-        plan = self._engine.plan.plan_hash[:4]
-        return (
-            f"communication takes {self._detector.ratio:.2f} of what it took when plan {plan} was chosen: it is stale"
-        )
+        """Leave the plan as it is, to the end of the fit."""
 
     # ---- rank 0 decides, all follow ---------------------------------------------------------------------------------
 
@@ -241,31 +164,19 @@ class TuningSession:
             return
         self._engine.free_unused()  # threads and groups of plans that lost
         self._on_plan(plan)
-        self._detector, self._num_watched, self._stale_copy = ChangeDetector(decision.baseline), 0, None
-        self._do = self._monitor
+        self._do = self._rest
 
-    def _first_decision(self) -> Decision:
-        cached = self._read()
-        if cached is None:
-            return self._begin(self._start)
-        self._report(
-            f"comm: plan as tuned in an earlier run in {cached.num_steps} steps: "
-            f"{changes(self._start, cached.plan)}; plan {cached.plan.plan_hash[:4]}"
-        )
-        self._cached = cached
-        return Decision(plan=cached.plan, baseline=cached.baseline)
-
-    def _begin(self, plan: CommPlan) -> Decision:
+    def _begin(self) -> Decision:
         engine = self._engine
         self._plan_trials = trials_for(
-            plan,
+            self._start,
             engine.buckets,
             engine.topology,
             on_cuda=engine.device.type == "cuda",
             is_coded=isinstance(engine.dtype_across_nodes, Codec),
             most_steps=self._most_steps,
         )
-        self._began_with, self._change_s = plan, 0.0
+        self._change_s = 0.0
         return self._decision()
 
     def _next_decision(self, times_s: Sequence[float]) -> Decision:
@@ -277,37 +188,5 @@ class TuningSession:
         assert self._plan_trials is not None
         trials, found = self._plan_trials.trials(), self._plan_trials.result
         if not trials:
-            self._report(result_line(self._began_with, found, change_s=self._change_s))
-            self._cached = None  # a run with more steps shall try the rest
-            if found.is_complete:
-                self._cached = CachedPlan(plan=found.plan, ratio=found.ratio, num_steps=found.num_steps)
-                self._write(self._cached)
+            self._report(result_line(self._start, found, change_s=self._change_s))
         return Decision(plan=found.plan, trials=trials)
-
-    # ---- on disk ----------------------------------------------------------------------------------------------------
-
-    def _read(self) -> CachedPlan | None:
-        engine = self._engine
-        self._key = cache_key(
-            engine.topology,
-            engine.buckets,
-            engine.device,
-            start=self._start,
-            dtype_across=engine.dtype_across_nodes,
-        )
-        try:
-            return None if self._folder is None else read_plan(self._folder, self._key)
-        except ValueError as error:
-            warnings.warn(str(error), stacklevel=2)
-            return None
-
-    def _write(self, cached: CachedPlan) -> None:
-        if self._folder is None:
-            return
-        try:
-            write_plan(self._folder, self._key, cached)
-        except OSError as error:
-            warnings.warn(
-                f"`tune_cache_dir` (={str(self._folder)!r}) cannot be written, so the next run tunes again: {error}",
-                stacklevel=2,
-            )
