@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.checkpoint.file import read_checkpoint
+from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.strategy.error_feedback import FeedbackMixin, refuse_unknown_outcomes
@@ -79,7 +78,7 @@ def fit_and_resume(codec, precision, path, options, settings):
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(two_ranks, tmp_path, codec, precision, settings):
     path = tmp_path / "one.ckpt"
     assert two_ranks.run(fit_and_resume, codec, precision, path, {}, settings, timeout_s=LIMIT_S) == [True] * 2
-    residuals = read_checkpoint(path)["error_feedback"]["residuals"]
+    residuals = DurableCheckpointIO().load_checkpoint(path)["error_feedback"]["residuals"]
     assert residuals["net.5.weight"].shape == (2, 16, 48)
     assert all(float(rows.abs().amax()) > 0 for rows in residuals.values())
 
@@ -137,7 +136,7 @@ def save_as_it_is(path, resume, epochs):
 
 def owed(path):
     """By the mean gradient, float64, by name."""
-    saved = read_checkpoint(path)["error_feedback"]
+    saved = DurableCheckpointIO().load_checkpoint(path)["error_feedback"]
     return {name: rows.double().sum(0) / saved["world_size"] for name, rows in saved["residuals"].items()}
 
 
