@@ -113,6 +113,16 @@ def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
                 assert (got - wanted).abs().max() < 1e-6
 
 
+def sum_of_halves():
+    parts = torch.full((4, 7), [2048.0, 1.0, 1.0, 0.0][dist.get_rank()], dtype=torch.float16)
+    return slice_exchange.sum_to_own_images(parts, dist.group.WORLD)
+
+
+def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
+    """In fp16 2048 + 1 is 2048 again."""
+    assert all(torch.equal(found, torch.full((1, 7), 2050.0).half()) for found in four_ranks.run(sum_of_halves))
+
+
 def unknown_class():
     head = head_of(nn.Linear(5, 6))
     return toy.error_of(head, torch.zeros(2, 5), torch.tensor([0, 6]))

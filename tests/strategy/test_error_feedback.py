@@ -129,8 +129,8 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
 # ---- other numbers of nodes ------------------------------------------------------------------------------------------
 
 
-def save_as_it_is(path, resume, epochs):
-    trainer, _ = fit(resume=resume, max_epochs=epochs)
+def save_as_it_is(path, resume, epochs, ranks_per_node=1):
+    trainer, _ = fit(resume=resume, max_epochs=epochs, options={"ranks_per_node": ranks_per_node})
     trainer.save_checkpoint(path)
 
 
@@ -140,13 +140,14 @@ def owed(path):
     return {name: rows.double().sum(0) / saved["world_size"] for name, rows in saved["residuals"].items()}
 
 
-def test_two_nodes_then_four_then_two_owe_the_same(two_ranks, four_ranks, tmp_path):
-    first, second, third, fourth = (tmp_path / f"{place}.ckpt" for place in range(4))
+def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(two_ranks, four_ranks, tmp_path):
+    first, larger, second, third, fourth = (tmp_path / f"{place}.ckpt" for place in range(5))
     two_ranks.run(save_as_it_is, first, None, 1, timeout_s=LIMIT_S)
-    four_ranks.run(save_as_it_is, second, first, 1, timeout_s=LIMIT_S)  # trains no step: the first epoch is over
+    four_ranks.run(save_as_it_is, larger, first, 1, 2, timeout_s=LIMIT_S)  # trains no step: the first epoch is over
+    four_ranks.run(save_as_it_is, second, larger, 1, timeout_s=LIMIT_S)
     two_ranks.run(save_as_it_is, third, second, 1, timeout_s=LIMIT_S)
     expected = owed(first)
-    for path in (second, third):
+    for path in (larger, second, third):
         for name, value in owed(path).items():
             ulp = torch.finfo(torch.float32).eps * expected[name].abs()
             assert bool(((value - expected[name]).abs() <= ulp).all()), name

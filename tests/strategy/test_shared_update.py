@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
+from lightning_hybrid.strategy.shared_update import part_exchange
 from tests import toy
 from tests.strategy.shared import SIZES, Sizes, adamw, batches, both, same, sgd
 
@@ -123,10 +125,28 @@ def test_the_trainer_s_options_keep_their_bits(two_ranks, precision, settings):
         assert found == ALL_SAME
 
 
+def both_in_many_chunks(kwargs):
+    with patch.object(part_exchange, "CHUNK_NUMEL", 1 << 12):
+        return both(sgd, "16-true", kwargs)
+
+
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(3, 3)], [(3, 3), (4, 4), (4, 2)]))
 def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_node):
+    """And so do exchanges of several chunks, of which every third takes the memory of the first again."""
     kwargs = {"options": {"ranks_per_node": ranks_per_node}}
-    for found, _ in rank_pool.ranks(world_size).run(both, sgd, "16-true", kwargs):
+    for found, _ in rank_pool.ranks(world_size).run(both_in_many_chunks, kwargs):
+        assert found == ALL_SAME
+
+
+class Reloads(pl.Callback):
+    """Loads what the module says that it holds: with masters in parts, weights that are rounded."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.load_state_dict(pl_module.state_dict())
+
+
+def test_a_state_dict_that_is_loaded_again_rounds_no_masters(two_ranks):
+    for found, _ in two_ranks.run(both, sgd, "16-true", {"callbacks": [Reloads()]}):
         assert found == ALL_SAME
 
 
