@@ -287,8 +287,9 @@ def is_freed_after_its_sum():
     deadline_s = time.monotonic() + 5  # the threads go back to their queues a moment after the sum is there
     while freed() is not None and time.monotonic() < deadline_s:
         time.sleep(0.01)
+    is_freed = freed() is None
     engine.close()
-    return freed() is None
+    return is_freed
 
 
 def test_a_thread_that_waits_for_work_keeps_no_gradients_alive(two_ranks):
