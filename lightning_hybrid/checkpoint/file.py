@@ -64,7 +64,7 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
     >>> write_checkpoint({"step": 1}, path); write_checkpoint({"step": 2}, path)
-    >>> torch.load(path), read_checkpoint(previous_of(path)), check_whole(path)
+    >>> torch.load(path), torch.load(previous_of(path)), check_whole(path)
     ({'step': 2}, {'step': 1}, True)
     """
     # The old file has this second name until the new one is durable, so at no moment is there none.
@@ -182,19 +182,6 @@ def _write_error_text(path: Path, cause: OSError) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: Path) -> Any:
-    """Load a checkpoint of tensors and plain data, if its file is whole.
-
-    Raises:
-        DamagedCheckpointError: The checksum differs, or the file cannot be read. A file without a checksum, which stock
-            Lightning or an earlier version wrote, is not checked.
-        RefusedCheckpointError: The file holds more than tensors and plain data.
-        FileNotFoundError: There is no such file.
-    """
-    check_whole(path)
-    return load_unchecked(path)
-
-
 def load_unchecked(
     path: Path, *, map_location: Any = None, weights_only: bool | None = True, mmap: bool = False
 ) -> Any:
@@ -208,7 +195,9 @@ def load_unchecked(
         mmap: As in `torch.load`; for reading a part of the file.
 
     Raises:
-        DamagedCheckpointError, RefusedCheckpointError, FileNotFoundError: As `read_checkpoint`.
+        DamagedCheckpointError: The file cannot be read.
+        RefusedCheckpointError: The file holds more than tensors and plain data.
+        FileNotFoundError: There is no such file.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap or None)

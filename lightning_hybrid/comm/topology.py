@@ -126,15 +126,15 @@ class Topology:
         return cls(rank=rank, nodes=tuple(tuple(node) for node in nodes.values()))
 
     @classmethod
-    def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
-        """Find the nodes by gathering every rank's `host_identity`. Ranks are those of `group` (default: WORLD).
+    def discover(cls) -> Topology:
+        """Find the nodes of WORLD by gathering every rank's `host_identity`.
 
-        Collective: every rank of the group must call it, in the same order.
+        Collective: every rank must call it, in the same order.
         """
         # Not launcher variables or `rank // local_size`: both are wrong for cyclic rank orders and uneven nodes.
-        identities: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
-        dist.all_gather_object(identities, host_identity(), group=group)
-        return cls.from_identities(rank=dist.get_rank(group), identities=identities)
+        identities: list[tuple[str, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(identities, host_identity())
+        return cls.from_identities(rank=dist.get_rank(), identities=identities)
 
 
 @dataclass(frozen=True, kw_only=True)

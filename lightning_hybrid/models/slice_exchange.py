@@ -153,9 +153,8 @@ def gathered_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_sum(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # The sum over ranks of this rank's rows: each sends every other its rows and no more, and adds in fp32 at least.
+    # The sum over ranks of this rank's rows: each sends every other its rows and no more. torch adds in fp32 at least.
     size = dist.get_world_size(group)
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    return arrived.view(size, -1, *parts.shape[1:]).sum(0, dtype=wide).to(parts.dtype)
+    return arrived.view(size, -1, *parts.shape[1:]).sum(0)

@@ -20,24 +20,13 @@ the time of a fit: names of two are a pair, of one a head. ::
 
     self.node_slices = (("fc6", "fc7"), ("fc8",))
 
-A loop of one's own cuts them itself, with fp32 and an optimizer whose rule is by element::
-
-    net.fc6, net.fc7 = sliced_pair(net.fc6, net.fc7, group=node)
-    net.fc8 = SlicedHead(net.fc8, group=node)                        loss = net.fc8(features, targets).mean()
-    slices = dict(slices_of(net))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(slices))
-    ...
-    loss.backward()
-    average_slices(slices.values(), across=across)
-    optimizer.step()
-
 Source: Krizhevsky 2014 (arXiv:1404.5997), whose scheme (a) this is; Shoeybi et al. 2019 (arXiv:1909.08053) for the pair
 and the cross-entropy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -67,26 +56,28 @@ class SlicedLinear(nn.Module):
     numbers: RankNumbers | None = None  # random ones, from the first layer of a pair to the second
     gathered: tuple[Tensor, Tensor | None] | None = None  # whole weight and bias, while `forward` shall use them
 
-    def __init__(self, whole: nn.Linear, *, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        for name, parameter in whole.named_parameters():
-            copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            self.register_parameter(name, copied)
-        if whole.bias is None:
-            self.register_parameter("bias", None)
-        self._cut_(group)
-
     @classmethod
-    def cut_(cls, layer: nn.Linear, *, group: dist.ProcessGroup) -> None:
-        """Make a layer one of this class, in place: modules, parameters and hooks stay the same objects.
+    @torch.no_grad()
+    def cut_(cls, layer: Any, *, group: dist.ProcessGroup) -> None:
+        """Make an `nn.Linear` with the same values on every rank one of this class, in place.
+
+        Modules, parameters and hooks stay the same objects.
+
+        Args:
+            layer: The whole layer.
+            group: The ranks that share it; those of a node.
 
         Raises:
             ValueError: The features do not divide.
         """
-        cls._refuse_odd_features(layer, dist.get_world_size(group))
-        layer.__class__ = cls  # type: ignore[assignment]
-        layer._cut_(group)  # type: ignore[operator]
+        if (features := layer.weight.shape[cls.dim]) % (size := dist.get_world_size(group)):
+            raise ValueError(
+                f"`{('out_features', 'in_features')[cls.dim]}` (={features}) must be a multiple of the {size} ranks "
+                f"of the group: each holds as many. The next that fits is {-(-features // size) * size}."
+            )
+        layer.__class__, layer.slice_group = cls, group
+        for name, parameter in layer._slices():
+            parameter.data = layer.own_of(name, parameter.detach())
 
     @torch.no_grad()
     def make_whole_(self) -> None:
@@ -96,21 +87,6 @@ class SlicedLinear(nn.Module):
         for name in ("slice_group", "numbers", "gathered", "is_own_state"):
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
-
-    @classmethod
-    def _refuse_odd_features(cls, layer: Any, size: int) -> None:
-        if (features := layer.weight.shape[cls.dim]) % size:
-            raise ValueError(
-                f"`{('out_features', 'in_features')[cls.dim]}` (={features}) must be a multiple of the {size} ranks "
-                f"of the group: each holds as many. The next that fits is {-(-features // size) * size}."
-            )
-
-    @torch.no_grad()
-    def _cut_(self, group: dist.ProcessGroup) -> None:
-        self._refuse_odd_features(self, dist.get_world_size(group))
-        self.slice_group = group
-        for name, parameter in self._slices():
-            parameter.data = self.own_of(name, parameter.detach())
 
     def _slices(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name in self.sliced if (parameter := getattr(self, name)) is not None)
@@ -181,12 +157,8 @@ class ColumnSlicedLinear(SlicedLinear):
 
     Collective: every rank of the group must call it, and backward, with as many images.
 
-    Args:
-        whole: The layer, with the same values on every rank; weights and bias are copied from it.
-        group: The ranks that share it; those of a node.
-
     Raises:
-        ValueError: The features do not divide, or a rank has another number of images.
+        ValueError: A rank has another number of images.
     """
 
     sliced, dim = ("weight", "bias"), 0
@@ -208,7 +180,7 @@ class RowSlicedLinear(SlicedLinear):
     """A linear layer cut by input features: `[g b, n / g]` on each of g ranks -> `[b, n_out]`, the rank's own images.
 
     Sums over the group are added in fp32 at least and rounded once. The bias is whole on every rank. Collective, as
-    `ColumnSlicedLinear`, whose arguments it has.
+    `ColumnSlicedLinear`.
     """
 
     sliced, dim = ("weight",), 1
@@ -229,7 +201,7 @@ class SlicedHead(SlicedLinear):
         loss_i = log sum_c exp(z_ic) - z_i,target(i)          z = W x + bias; fp32 at least
 
     For losses it sends the features of images, and three numbers for each, but no logits. Collective, as
-    `ColumnSlicedLinear`, whose arguments it has.
+    `ColumnSlicedLinear`.
 
     Shapes: features `[b, ..., n_in]` -> logits `[b, ..., classes]`, in the features' dtype; with targets `[b, ...]` of
     int64 in 0 ... classes - 1, or -100 -> losses `[b, ...]`, fp32 or fp64, as of
@@ -296,52 +268,3 @@ class RankNumbers:
         if outside is not None:
             generator, state = outside
             generator.set_state(state)
-
-
-def sliced_pair(first: nn.Linear, second: nn.Linear, *, group: dist.ProcessGroup) -> tuple[nn.Module, nn.Module]:
-    """Return both layers cut over a group, to be put where they were; raises as `ColumnSlicedLinear`."""
-    refuse_odd_pair(first, second)
-    pair = ColumnSlicedLinear(first, group=group), RowSlicedLinear(second, group=group)
-    pair[0].numbers = pair[1].numbers = RankNumbers()
-    return pair
-
-
-def refuse_odd_pair(first: nn.Linear, second: nn.Linear) -> None:
-    """Check that the second layer takes the features of the first.
-
-    Raises:
-        ValueError: It does not.
-    """
-    if first.out_features != second.in_features:
-        raise ValueError(
-            f"`out_features` of the first (={first.out_features}) must be `in_features` of the second "
-            f"(={second.in_features}): each rank computes on with the features that it has."
-        )
-
-
-def slices_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters, by name, of which each rank of a group has another slice.
-
-    DistributedDataParallel must not average them over all ranks: give it their names before it wraps the module, by
-    `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)`.
-    """
-    for prefix, layer in module.named_modules():
-        if isinstance(layer, SlicedLinear):
-            for name in layer.sliced:
-                parameter = getattr(layer, name)
-                if parameter is not None:
-                    yield f"{prefix}.{name}" if prefix else name, parameter
-
-
-def average_slices(slices: Iterable[nn.Parameter], *, across: dist.ProcessGroup | None) -> None:
-    """Make the gradient of each slice what DDP makes of a whole one: the average over all ranks, in place.
-
-        grad <- (sum over `across` of grad) / size of `across`            over its node it is the average already
-
-    Collective: every rank must call it after backward, with the same slices. `across`: the ranks with the same place in
-    other nodes, which hold the same slices; None on one node.
-    """
-    for parameter in slices if across is not None else ():
-        if parameter.grad is not None:
-            parameter.grad.div_(dist.get_world_size(across))  # before the sum, which fp16 might not hold
-            dist.all_reduce(parameter.grad, group=across)

@@ -70,7 +70,7 @@ class Nccl:
         ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before, LL was used up to this size and
             Simple above: 16384.
         nvls_share: The part of the links' rate that NVLS reaches; 0.85 on Hopper, 0.74 on Blackwell.
-        net_overhead_s: Host time of a hop next to a network: 1e-6 on Intel, 2e-6 on AMD.
+        net_overhead_s: Host time of a ring's hop next to a network: 1e-6 on Intel, 2e-6 on AMD.
         launch_s: Seconds per collective outside NCCL's model: kernel launch and the start of all ranks.
     """
 
@@ -191,9 +191,8 @@ class Nccl:
         # `place` is the index of the protocol (LL, LL128, Simple). The formulas are those of NCCL's tuning.cc: a hop
         # costs the latency of its link; bytes cross the slowest link; trees carry S between two nodes, else 2 S.
         num_ranks, rounds = num_nodes * ranks_per_node, (num_nodes - 1).bit_length()
-        inter = 0.0 if num_nodes == 1 else 1.0
-        overhead_s = inter * self.net_overhead_s * (3 if place == 2 else 1)
         if algorithm == "ring":
+            overhead_s = 0.0 if num_nodes == 1 else self.net_overhead_s * (3 if place == 2 else 1)
             inside_s = max(HOP_S[self.inside, "ring"][place], overhead_s, inside.latency_s)
             across_s = max(HOP_S["net", "ring"][place], across.latency_s)
             hops_s = 2 * (num_ranks - num_nodes) * inside_s + 2 * (num_nodes - 1) * across_s
@@ -208,7 +207,7 @@ class Nccl:
         up_and_down = 0 if num_nodes == 1 else 1 if num_nodes == 2 else 2
         across_s = up_and_down * num_bytes / across.bytes_per_s
         if algorithm == "tree":
-            inside_s = max(HOP_S[self.inside, "tree"][place], overhead_s, inside.latency_s)
+            inside_s = max(HOP_S[self.inside, "tree"][place], inside.latency_s)
             hop_s = max(HOP_S["net", "tree"][place], across.latency_s)
             hops_s = 2 * ((ranks_per_node - 1) * inside_s + rounds * hop_s)
             # Up the tree and down again: inside a node all bytes pass twice.

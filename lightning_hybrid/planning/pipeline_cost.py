@@ -25,17 +25,6 @@ from lightning_hybrid.checks import require_choice, require_whole
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
-def bubble_share(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1) -> float:
-    """Compute the share of a step in which a rank waits, with even stages and messages that take no time.
-
-        (S - 1) / (v M + S - 1)
-
-    >>> [round(bubble_share(4, num_microbatches), 3) for num_microbatches in (4, 16, 64)]
-    [0.429, 0.158, 0.045]
-    """
-    return (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
     """What one micro-batch costs in a stage.

@@ -99,9 +99,6 @@ class CommSetupMixin:
             "find_unused_parameters": (for_ddp.get("find_unused_parameters", False), (False,)),
         }
         self._local_steps = local_steps_from(*local_steps, excluded=excluded)
-        # Whether each step has a sum over all ranks, and the library chooses among the ways to carry it out.
-        is_sum = reduction == "mean" and self._local_steps is None
-        self._is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and is_sum
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back

@@ -104,21 +104,3 @@ def measured_work(path: Path, *, batch_size: int) -> StepWorkload:
 def flops_per_image(layers: Sequence[Layer]) -> int:
     """Return the FLOPs of a training step, three times those of forward."""
     return 3 * sum(layer.forward_flops for layer in layers)
-
-
-def vgg16() -> nn.Module:
-    """Make VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), 138,357,544 parameters.
-
-    >>> with torch.device("meta"):
-    ...     sum(parameter.numel() for parameter in vgg16().parameters())
-    138357544
-    """
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(4096, 1000))

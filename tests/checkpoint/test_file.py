@@ -25,7 +25,7 @@ def checkpoint(step):
 
 
 def step_in(path):
-    return cf.read_checkpoint(path)["global_step"]
+    return DurableCheckpointIO().load_checkpoint(path)["global_step"]
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_what_is_appended_is_found(tmp_path):
     cf.write_checkpoint(WHOLE, path)
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(DamagedCheckpointError):
-        cf.read_checkpoint(path)
+        DurableCheckpointIO().load_checkpoint(path)
 
 
 class Evil:

@@ -170,6 +170,22 @@ def test_halves_are_averaged_as_halves_or_in_single_precision(three_ranks, comm_
         assert ((result.double() - grads.mean(0)).abs() <= bound).all()
 
 
+def average_large_singles():
+    """Single precision inside nodes, fp16 between them alone."""
+    engine = engine_over(((0,), (1,), (2,), (3,)), CommPlan(), dtype_across_nodes=torch.float16)
+    model = DistributedDataParallel(nn.Linear(1, 5, bias=False))
+    model.register_comm_hook(HookState(engine=engine), average_bucket)
+    model(torch.full((1, 1), 30016.0 + 64 * dist.get_rank())).sum().backward()
+    engine.close()
+    return model.module.weight.grad
+
+
+def test_a_sum_that_is_in_halves_between_nodes_alone_does_not_overflow_either(four_ranks):
+    """Four of 30,000 are more than fp16 holds, halves of them are not; all are multiples of what it can tell apart."""
+    for grad in four_ranks.run(average_large_singles):
+        assert torch.equal(grad, torch.full((5, 1), 30112.0))
+
+
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 

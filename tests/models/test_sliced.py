@@ -2,140 +2,50 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.models import AlexNetBN, slice_exchange
-from lightning_hybrid.models.sliced import ColumnSlicedLinear, SlicedHead, average_slices, sliced_pair, slices_of
+from lightning_hybrid.models import slice_exchange
+from lightning_hybrid.models.sliced import SlicedHead
+from lightning_hybrid.strategy.layer_slices.sliced_layers import cut_
 from tests import toy
 
 NUM_IMAGES, NUM_CLASSES = 6, 8
 
 
 class Net(nn.Module):
-    """A trunk, two layers as fc6 and fc7, and a head."""
+    """Two layers as fc6 and fc7, and a head."""
 
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.trunk, self.fc6, self.fc7 = nn.Linear(12, 10), nn.Linear(10, 16), nn.Linear(16, 14)
-            self.fc8 = nn.Linear(14, NUM_CLASSES)
-
-    def losses(self, images, targets):
-        x = self.fc7(self.fc6(self.trunk(images).tanh()).relu()).relu()
-        if isinstance(self.fc8, SlicedHead):
-            return self.fc8(x, targets)
-        return F.cross_entropy(self.fc8(x), targets, reduction="none")
-
-    def forward(self, images, targets):
-        return self.losses(images, targets).mean()
+            self.fc6, self.fc7, self.fc8 = nn.Linear(10, 16), nn.Linear(16, 14), nn.Linear(14, NUM_CLASSES)
 
 
-def node_and_across():
-    """Two nodes of two ranks."""
-    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    rank = dist.get_rank()
-    return nodes[rank // 2], across[rank % 2], [*nodes, *across]
-
-
-def cut(net, group):
-    net.fc6, net.fc7 = sliced_pair(net.fc6, net.fc7, group=group)
-    net.fc8 = SlicedHead(net.fc8, group=group)
+def cut(net):
+    cut_(net, [("fc6", "fc7"), ("fc8",)], dist.group.WORLD)
     return net
 
 
-def batch_of(step, dtype):
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    images = torch.randn(NUM_IMAGES, 12, generator=generator, dtype=torch.float64).to(dtype)
-    return images, torch.randint(NUM_CLASSES, (NUM_IMAGES,), generator=generator)
-
-
-def trained(net, dtype, across=None, num_steps=3):
-    """Gradients of the first step, by name and whole, and the weights after all."""
-    slices = dict(slices_of(net))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(slices))
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
-    gradients = {}
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        model(*batch_of(step, dtype)).backward()
-        average_slices(slices.values(), across=across)
-        if step == 0:
-            for prefix, layer in net.named_children():
-                for name, parameter in layer.named_parameters():
-                    is_cut = f"{prefix}.{name}" in slices
-                    gradients[f"{prefix}.{name}"] = (
-                        layer.whole_of(name, parameter.grad) if is_cut else parameter.grad.clone()
-                    )
-        optimizer.step()
-    return gradients, net.state_dict()
-
-
-def both(dtype):
-    """Of whole layers, and of slices over two nodes of two ranks."""
-    node, across, groups = node_and_across()
-    found = trained(Net().to(dtype), dtype), trained(cut(Net().to(dtype), node), dtype, across)
-    for group in groups:
-        dist.destroy_process_group(group)
-    return found
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
-def test_gradients_and_weights_are_those_of_whole_layers_on_two_nodes(four_ranks, dtype, bound):
-    for (gradients, weights), (cut_gradients, cut_weights) in four_ranks.run(both, dtype):
-        assert list(cut_gradients) == list(gradients)
-        assert list(cut_weights) == list(weights)  # the usual names, in the usual order
-        for name in gradients:
-            assert (cut_gradients[name] - gradients[name]).abs().max() < bound, name
-            assert (cut_weights[name] - weights[name]).abs().max() < bound, name
-
-
-def alexnets():
-    """Gradients of an AlexNet whose fc6 and fc7 are cut, and of a whole one; this rank's images, without dropout."""
-    whole, other = (AlexNetBN(num_classes=5, in_channels=1, image_size=8, width=0.125, dropout=0.0) for _ in range(2))
-    for parameter in whole.parameters():
-        dist.broadcast(parameter.data, 0)
-    other.load_state_dict(whole.state_dict())
-    whole, other = whole.double(), other.double()  # BatchNorm takes most of a gradient away, and rounding stays
-    other.fc6, other.fc7 = sliced_pair(other.fc6, other.fc7, group=dist.group.WORLD)
-    names = list(other.state_dict()) == list(whole.state_dict())
-    images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank())).double()
-    for net in (whole, other):
-        net(images).square().sum().backward()
-    slices = dict(slices_of(other))
-    found = []
-    for (name, cut_one), whole_one in zip(other.named_parameters(), whole.parameters(), strict=True):
-        gradient = cut_one.grad
-        if name in slices:  # of which it is the average over the node already
-            gradient = 2 * getattr(other, name.partition(".")[0]).whole_of(name.partition(".")[2], gradient)
-        else:
-            dist.all_reduce(gradient)
-        dist.all_reduce(whole_one.grad)
-        found.append(float((gradient - whole_one.grad).norm() / whole_one.grad.norm()))
-    return names, found
-
-
-def test_alexnets_layers_are_cut_in_place(two_ranks):
-    for names, errors in two_ranks.run(alexnets):
-        assert names
-        assert max(errors) < 1e-10
+def head_of(whole):
+    head = copy.deepcopy(whole)
+    SlicedHead.cut_(head, group=dist.group.WORLD)
+    return head
 
 
 def loaded():
     """Whether a state dict goes from whole to sliced layers, and back, to the bit."""
-    group = dist.group.WORLD
     whole = Net()
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(1)
-    other = cut(Net(), group)
+    other = cut(Net())
     result = other.load_state_dict(whole.state_dict())
     state = other.state_dict()
     again = Net()
@@ -155,7 +65,7 @@ def head_on_extremes(dtype):
     whole = nn.Linear(5, 6).to(dtype)
     with torch.no_grad():
         whole.weight.mul_(60)
-    head = SlicedHead(whole, group=dist.group.WORLD)
+    head = head_of(whole)
     features = torch.randn(5, 5, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
     targets = torch.tensor([0, 5, -100, 2, 3])
     found = []
@@ -179,7 +89,7 @@ def head_over_tokens():
     """Logits, losses and gradients of a head on `[b, t, n]`, cut, whole, and cut but gathered."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 6)
-    head = SlicedHead(whole, group=dist.group.WORLD)
+    head = head_of(whole)
     features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
     targets = torch.randint(6, (4, 3), generator=torch.Generator().manual_seed(dist.get_rank()))
     found = []
@@ -203,8 +113,18 @@ def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
                 assert (got - wanted).abs().max() < 1e-6
 
 
+def sum_of_halves():
+    parts = torch.full((4, 7), [2048.0, 1.0, 1.0, 0.0][dist.get_rank()], dtype=torch.float16)
+    return slice_exchange.sum_to_own_images(parts, dist.group.WORLD)
+
+
+def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
+    """In fp16 2048 + 1 is 2048 again."""
+    assert all(torch.equal(found, torch.full((1, 7), 2050.0).half()) for found in four_ranks.run(sum_of_halves))
+
+
 def unknown_class():
-    head = SlicedHead(nn.Linear(5, 6), group=dist.group.WORLD)
+    head = head_of(nn.Linear(5, 6))
     return toy.error_of(head, torch.zeros(2, 5), torch.tensor([0, 6]))
 
 
@@ -228,8 +148,8 @@ def bytes_sent_by_a_pair():
 
         patch.setattr(slice_exchange, "_all_gather", gathers)
         patch.setattr(dist, "all_to_all_single", exchanges)
-        first, second = sliced_pair(nn.Linear(10, 16), nn.Linear(16, 14), group=dist.group.WORLD)
-        second(first(torch.randn(NUM_IMAGES, 10, requires_grad=True)).relu()).sum().backward()
+        net = cut(Net())
+        net.fc7(net.fc6(torch.randn(NUM_IMAGES, 10, requires_grad=True)).relu()).sum().backward()
     return sum(sent)
 
 
@@ -250,7 +170,7 @@ def test_alexnet_of_64_images_on_8_ranks_sends_5_4_times_fewer_bytes():
 
 class Cut(toy.Toy):
     def configure_model(self):
-        self.last = ColumnSlicedLinear(nn.Linear(3, 4), group=dist.group.WORLD)
+        self.last = head_of(nn.Linear(3, 4))
 
 
 def fit_of_slices():
@@ -260,21 +180,15 @@ def fit_of_slices():
 def test_the_strategy_refuses_slices(two_ranks):
     """It would take a slice for the whole, in overflow, trust ratios and checkpoints."""
     for text in two_ranks.run(fit_of_slices):
-        assert text.startswith("ValueError: `last` (=ColumnSlicedLinear) must be a whole layer"), text
+        assert text.startswith("ValueError: `last` (=SlicedHead) must be a whole layer"), text
 
 
 def refusals():
-    group, rank = dist.group.WORLD, dist.get_rank()
-    layer = ColumnSlicedLinear(nn.Linear(3, 4), group=group)
-    return [
-        toy.error_of(ColumnSlicedLinear, nn.Linear(4, 5), group=group),
-        toy.error_of(sliced_pair, nn.Linear(4, 6), nn.Linear(8, 2), group=group),
-        toy.error_of(layer, torch.zeros(2 + rank, 3)),
-    ]
+    images = torch.zeros(2 + dist.get_rank(), 3)
+    return toy.error_of(head_of, nn.Linear(4, 5)), toy.error_of(head_of(nn.Linear(3, 4)), images)
 
 
 def test_what_does_not_divide_is_refused(two_ranks):
-    for features, pair, batch in two_ranks.run(refusals):
+    for features, batch in two_ranks.run(refusals):
         assert features.startswith("ValueError: `out_features` (=5) must be a multiple of the 2 ranks of the group")
-        assert pair.startswith("ValueError: `out_features` of the first (=6) must be `in_features` of the second (=8)")
         assert "must have the same size on all ranks that share a layer, and they have [2, 3]" in batch

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.models.sliced import SlicedHead, sliced_pair
+from lightning_hybrid.strategy.layer_slices.sliced_layers import cut_
 from tests.netlab.cluster import Cluster
 from tests.netlab.test_bytes import TOLERANCE, bytes_sent
 
@@ -33,10 +33,9 @@ def sent():
     """By the pair; by pair and head; and by the sum of the gradients of whole layers."""
     torch.manual_seed(0)
     layers = [(NUM_INPUTS, NUM_FEATURES), (NUM_FEATURES, NUM_FEATURES), (NUM_FEATURES, NUM_CLASSES)]
-    fc6, fc7, fc8 = (nn.Linear(*sizes) for sizes in layers)
-    gradients = torch.cat([one.flatten() for layer in (fc6, fc7, fc8) for one in layer.parameters()]).detach().half()
-    fc6, fc7 = (layer.half() for layer in sliced_pair(fc6, fc7, group=dist.group.WORLD))
-    fc8 = SlicedHead(fc8, group=dist.group.WORLD).half()
+    net = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers)).half()
+    gradients = torch.cat([one.detach().flatten() for one in net.parameters()])
+    fc6, fc7, fc8 = cut_(net, [("0", "1"), ("2",)], dist.group.WORLD)
     images = torch.randn(NUM_IMAGES, NUM_INPUTS).half().requires_grad_()
     return [
         counted(lambda: fc7(fc6(images).relu()).sum().backward()),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lightning_hybrid.planning.pipeline_cost import (
     SCHEDULES,
     StageLoad,
-    bubble_share,
     most_kept_bytes,
     pipeline_step_s,
     schedule_tasks,
@@ -36,7 +35,7 @@ def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, round
     tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
     expected_s = 3 * (num_micro * per_rank + num_ranks - 1)
     assert pipeline_step_s(tasks, loads) == pytest.approx(expected_s)
-    assert waiting_share(tasks) == pytest.approx(bubble_share(num_ranks, num_micro, stages_per_rank=per_rank))
+    assert waiting_share(tasks) == pytest.approx((num_ranks - 1) / (per_rank * num_micro + num_ranks - 1))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -83,6 +83,15 @@ def test_state_round_trip_continues_the_count():
     assert second.value == 64.0
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_more_clean_steps_than_a_shorter_interval_has_grow_the_scale_at_the_next_one(hysteresis):
+    """torch's kernel asks whether the count equals the interval: beyond it a scale would never grow again."""
+    scale = DynamicLossScale(init_scale=64.0, growth_interval=2, hysteresis=hysteresis)
+    scale.load_state_dict({"scale": 64.0, "num_clean_steps": 5})
+    scale.update(CLEAN)
+    assert scale.value == 128.0
+
+
 def test_a_static_scale_asked_for_now_wins_over_the_checkpoints():
     scale = StaticLossScale(128.0)
     scale.load_state_dict({"scale": 65536.0, "num_clean_steps": 3})

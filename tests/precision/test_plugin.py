@@ -144,6 +144,34 @@ def test_loss_scale_does_not_change_the_step(two_ranks, accumulate):
             assert torch.equal(result, reference)
 
 
+class HalfLoss(ExactModule):
+    """A loss of at least 2 in half precision, as `self(x).mean()` is, and what backward is given."""
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.weight * 0).sum() + 2 + self.global_rank
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_before_backward(self, loss):
+        self.scaled.append(loss.detach())
+
+
+def scaled_half_losses():
+    module = HalfLoss()
+    module.losses, module.scaled = [], []
+    trainer = toy.trainer(precision="16-true", strategy=HybridAllReduceStrategy(loss_scale=2**15), max_epochs=1)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=1))
+    return module.losses, module.scaled, trainer.precision_plugin.num_skipped_steps
+
+
+def test_a_loss_in_half_precision_is_scaled_in_fp32(two_ranks):
+    """65,536 and more are inf in fp16."""
+    for rank, (losses, scaled, num_skipped) in enumerate(two_ranks.run(scaled_half_losses)):
+        assert {loss.dtype for loss in losses} == {torch.float16}
+        assert all(torch.equal(loss, torch.tensor(2.0**15 * (2 + rank))) for loss in scaled)
+        assert num_skipped == 0
+
+
 def test_feature_off_precisions_keep_lightnings_plugins(one_rank):
     names = one_rank.run(plugin_names)[0]
     assert names == {"32-true": "Precision", "bf16-mixed": "MixedPrecision", "64-true": "DoublePrecision"}

@@ -11,7 +11,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.placement import BLOCK
 from tests import toy
 
-SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK + 1)
+SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK + 1, 7)  # the last is in DDP's first bucket
 
 
 class Sizes(pl.LightningModule):
@@ -21,7 +21,8 @@ class Sizes(pl.LightningModule):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         weights = [torch.randn(size, generator=generator) / 8 for size in SIZES]
-        weights.append((torch.randn(64, 128, 3, 3, generator=generator) / 8).to(memory_format=torch.channels_last))
+        convolution = torch.randn(64, 128, 3, 3, generator=generator) / 8
+        weights.insert(-1, convolution.to(memory_format=torch.channels_last))
         self.weights = nn.ParameterList(weights)
         self.norm = nn.LayerNorm(4)
         self.make_optimizer, self.overflows, self.overflow_in = optimizer, overflows, overflow_in

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.checkpoint.file import read_checkpoint
+from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.strategy.error_feedback import FeedbackMixin, refuse_unknown_outcomes
@@ -79,7 +78,7 @@ def fit_and_resume(codec, precision, path, options, settings):
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(two_ranks, tmp_path, codec, precision, settings):
     path = tmp_path / "one.ckpt"
     assert two_ranks.run(fit_and_resume, codec, precision, path, {}, settings, timeout_s=LIMIT_S) == [True] * 2
-    residuals = read_checkpoint(path)["error_feedback"]["residuals"]
+    residuals = DurableCheckpointIO().load_checkpoint(path)["error_feedback"]["residuals"]
     assert residuals["net.5.weight"].shape == (2, 16, 48)
     assert all(float(rows.abs().amax()) > 0 for rows in residuals.values())
 
@@ -130,24 +129,25 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
 # ---- other numbers of nodes ------------------------------------------------------------------------------------------
 
 
-def save_as_it_is(path, resume, epochs):
-    trainer, _ = fit(resume=resume, max_epochs=epochs)
+def save_as_it_is(path, resume, epochs, ranks_per_node=1):
+    trainer, _ = fit(resume=resume, max_epochs=epochs, options={"ranks_per_node": ranks_per_node})
     trainer.save_checkpoint(path)
 
 
 def owed(path):
     """By the mean gradient, float64, by name."""
-    saved = read_checkpoint(path)["error_feedback"]
+    saved = DurableCheckpointIO().load_checkpoint(path)["error_feedback"]
     return {name: rows.double().sum(0) / saved["world_size"] for name, rows in saved["residuals"].items()}
 
 
-def test_two_nodes_then_four_then_two_owe_the_same(two_ranks, four_ranks, tmp_path):
-    first, second, third, fourth = (tmp_path / f"{place}.ckpt" for place in range(4))
+def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(two_ranks, four_ranks, tmp_path):
+    first, larger, second, third, fourth = (tmp_path / f"{place}.ckpt" for place in range(5))
     two_ranks.run(save_as_it_is, first, None, 1, timeout_s=LIMIT_S)
-    four_ranks.run(save_as_it_is, second, first, 1, timeout_s=LIMIT_S)  # trains no step: the first epoch is over
+    four_ranks.run(save_as_it_is, larger, first, 1, 2, timeout_s=LIMIT_S)  # trains no step: the first epoch is over
+    four_ranks.run(save_as_it_is, second, larger, 1, timeout_s=LIMIT_S)
     two_ranks.run(save_as_it_is, third, second, 1, timeout_s=LIMIT_S)
     expected = owed(first)
-    for path in (second, third):
+    for path in (larger, second, third):
         for name, value in owed(path).items():
             ulp = torch.finfo(torch.float32).eps * expected[name].abs()
             assert bool(((value - expected[name]).abs() <= ulp).all()), name

@@ -186,6 +186,33 @@ def test_frozen_weights_that_user_code_writes_are_averaged(two_ranks):
     assert torch.equal(one, other)
 
 
+class Counts(toy.Toy):
+    """With a buffer that is no statistic of a BatchNorm, and that each node moves in its own way."""
+
+    def __init__(self):
+        super().__init__(lr=0.05)
+        self.register_buffer("centre", torch.zeros(3))
+        self.centres = []
+
+    def training_step(self, batch, batch_idx):
+        self.centre += 1 + self.global_rank
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.centres.append(self.centre[0].item())
+
+
+def count():
+    module = Counts()
+    fit(module, {"sync_across_nodes_every": 2}, max_steps=5)
+    return module.centres, module.centre[0].item()
+
+
+def test_other_buffers_are_those_of_rank_zero_after_an_average(two_ranks):
+    """After steps 2 and 4, and at the end."""
+    assert two_ranks.run(count) == [([1, 2, 3, 4, 5], 5), ([2, 2, 4, 4, 6], 5)]
+
+
 class Finds(LearningRateFinder):
     """Searches, and leaves the rate as it is."""
 

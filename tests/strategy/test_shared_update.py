@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
+from lightning_hybrid.strategy.shared_update import part_exchange
+from lightning_hybrid.strategy.shared_update.gradient_scatter import GradientScatter
 from tests import toy
+from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.strategy.shared import SIZES, Sizes, adamw, batches, both, same, sgd
 
 # In every run of the tests a few of all cases; the others are long.
@@ -123,10 +130,28 @@ def test_the_trainer_s_options_keep_their_bits(two_ranks, precision, settings):
         assert found == ALL_SAME
 
 
+def both_in_many_chunks(kwargs):
+    with patch.object(part_exchange, "CHUNK_NUMEL", 1 << 12):
+        return both(sgd, "16-true", kwargs)
+
+
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(3, 3)], [(3, 3), (4, 4), (4, 2)]))
 def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_node):
+    """And so do exchanges of several chunks, of which every third takes the memory of the first again."""
     kwargs = {"options": {"ranks_per_node": ranks_per_node}}
-    for found, _ in rank_pool.ranks(world_size).run(both, sgd, "16-true", kwargs):
+    for found, _ in rank_pool.ranks(world_size).run(both_in_many_chunks, kwargs):
+        assert found == ALL_SAME
+
+
+class Reloads(pl.Callback):
+    """Loads what the module says that it holds: with masters in parts, weights that are rounded."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.load_state_dict(pl_module.state_dict())
+
+
+def test_a_state_dict_that_is_loaded_again_rounds_no_masters(two_ranks):
+    for found, _ in two_ranks.run(both, sgd, "16-true", {"callbacks": [Reloads()]}):
         assert found == ALL_SAME
 
 
@@ -176,6 +201,31 @@ def test_and_with_every_precision_accumulation_and_overflow(two_ranks, optimizer
         assert found == ALL_SAME
         assert num >= 1
         assert skipped == (2 if "num" in kwargs else 0)
+
+
+def scattered_in_another_order():
+    """A bucket of halves: a gradient in another order than its parameter, one in the same, and one of a small one."""
+    engine, rank = engine_over(((0, 1),), CommPlan(algorithm="two_level")), dist.get_rank()
+    parameters = [torch.zeros(4, 8, 4, 4).to(memory_format=torch.channels_last), torch.zeros(512), torch.zeros(7)]
+    buffer = integers(rank, 1031, torch.float16)
+    gradients = [flat.view(one.shape) for flat, one in zip(buffer.split([512, 512, 7]), parameters, strict=True)]
+    has = {"buffer": buffer, "parameters": parameters, "gradients": gradients, "index": 3, "is_last": False}
+    bucket = SimpleNamespace(**{name: lambda value=value: value for name, value in has.items()})
+    cut = SimpleNamespace(spans=[(0, 256), (256, 512)])
+    scatter = GradientScatter(engine, lambda one: cut if one.numel() > 7 else None, is_possible=True)
+    scatter.turn(True)
+    scatter(bucket).wait()
+    engine.close()
+    return buffer
+
+
+def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_averaged_whole(two_ranks):
+    mean = sum_of_integers(2, 1031, torch.float16) / 2
+    for rank, found in enumerate(two_ranks.run(scattered_in_another_order)):
+        own = torch.ones(1031, dtype=torch.bool)
+        own[512 + 256 * (1 - rank) :][:256] = False
+        assert torch.equal(found[own], mean[own])
+        assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])  # and those of the other are not
 
 
 class Reads(pl.Callback):

@@ -215,7 +215,8 @@ def test_hooks_of_ddp_are_refused_by_name_with_the_cure(option, cure):
 
 
 def test_lightnings_own_default_of_no_hook_is_accepted():
-    HybridAllReduceStrategy(ddp_comm_hook=None, ddp_comm_state=None, ddp_comm_wrapper=None, model_averaging_period=None)
+    names = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+    assert toy.error_of(HybridAllReduceStrategy, **dict.fromkeys(names)) == ""
 
 
 def changes(scales: list[int], is_change) -> list[int]:

@@ -13,7 +13,8 @@ gradients are. Its entries are sums and differences only, and 16 is a power of t
 u is a function of (seed, step, sum in the step, sender, block, element): Philox-4x32-10 of these words.
 So there is no state of a generator, and a run that is resumed draws what it would have drawn. A code is unbiased:
 E[scale * code] = y but for 2^-23 of a scale, as the quotient is cut to 23 bits after the point; |scale * code - y| is
-below one scale, or half of one for the nearest. Blocks whose maximum is below 2^-96 count as zeros.
+below one scale, or half of one for the nearest. Blocks whose maximum is below 2^-96 count as zeros. With 4 bits finite
+elements from 2e36 on may decode to inf, as the rotation adds up 256 of them before it divides; 1e35 are safe.
 
 A decoded element, scale * code, is exact in float32: 8 bits by 8 bits. All else that is rounded is one operation at a
 time. So C++, torch and Triton give the same bits, with fused multiply-adds and without.
@@ -40,11 +41,8 @@ OF_A_SUM = 2**32 - 1
 # One step of a code in fixed point. The largest code, 127 of them, and one step more fit into 31 bits.
 FRACTION_BITS = 23
 
-# Blocks of which no element reaches this count as zeros: all that is computed from their maximum stays normal.
-LEAST_MAXIMUM = 2.0**-96
-
-
-# The bits of inf in float32, and of that number.
+# The bits in float32 of inf, and of 2^-96: blocks of which no element reaches it count as zeros, so that all that is
+# computed from their maximum stays normal.
 INFINITE_BITS, LEAST_MAXIMUM_BITS = 0x7F800000, 31 << 23
 
 

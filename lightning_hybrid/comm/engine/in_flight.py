@@ -174,6 +174,7 @@ class InFlightBucket:
         if latch.remove(self):  # else a failure has set the future already
             trace.end(self.plan, self.traced_s, self.traffic)
             self.done.set_result(result)
+            self.chunks.clear()  # they refer back: without this the gradients stay until Python looks for cycles
 
     def result(self, done: Future) -> Tensor:
         """Return the finished sum; raises where the bucket failed. Run by `Future.then`."""

@@ -132,11 +132,12 @@ def test_what_follows_the_parameters_is_summed(four_ranks):
             assert torch.equal(found[50:], rows.sum(0)[50:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_loss_scale_passes_through_to_the_bit(four_ranks, dtype):
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 64.0), (torch.float32, 2.0**83)], ids=str)
+def test_a_scale_passes_through_to_the_bit(four_ranks, dtype, scale):
+    """That of the loss, and one at which squares of gradients leave the range of float32."""
     rows = torch.stack([reals(rank, 300, dtype) for rank in range(4)])
-    for plain, scaled in four_ranks.run(combine_rows, FOUR_NODES, [rows, rows * 64], (100, 200)):
-        assert torch.equal(64 * plain, scaled)
+    for plain, scaled in four_ranks.run(combine_rows, FOUR_NODES, [rows, rows * scale], (100, 200)):
+        assert torch.equal(scale * plain, scaled)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -2,6 +2,7 @@ import dataclasses
 import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -242,6 +243,73 @@ def close_with_work_in_flight():
 
 def test_closing_waits_for_what_is_in_flight(four_ranks):
     assert four_ranks.run(close_with_work_in_flight) == [(True, [4.0] * 8)] * 4
+
+
+def completed_after_a_failure():
+    """The caller gives up while the sum of a bucket is being finished."""
+    engine = engine_over(((0,),), MIXED)
+
+    def finish(flat):
+        engine.abort("no place")
+        return flat
+
+    with pytest.raises(RuntimeError, match="rank 0 gave up: no place"):
+        engine.submit(torch.ones(1), bucket_index=0, finish=finish).wait()
+    num_in_flight, summary = engine.trace._num_in_flight, engine.trace.drain()
+    engine.close()
+    return num_in_flight, summary.buckets
+
+
+def test_a_bucket_that_a_failure_has_ended_is_not_counted_as_averaged(one_rank):
+    assert one_rank.run(completed_after_a_failure) == [(0, ())]
+
+
+def chunks_by_column():
+    engine = engine_over(((0, 1),), CommPlan(algorithm="parallel_flat", num_parallel_groups=2))
+    for index in range(6):
+        engine.submit(torch.ones(10), bucket_index=index).wait()
+    columns = engine._carrier._columns["parallel_flat"]
+    engine.close()
+    return [column[0].num_put for column in columns]
+
+
+def test_chunks_go_round_the_columns(two_ranks):
+    """Each has connections of its own: several flows are faster than one where the network limits a flow."""
+    assert two_ranks.run(chunks_by_column) == [[3, 3]] * 2
+
+
+def is_freed_after_its_sum():
+    engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
+    flat = torch.ones(10)
+    freed, future = weakref.ref(flat), engine.submit(flat, bucket_index=0)
+    future.wait()
+    del flat, future
+    deadline_s = time.monotonic() + 5  # the threads go back to their queues a moment after the sum is there
+    while freed() is not None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    is_freed = freed() is None
+    engine.close()
+    return is_freed
+
+
+def test_a_thread_that_waits_for_work_keeps_no_gradients_alive(two_ranks):
+    assert two_ranks.run(is_freed_after_its_sum) == [True] * 2
+
+
+def bytes_inside_nodes():
+    engine = engine_over(TWO_BY_TWO, CommPlan(algorithm="two_level"))
+    found = []
+    for keeps_shard in (False, True):
+        engine.submit(torch.ones(400), bucket_index=0, keeps_shard=keeps_shard).wait()
+        summary = engine.trace.drain()
+        found.append((summary.bytes_inside, summary.bytes_across))
+    engine.close()
+    return found
+
+
+def test_a_sum_that_stops_before_the_gather_counts_half_of_the_bytes_inside_a_node(four_ranks):
+    """2 ranks a node: (k - 1) S each for scatter and gather; 2 nodes: 2 (N - 1) / N S between them; S = 1,600."""
+    assert four_ranks.run(bytes_inside_nodes) == [[(3200, 1600), (1600, 1600)]] * 4
 
 
 def two_engines():

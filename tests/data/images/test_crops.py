@@ -173,5 +173,6 @@ def test_what_makes_no_sense_is_refused(make, match):
 
 
 def test_ranges_of_one_value_are_allowed():
-    TrainCrop(image_size=4, seed=0, area=(0.5, 0.5), aspect=(1.0, 1.0))
-    EvalCrop(image_size=4, eval_resize=4)
+    crop = TrainCrop(image_size=4, seed=0, area=(0.5, 0.5), aspect=(1.0, 1.0))
+    assert crop.frame(10, 10, image=0, epoch=0).box[2:] == (7, 7)
+    assert EvalCrop(image_size=4, eval_resize=4).frame(4, 4, image=0, epoch=0).box == (0, 0, 4, 4)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_hybrid.models import AlexNetBN, ResNet
 from lightning_hybrid.planning.cluster import Cluster
-from recipes.planning.layers import Layer, layers_of, vgg16
+from recipes.planning.layers import Layer, layers_of
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "conf" / "cluster"
 IMAGE = (3, 224, 224)
@@ -42,6 +42,24 @@ def cluster_of(name: str, num_nodes: int) -> Cluster:
     cfg.num_nodes = num_nodes
     found: Cluster = instantiate(cfg.links)
     return found
+
+
+def vgg16() -> nn.Module:
+    """Make VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), 138,357,544 parameters.
+
+    >>> with torch.device("meta"):
+    ...     sum(parameter.numel() for parameter in vgg16().parameters())
+    138357544
+    """
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(4096, 1000))
 
 
 @cache

@@ -13,8 +13,8 @@ from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.planning.memory import StateBytes
 from lightning_hybrid.planning.pipeline_cost import StageLoad, pipeline_step_s, schedule_tasks, simulate_pipeline
 from recipes.planning.blocks import Block, blocks_of
-from recipes.planning.layers import FORWARD_SHARE, vgg16
-from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of
+from recipes.planning.layers import FORWARD_SHARE
+from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of, vgg16
 from tests.evidence.planner.published import write
 from tests.evidence.planner.unequal_replicas import best_pipeline
 

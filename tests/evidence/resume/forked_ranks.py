@@ -17,7 +17,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_hybrid.checkpoint.file import read_checkpoint
+from lightning_hybrid import DurableCheckpointIO
 from lightning_hybrid.metrics import metric_of
 from recipes.training import build  # noqa: F401  all that a rank imports is there before it is forked
 from recipes.training.csv_logger import read_rows
@@ -119,7 +119,7 @@ def differs(a: Any, b: Any, where: str = "") -> str | None:
 
 def state_of(run_dir: Path, name: str = "last") -> dict[str, Any]:
     """Return the final state of a run, as far as it is promised."""
-    checkpoint = read_checkpoint(run_dir / "checkpoints" / f"{name}.ckpt")
+    checkpoint = DurableCheckpointIO().load_checkpoint(run_dir / "checkpoints" / f"{name}.ckpt")
     state = {part: checkpoint[part] for part in SAME}
     state["averaged"] = checkpoint.get("current_model_state"), checkpoint.get("averaging_state")
     state["residuals"] = checkpoint.get("error_feedback")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.checkpoint.file import read_checkpoint
+from lightning_hybrid import DurableCheckpointIO
 from recipes.training.resume import newest_whole
 from tests.evidence.faults.table import FaultOutcome
 from tests.evidence.resume.forked_ranks import RanksExit, difference, run_ranks
@@ -83,7 +83,7 @@ def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) 
     mark = run_dir / "died"
     seconds = max(0.0, first.last_s - float(mark.read_text())) if mark.is_file() else None
     found = newest_whole(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else None
-    at = 0 if found is None else int(read_checkpoint(found)["global_step"])
+    at = 0 if found is None else int(DurableCheckpointIO().load_checkpoint(found)["global_step"])
     second = run_ranks(command, run_dir)
     wrong = None if mark.is_file() else "the point was not reached"
     if second.codes != (0, 0):
@@ -191,7 +191,7 @@ def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome
     first = run_ranks(command, run_dir)
     said = "was not written (File too large)" in first.output and 0 not in first.codes
     found = newest_whole(run_dir / "checkpoints")
-    at = 0 if found is None else int(read_checkpoint(found)["global_step"])
+    at = 0 if found is None else int(DurableCheckpointIO().load_checkpoint(found)["global_step"])
     second = run_ranks(command, run_dir)
     wrong = None if said else f"no clear error: {first.codes} {last_line(first.output)}"
     wrong = wrong or (None if second.codes == (0, 0) else f"second run ended with {second.codes}")

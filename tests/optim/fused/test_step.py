@@ -345,6 +345,16 @@ def test_lamb_unscales_skips_and_writes_copies(path, more):
     assert ours.state[params[0]]["step"].item() == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lamb_without_eps_divides_no_zero_by_zero_in_the_rest_of_a_tile(dtype):
+    ends = []
+    for path in (PATHS["loop"], PATHS["fused"]):
+        params = parameters(*SHAPES, dtype=dtype)
+        run(LAMB(groups_of(params), lr=0.1, weight_decay=0.01, eps=0.0, **path), params, 3)
+        ends.append(params)
+    close(ends[1], ends[0], 5e-6)
+
+
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_fused_is_refused_where_it_cannot_be(rule):
     with pytest.raises(ValueError, match=r"`fused` \(=True\) excludes `foreach` \(=True\)"):

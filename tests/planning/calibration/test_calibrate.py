@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -94,10 +95,10 @@ def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
 def test_neither_latency_nor_rate_is_negative():
     falling = {size: [1e-3 / (place + 1)] * 3 for place, size in enumerate(MESSAGES)}
     steep = {size: [1e-9 * size**2] * 3 for size in MESSAGES}
-    for times_s in (falling, steep):
+    # By lines alone: a rate below zero, and a latency below zero.
+    for times_s, latency_s, bytes_per_s in ((falling, 1e-3 / 6, math.inf), (steep, 0.0, 2.5e8)):
         fit = fit_line(times_s)
-        assert fit.latency_s >= 0
-        assert fit.bytes_per_s > 0
+        assert (fit.latency_s, fit.bytes_per_s) == (pytest.approx(latency_s), pytest.approx(bytes_per_s))
         for size, error in fit.errors:
             assert times_s[size][0] / fit.seconds(size) - 1 == pytest.approx(error)
 

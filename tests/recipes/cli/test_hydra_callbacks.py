@@ -88,7 +88,9 @@ def test_a_full_disk_behind_standard_error_ends_no_program(monkeypatch):
         stdio.outlive_streams()
         print("x" * 10_000, file=sys.stderr)
         print("y", file=sys.stderr, flush=True)
+        assert sys.stderr is not full
         stdio.restore_streams()
+        assert sys.stderr is full
 
 
 def test_a_closed_stream_stays_closed(monkeypatch):

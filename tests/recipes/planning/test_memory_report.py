@@ -16,11 +16,11 @@ from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.memory import MemoryNeed, StateBytes
 from recipes.planning.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import blocks_of
-from recipes.planning.layers import layers_of, vgg16
+from recipes.planning.layers import layers_of
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import pipeline_choices, what_pays
 from recipes.planning.scenario import Scenario
-from tests.evidence.planner.known_clusters import cluster_of
+from tests.evidence.planner.known_clusters import cluster_of, vgg16
 from tests.evidence.planner.pipeline_rows import pipedream_rows, pipeline_rows
 from tests.recipes.planning.test_simulate import reported, scenario
 
