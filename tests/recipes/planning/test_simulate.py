@@ -8,7 +8,6 @@ import re
 import statistics
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,15 +25,15 @@ from recipes.planning.layers import layers_of, measured_work, work_of
 from recipes.planning.scaling_curve import scaling_point
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
 from recipes.planning.simulate_report import SimulationReport
+from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.compression_rows import CASES
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import published_rows
 from tests.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[3]
 RECORDS = ROOT / "recipes" / "records" / "simulate"
-NAMES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
 
 
 def scenario(num_nodes=16, **more):
