@@ -20,6 +20,7 @@ from torch import nn
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.models import ResNet, forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
+from recipes.planning import memory_report
 from recipes.planning.gradient_timing import time_gradients
 from recipes.planning.layers import layers_of, measured_work, work_of
 from recipes.planning.scaling_curve import scaling_point
@@ -84,7 +85,25 @@ def test_one_command_plans_a_run(tmp_path):
     assert done.stdout.rstrip().endswith(f"written to {tmp_path}")
 
 
+def measured_once(measure):
+    """The measurement of a network, which takes a second, of each network and question once."""
+    known = {}
+
+    def of(model, image_shape, **ask):
+        key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
+        if key not in known:
+            known[key] = measure(model, image_shape, **ask)
+        return known[key]
+
+    return of
+
+
+MEASURES = {name: measured_once(getattr(memory_report, name)) for name in ("blocks_of", "step_bytes")}
+
+
 def reported(monkeypatch, *overrides) -> SimulationReport:
+    for name, measure in MEASURES.items():
+        monkeypatch.setattr(memory_report, name, measure)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("simulate", overrides=["run_dir=/nowhere", *overrides], return_hydra_config=True)
     monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
