@@ -1,18 +1,25 @@
-"""Fixtures every test may use: worlds of one to four real ranks, and the rule for tests that need a GPU."""
+"""Fixtures every test may use: worlds of one to four real ranks; rules for tests that need a GPU, or the machine alone.
+
+Without paths on its command line `pytest` runs all tests, in two processes where `pytest-xdist` is installed: most of
+the time one of the two waits for sockets or for the other's ranks. `pytest -n 0` runs them in one.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
 from recipes.cli.preflight import LAUNCH_VARIABLES
-from tests.rank_pool import RankPool, Ranks
+
+if TYPE_CHECKING:  # of torch, which takes seconds, the process that hands out the tests needs nothing
+    from tests.rank_pool import RankPool, Ranks
 
 # No deadline: how long an example takes is the machine's load. The same examples in every run: a test that fails is
 # the change's doing and not the day's. Other examples: `pytest --hypothesis-profile=exploring`.
@@ -35,8 +42,43 @@ def pytest_configure(config: pytest.Config) -> None:
         moving_device.install()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the two: it starts none
+        return
+    options = config.option
+    are_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.collectonly
+    if are_all and getattr(options, "numprocesses", 0) is None and not options.usepdb and (os.cpu_count() or 1) > 1:
+        options.numprocesses, options.dist = 2, "loadfile"
+
+
+@pytest.fixture(scope="session")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    """Two files to lock, one set for all processes of the session."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    queue, machine = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("queue", "machine"))
+    yield queue, machine
+    os.close(queue)
+    os.close(machine)
+
+
+@pytest.fixture(autouse=True)
+def alone_where_it_reads_clocks(request: pytest.FixtureRequest, turns: tuple[int, int]) -> Iterator[None]:
+    """No test of another process runs beside one that is marked `clock`."""
+    queue, machine = turns
+    is_alone = request.node.get_closest_marker("clock")
+    fcntl.flock(queue, fcntl.LOCK_EX)  # who waits for the machine holds it, so that no new test begins
+    fcntl.flock(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+    fcntl.flock(queue, fcntl.LOCK_UN)
+    yield
+    fcntl.flock(machine, fcntl.LOCK_UN)
+
+
 @pytest.fixture(scope="session")
 def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    from tests.rank_pool import RankPool
+
     pool = RankPool(num_ranks=4, is_moving=pytestconfig.getoption("--moving-device"))
     yield pool
     pool.close()
@@ -94,6 +136,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("long")
                 item.add_marker("battery")
             num_cases[name] += 1
+    import torch
+
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False here")

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -256,7 +257,7 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
                 if generation != live_generation:
                     _join_world(rank, world_size, store, generation)
                     live_generation = generation
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), _levels_of_loggers_kept():
                     filters, fn, args = pickle.loads(call)
                     _set_warning_filters(filters)
                     result = pickle.dumps(fn(*args))
@@ -268,6 +269,18 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def _levels_of_loggers_kept() -> Iterator[None]:
+    """Programs make Lightning's loggers quiet for their process; this one goes on to other tests."""
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    levels = [(each, each.level) for each in loggers]
+    try:
+        yield
+    finally:
+        for each, level in levels:
+            each.setLevel(level)
 
 
 def _set_warning_filters(filters: Sequence[tuple]) -> None:

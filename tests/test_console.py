@@ -6,15 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from lightning_hybrid import __version__
+from tests.checkout import ROOT, tracked_in
 from tests.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = sorted(path.stem.replace("_", "-") for path in (ROOT / "recipes").glob("[!_]*.py"))
+COMMANDS = sorted(path.stem.replace("_", "-") for path in tracked_in(ROOT / "recipes", "[!_]*.py"))
 SCRIPT = """
 import sys
 sys.modules["torch"] = None

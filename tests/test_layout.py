@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import pytest
+
+from tests.checkout import ROOT, tracked_files, tracked_in
+
 PACKAGE = ROOT / "lightning_hybrid"
-MODULES = sorted(PACKAGE.rglob("*.py"))
-PROGRAMS = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tests" / "evidence").rglob("*.py"))]
+MODULES = tracked_files("lightning_hybrid/*.py")
+PROGRAMS = [*tracked_files("recipes/*.py"), *tracked_files("tests/evidence/*.py")]
 
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
@@ -113,9 +119,44 @@ def test_the_library_knows_no_configuration_system_and_no_tracker():
     assert not {source: names for source, names in found.items() if names}
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_no_test_looks_at_what_git_does_not_track(tmp_path, monkeypatch):
+    """An environment, outputs and drafts may lie in the checkout; `.ci/run` plants such files too."""
+    for name in ("kept/one.py", "kept/two.md", "three.py", ".venv/planted.py", "outputs/planted.md", "kept/planted.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"# \xa4\xa4")  # Big5
+    for name in [name for name in os.environ if name.startswith("GIT_")]:  # of a hook
+        monkeypatch.delenv(name)
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "three.py", "kept/one.py", "kept/two.md"], check=True)
+    (tmp_path / "kept" / "two.md").unlink()
+    assert tracked_files("*", tmp_path) == [tmp_path / "kept/one.py", tmp_path / "three.py"]
+    assert tracked_files("kept/*.py", tmp_path) == [tmp_path / "kept/one.py"]
+    constant = r"\b(?:[A-Z][A-Z_]{2,}|__file__)\b"
+    walk = re.compile(rf"{constant}[^{{}}\n]*\.(?:r?glob|iterdir)\(|\b(?:walk|listdir|scandir)\([^)\n]*{constant}")
+    assert walk.search('ROOT.rglob("*.py")')
+    assert walk.search('os.walk(ROOT / "conf")')
+    tests = set(tracked_files("tests/*.py")) - {Path(__file__), ROOT / "tests" / "checkout.py"}
+    assert not [str(path) for path in tests if walk.search(path.read_text())]
+
+
+def test_a_source_archive_has_no_git_and_the_same_files(tmp_path):
+    for name in (
+        "README.md",
+        "recipes/one.py",
+        "recipes/__pycache__/one.pyc",
+        ".venv/planted.py",
+        "outputs/planted.py",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"# \xa4\xa4")
+    assert tracked_files("*", tmp_path) == [tmp_path / "README.md", tmp_path / "recipes/one.py"]
+
+
 def test_every_folder_says_what_it_is_for_and_has_few_modules():
     for folder in {path.parent for path in [*MODULES, *PROGRAMS]}:
-        names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        names = [path.name for path in tracked_in(folder, "*.py") if path.name != "__init__.py"]
         assert len(names) <= MOST_MODULES, f"{folder}: {len(names)} modules"
         if folder != ROOT / "recipes":
             assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
@@ -128,7 +169,7 @@ def test_no_module_is_two_concepts_long():
 
 def test_no_two_modules_of_a_folder_differ_by_a_plural_or_ing():
     for folder in {path.parent for path in [*MODULES, *PROGRAMS]}:
-        names = {path.stem for path in folder.iterdir() if path.suffix == ".py"}
+        names = {path.stem for path in tracked_in(folder, "*.py")}
         twins = {(a, b) for a in names for b in names if b in (f"{a}s", f"{a}es", f"{a}ing", f"{a.rstrip('e')}ing")}
         assert not twins, f"{folder}: {twins}"
 
@@ -151,7 +192,7 @@ def test_a_public_name_of_the_package_has_one_meaning():
 
 def test_every_public_definition_is_used_outside_of_its_own_tests():
     """In code, configuration or a README. A method of torch's or Lightning's is theirs to call."""
-    texts = [path for kind in ("py", "yaml", "md") for path in ROOT.rglob(f"*.{kind}")]
+    texts = [path for kind in ("py", "yaml", "md") for path in tracked_files(f"*.{kind}")]
     tests = ROOT / "tests"
     used = [p for p in texts if not p.is_relative_to(tests) or p in PROGRAMS or p.is_relative_to(tests / "netlab")]
     words = Counter(word for path in used for word in re.findall(r"\w+", path.read_text()))

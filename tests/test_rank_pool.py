@@ -1,5 +1,6 @@
 """The pool is a measuring instrument: it must report failures and hangs, and recover from both."""
 
+import logging
 import os
 import time
 import warnings
@@ -83,3 +84,14 @@ def test_failures_and_hangs_are_told_and_survived(two_ranks):
         two_ranks.run(a_place_to_hang, timeout_s=0.5)
     assert time.monotonic() - start < 45
     assert [total.item() for _, _, total in two_ranks.run(rank_and_sum, 1)] == [3.0, 3.0]
+
+
+def quiet():
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    return level
+
+
+def test_a_logger_that_a_test_makes_quiet_speaks_in_the_next(one_rank):
+    assert one_rank.run(quiet) == one_rank.run(quiet) != [logging.ERROR]

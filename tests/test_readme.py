@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from tests import toy
+from tests.checkout import ROOT, tracked_files
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".github", "conf", "lightning_hybrid", "recipes", "tests")  # not those in which programs write
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+PAGES = tracked_files("*.md")
+SOURCES = [path.as_posix() for path in tracked_files("*.py")]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted(path for folder in ("lightning_hybrid", "recipes") for path in (ROOT / folder).rglob("*.py"))
+from tests.checkout import ROOT, tracked_files
 
-
+SOURCES = [*tracked_files("lightning_hybrid/*.py"), *tracked_files("recipes/*.py")]
 UNSAFE_MODULES = ("pickle", "dill", "marshal", "shelve")
 
 

@@ -96,7 +96,7 @@ def test_what_a_loader_fills_again_is_read_before(num_workers):
         (ImageTrainLoader, True),
         (TrainLoader, True),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],
 )
 def test_which_loaders_read_ahead_themselves(loader, expected):
     assert _reads_ahead(loader) is expected

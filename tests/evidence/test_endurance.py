@@ -8,12 +8,13 @@ import mmap
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from lightning_hybrid.callbacks.run_report.curve import MAX_POINTS, Curve
-from tests.evidence.endurance import growth_report
+from tests.evidence.endurance import growth_report, process_watch
 from tests.evidence.endurance.process_watch import ProcessWatch, process_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,12 +73,24 @@ def test_a_watch_needs_a_whole_number_of_steps(tmp_path):
 
 
 def test_what_is_held_is_counted():
+    garbage = [b"x" * 2**25]
+    garbage.append(garbage)
+    del garbage  # not yet collected, as after a fit
     before = process_state()
     with open("/dev/null") as _, mmap.mmap(-1, 2**25) as held:  # pages that no process had before
         held[:: mmap.PAGESIZE] = bytes(2**25 // mmap.PAGESIZE)
         during = process_state()
     assert during["num_fds"] - before["num_fds"] == 1
     assert during["private_bytes"] - before["private_bytes"] > 0.9 * 2**25
+
+
+def test_pages_of_files_that_the_kernel_may_drop_are_not_held(monkeypatch):
+    fields, before = process_watch._fields, process_state()
+    for name, is_counted in (("Private_Clean", False), ("Private_Dirty", True), ("SwapPss", True)):
+        monkeypatch.setattr(
+            process_watch, "_fields", lambda path, name=name: Counter(fields(path)) + Counter({name: 2**20})
+        )
+        assert (process_state()["private_bytes"] - before["private_bytes"] > 2**29) == is_counted
 
 
 def test_a_curve_stays_small_and_keeps_its_ends_and_its_best():

@@ -61,6 +61,7 @@ def fail_on_rank_one():
     time.sleep(60)
 
 
+@pytest.mark.clock
 def test_links_have_the_rate_and_the_delay(slow):
     """Below is a matter of physics and exact; above is the machine's load, so generous."""
     (round_trip_s, transfer_s), _ = slow.call(transfer)

@@ -122,6 +122,7 @@ def test_quantiles_are_of_the_steps_and_the_seed_repeats_them():
     assert other.steps_s.tolist() != one.steps_s.tolist()
 
 
+@pytest.mark.clock
 def test_2048_ranks_and_100_steps_take_seconds():
     """The promise is 10 s on one core; it took 0.2 s, and less than 1.5 with the machine busy."""
     began_s = time.process_time()

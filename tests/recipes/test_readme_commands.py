@@ -7,16 +7,14 @@ import re
 import shlex
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from lightning_hybrid.data.images import imagenet
 from recipes.cli import config_check
+from tests.checkout import ROOT, tracked_files, tracked_in
 from tests.recipes.cli import fuzzed
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("lightning_hybrid", "conf", "recipes", "tests", ".github")
 PROGRAM = r"(?:python|torchrun|srun)\b[^`\n]*?(?:(recipes/[\w/]+)\.py|-m ((?:tests|recipes)[\w.]+))"
 OF_PACKAGE = r"(?:lightning-hybrid|-m lightning_hybrid) ([a-z][a-z-]*)"
 COMMAND = re.compile(rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)")
@@ -59,7 +57,7 @@ def overrides_of(arguments: str) -> list[str]:
 def cases() -> dict[tuple[str, str], str]:
     """Where each command stands, a command once."""
     found = dict[tuple[str, str], str]()
-    for path in [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]:
+    for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         of_page = [(SINCE_RENAMED.get(program, program), words) for program, words in commands(path.read_text())]
         found |= {command: str(path.relative_to(ROOT)) for command in of_page if command not in found}
     return found
@@ -90,4 +88,4 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
 
 def test_there_are_commands_of_every_program():
     programs = {program for program, _ in cases()}
-    assert {f"recipes.{path.stem}" for path in (ROOT / "recipes").glob("[!_]*.py")} <= programs
+    assert {f"recipes.{path.stem}" for path in tracked_in(ROOT / "recipes", "[!_]*.py")} <= programs

@@ -94,6 +94,15 @@ def test_every_launcher_of_pytorch_lightning_trains_the_same_model(name, tmp_pat
     assert toy.same_bits(expected, found)
 
 
+# A process that has imported torch, as if it had imported none of these.
+FORGET = """
+import sys
+ours = ("lightning", "lightning_fabric", "lightning_hybrid", "pytorch_lightning", "recipes", "tests")
+for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+    del sys.modules[name]
+sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__.partition(".")[0] not in ours]
+"""
+
 IMPORTS = """
 import sys
 {first}
@@ -108,11 +117,17 @@ print("lightning" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("first", ["pytorch_lightning", pytest.param("lightning_hybrid", marks=pytest.mark.long)])
-def test_either_import_may_come_first_and_the_other_lightning_is_not_imported(first, tmp_path):
+@pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.long)], ids=["forked", "fresh"])
+@pytest.mark.parametrize("first", ["pytorch_lightning", "lightning_hybrid"])
+def test_either_import_may_come_first_and_the_other_lightning_is_not_imported(first, is_fresh, tmp_path):
     second = "lightning_hybrid" if first == "pytorch_lightning" else "pytorch_lightning"
     script = IMPORTS.format(first=f"import {first}", second=f"import {second}")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=180)
+    (tmp_path / "imports.py").write_text(script if is_fresh else FORGET + script)
+    if is_fresh:
+        command = [sys.executable, "imports.py"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=180)
+    else:
+        done = run_program("imports.py", cwd=tmp_path)
     ours = ["pytorch_lightning"] * 2 + ["lightning_fabric"] * 2
     assert done.stdout.split() == [*ours, "False"], done.stderr[-2000:]
 

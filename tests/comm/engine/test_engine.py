@@ -68,6 +68,7 @@ def submit_before_the_other_rank():
     return submit_s, was_done, done_s, summary
 
 
+@pytest.mark.clock
 def test_submit_returns_before_the_sum_is_done(two_ranks):
     submit_s, was_done, done_s, summary = two_ranks.run(submit_before_the_other_rank)[0]
     assert not was_done

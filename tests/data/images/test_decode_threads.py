@@ -98,6 +98,7 @@ def test_threads_work_ahead_and_no_further_than_told():
     ahead.close()
 
 
+@pytest.mark.clock
 def test_the_next_batch_is_ready_before_the_step_ends():
     """With a step longer than loading a batch, waiting is what it costs to take a full batch: next to nothing."""
 

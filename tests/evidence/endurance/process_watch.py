@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 QUANTITIES = {
     "rss_bytes": "memory in RAM, shared pages counted whole",
     "pss_bytes": "the same, shared pages counted by the part that is this process's",
-    "private_bytes": "memory that no other process shares",
+    "private_bytes": "memory of this process alone, in RAM or swapped, without unchanged pages of files",
     "num_threads": "of the process, as the kernel counts them",
     "num_fds": "open file descriptors",
     "num_sockets": "those of them that are sockets",
@@ -49,14 +49,14 @@ def process_state() -> dict[str, float]:
             "`callbacks` (=endurance) needs /proc/self/smaps_rollup of Linux: memory and descriptors are read there. "
             "Leave `endurance` out of callbacks on this system."
         )
+    gc.collect()
     memory = _fields(me / "smaps_rollup")
     links = [_link(entry) for entry in os.listdir(me / "fd")]
-    gc.collect()
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return {
         "rss_bytes": memory["Rss"] * 1024,
         "pss_bytes": memory["Pss"] * 1024,
-        "private_bytes": (memory["Private_Clean"] + memory["Private_Dirty"]) * 1024,
+        "private_bytes": (memory["Private_Dirty"] + memory.get("SwapPss", 0)) * 1024,
         "num_threads": _fields(me / "status")["Threads"],
         "num_fds": len(links) - links.count(""),  # less the listing's own
         "num_sockets": sum(link.startswith("socket:") for link in links),

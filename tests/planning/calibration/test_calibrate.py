@@ -257,6 +257,7 @@ def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
     assert first.of("ping", "across").keys() == {4, 256, 4 * KIB, 16 * KIB}
 
 
+@pytest.mark.clock
 def test_one_node_has_no_link_between_nodes_and_the_time_limit_holds(two_ranks):
     """A tenth of a second is over before the warm-up is: hardly anything is left, and nothing waits for more."""
     found = two_ranks.run(measured_on_rank, 0.1, 2)[0]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -21,8 +20,8 @@ from recipes.benchmarks import compare
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, linear_8mib_shapes
 from recipes.benchmarks.report import Timing, cells, markdown, write_bench
 from recipes.cli import launch
+from tests.checkout import ROOT, tracked_files
 
-ROOT = Path(__file__).resolve().parents[3]
 SMALL = [
     "allreduce.max_bytes=4096",
     "allreduce.num_rounds=2",
@@ -154,7 +153,7 @@ def test_the_report_says_what_was_hidden(tmp_path):
 
 
 def test_the_picture_of_several_records_shows_every_arm_and_bound(tmp_path):
-    records = sorted((Path(__file__).parents[3] / "recipes" / "records" / "bench").glob("*_step_*"))
+    records = sorted({path.parent for path in tracked_files("recipes/records/bench/*_step_*/rows.jsonl")})
     found = [compare.steps_of(record) for record in records]
     figure = compare.picture(found)
     bars = [patch for axes in figure.axes for patch in axes.patches]

@@ -7,16 +7,15 @@ import runpy
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from recipes.cli import command_line, usage
+from tests.checkout import ROOT, tracked_in
 
-ROOT = Path(__file__).resolve().parents[3]
 HYDRA_PROGRAMS = sorted(
-    path.stem for path in (ROOT / "recipes").glob("[!_]*.py") if (ROOT / "conf" / f"{path.stem}.yaml").exists()
+    path.stem for path in tracked_in(ROOT / "recipes", "[!_]*.py") if (ROOT / "conf" / f"{path.stem}.yaml").exists()
 )
 
 

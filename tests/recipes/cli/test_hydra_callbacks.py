@@ -6,16 +6,16 @@ import io
 import logging
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from recipes.cli import launch, stdio
 from recipes.cli.hydra_callbacks import BeforeRun
+from tests.checkout import ROOT, tracked_in
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
-ENTRIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "job")
+CONF = ROOT / "conf"
+ENTRIES = sorted(path.stem for path in tracked_in(CONF, "*.yaml") if path.stem != "job")
 MARKER = "0123456789abcdef" * 3
 
 

@@ -1,7 +1,6 @@
 """conf/model: the keys are exactly the constructor's arguments, and each file builds what its name says."""
 
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from recipes.benchmarks.gradient_sets import alexnet_shapes, resnet50_shapes
+from tests.checkout import ROOT, tracked_in
 
-CONF = Path(__file__).parents[3] / "conf" / "model"
+CONF = ROOT / "conf" / "model"
 NUM_PARAMETERS = {"alexnet_bn_imagenet": 62_380_232, "alexnet": 61_100_840, "resnet50": 25_557_032}
 
 
@@ -30,7 +30,7 @@ def test_the_network_is_the_published_one(name):
 
 
 def test_every_file_is_known_here():
-    assert {path.stem for path in CONF.glob("*.yaml")} == {*NUM_PARAMETERS, "alexnet_bn"}
+    assert {path.stem for path in tracked_in(CONF, "*.yaml")} == {*NUM_PARAMETERS, "alexnet_bn"}
 
 
 def test_benchmarks_gradients_are_in_the_shapes_that_their_records_were_measured_with():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -16,10 +15,10 @@ from recipes.hyperparams.study import UNTESTED, Cell, Study, TunedAxis
 from recipes.hyperparams.study_report import Interval, complete, markdown, paired
 from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 from recipes.hyperparams.trial_pool import TrialPool
+from tests.checkout import ROOT, tracked_in
 from tests.recipes.hyperparams.planted import PlantedStudy
 
-ROOT = Path(__file__).resolve().parents[3]
-STUDIES = sorted(path.stem for path in (ROOT / "conf" / "study").glob("*.yaml"))
+STUDIES = sorted(path.stem for path in tracked_in(ROOT / "conf" / "study", "*.yaml"))
 TUNING = {"objective": "val/loss", "mode": "min", "num_points": 6, "seeds": [8, 9], "num_finalists": 2}
 SGD = {"overrides": ["optim=sgd"], "lr": [0.05, 0.8]}
 STUDY = {

@@ -8,7 +8,6 @@ import re
 import statistics
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,20 +20,21 @@ from torch import nn
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.models import ResNet, forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
+from recipes.planning import memory_report
 from recipes.planning.gradient_timing import time_gradients
 from recipes.planning.layers import layers_of, measured_work, work_of
 from recipes.planning.scaling_curve import scaling_point
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
 from recipes.planning.simulate_report import SimulationReport
+from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.compression_rows import CASES
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import published_rows
 from tests.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[3]
 RECORDS = ROOT / "recipes" / "records" / "simulate"
-NAMES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
 
 
 def scenario(num_nodes=16, **more):
@@ -85,7 +85,25 @@ def test_one_command_plans_a_run(tmp_path):
     assert done.stdout.rstrip().endswith(f"written to {tmp_path}")
 
 
+def measured_once(measure):
+    """The measurement of a network, which takes a second, of each network and question once."""
+    known = {}
+
+    def of(model, image_shape, **ask):
+        key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
+        if key not in known:
+            known[key] = measure(model, image_shape, **ask)
+        return known[key]
+
+    return of
+
+
+MEASURES = {name: measured_once(getattr(memory_report, name)) for name in ("blocks_of", "step_bytes")}
+
+
 def reported(monkeypatch, *overrides) -> SimulationReport:
+    for name, measure in MEASURES.items():
+        monkeypatch.setattr(memory_report, name, measure)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("simulate", overrides=["run_dir=/nowhere", *overrides], return_hydra_config=True)
     monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
