@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm.health.diagnosis import differing
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.strategy.arguments import Planner
@@ -148,6 +151,12 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
             "`automatic_optimization` (=False) must be True in a pipeline: the schedule runs forward and backward of "
             "all micro-batches together, so a `training_step` cannot call them itself."
         )
+    if trainer.strategy._layer_sync is not None:
+        raise misconfiguration(
+            "`sync_batchnorm` (=True) must be False in a pipeline: each micro-batch normalises by its own statistics, as "
+            "batches of an accumulation do. Leave trainer.sync_batchnorm out; larger micro-batches are strategy."
+            "num_microbatches, smaller."
+        )
     if precision not in PRECISIONS:
         raise misconfiguration(
             f"`precision` (={precision!r}) must be one of {', '.join(PRECISIONS)} in a pipeline: others were not "
@@ -156,6 +165,8 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
 
 
 _CALLBACKS_REFUSED = {
+    "BaseFinetuning": "it hands layers of a whole network to the optimizer while it runs. Set `requires_grad` of what is "
+    "frozen in `__init__`, and thaw between two fits",
     "GradientAccumulationScheduler": "micro-batches are its accumulation. Set strategy.num_microbatches",
     "ModelPruning": "it ranks the weights of a whole network. Prune before or after",
     "StochasticWeightAveraging": "it copies the weights of a whole network. Take Lightning's WeightAveraging",
@@ -171,6 +182,23 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     for name, why in _CALLBACKS_REFUSED.items():
         if any(isinstance(one, lightning_types(f"pytorch.callbacks.{name}")) for one in callbacks):
             raise misconfiguration(f"`callbacks` (with {name}) cannot be combined with a pipeline: {why}.")
+
+
+def compare_plans(blocks: Sequence[nn.Module], **own: Any) -> None:
+    """Compare what makes up a pipeline over all ranks. Collective: every rank of WORLD.
+
+    Raises:
+        ValueError: on every rank, with what differs.
+    """
+    shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()] for block in blocks]
+    own["blocks"] = f"{len(blocks)} of {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    if difference := differing(found):
+        raise ValueError(
+            f"The plan of a pipeline must be the same on all ranks: {difference}. Stages would send what others do "
+            "not expect. Give every rank the same `strategy` options and the same network."
+        )
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.pipeline.arguments import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
-from lightning_hybrid.pipeline.whole_state import share_
+from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
 
 
 class CutModel:
@@ -33,20 +35,22 @@ class CutModel:
         self, module: Any, of: str, *, places: Sequence[int], ranks: PipelineRanks, device: torch.device
     ) -> None:
         self._module, self._of, self._device = module, of, device
-        self._places, self.blocks = places, blocks_of(module, of)
+        self.places, self.blocks = places, blocks_of(module, of)
         share_(_tensors(self.blocks), owner=0, device=device)
         self._owner_of = [
             ranks.pipelines[0][stage % ranks.num_ranks]
             for stage in range(ranks.num_stages)
             for _ in range(places[stage], places[stage + 1])
         ]
-        mine = ranks.pipelines[0][ranks.position]
+        self._mine = mine = ranks.pipelines[0][ranks.position]
         self._others = []
         for root, some in ((module, self.blocks), *self._averages()):
             others = [block for block, owner in self._owned(some) if owner != mine]
             own = [block for block, owner in self._owned(some) if owner == mine]
             modules = [each for block in others for each in block.modules()]
             self._others.append(OtherStages(modules, needed=_buffers_of(root, own, others)))
+            if root is module:
+                self.guard = StateDictGuard(modules)
 
     def _owned(self, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, int]]:
         return zip(blocks, self._owner_of, strict=True)
@@ -60,12 +64,39 @@ class CutModel:
 
     def stage(self, number: int) -> list[nn.Module]:
         """Return the blocks of a stage."""
-        return self.blocks[self._places[number] : self._places[number + 1]]
+        return self.blocks[self.places[number] : self.places[number + 1]]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Take the tensors of other ranks out of the module, so that it can be moved."""
         with self._others[0].hidden():
+            yield
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """What parameters and buffers of other stages would take here."""
+        return sum(meta.numel() * meta.element_size() for meta in self._others[0].tensors)
+
+    def sent_to_first(self, ranks: PipelineRanks, group: Any) -> list[list[Tensor]]:
+        """Return the tensors of each block of other ranks on the first one, in host memory. Collective: a pipeline."""
+        received, (first, *_) = list[list[Tensor]](), ranks.pipelines[ranks.data_rank]
+        for block, owner in self._owned(self.blocks):
+            source = owner + first  # `owner`: in the first pipeline
+            if ranks.rank == source != first:
+                dist.send_object_list([[each.detach().cpu() for each in _tensors([block])]], dst=first, group=group)
+            elif ranks.rank == first != source:
+                message: list[Any] = [None]
+                dist.recv_object_list(message, src=source, group=group)
+                received += message
+        return received
+
+    @contextmanager
+    def filled(self, received: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        """Let the module hold what `sent_to_first` returned, inside."""
+        others = [block for block, owner in self._owned(self.blocks) if owner != self._mine]
+        now = [each for block in others for each in _tensors([block])]
+        values = [each.to(self._device) for some in received for each in some]
+        with self._others[0].filled(dict(zip(map(id, now), values, strict=True))):
             yield
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
@@ -75,6 +106,7 @@ class CutModel:
         for blocks in (self.blocks, *(blocks for _, blocks in self._averages())):
             for block, owner in self._owned(blocks):
                 share_(_tensors([block]), owner=owner, device=self._device)
+        self.guard.remove()
 
     @contextmanager
     def ignored_by_ddp(self) -> Iterator[None]:
@@ -89,6 +121,32 @@ class CutModel:
             del module._ddp_params_and_buffers_to_ignore
             if before is not None:
                 module._ddp_params_and_buffers_to_ignore = before
+
+
+_NOTES = {
+    r"\bmeta\b.*(tensor|device)|(tensor|device).*\bmeta\b": (
+        "This rank holds {stages} of a pipeline alone: while it runs, parameters of other stages are on the meta device. "
+        "Call the network in `training_step`, `validation_step`, `test_step` or `predict_step`, on all ranks, or after "
+        "the run; read whole weights from the file that `trainer.save_checkpoint(path)` writes."
+    ),
+    r"not have been used in the graph|does not require grad": (
+        "In a pipeline the network's input is not connected to its output in `training_step`: each stage has a graph of "
+        "its own, and what is logged is computed without gradients. A loss of gradients with respect to the input, as a "
+        "gradient penalty, cannot be trained: take `strategy='hybrid_allreduce'`."
+    ),
+}
+
+
+def add_cause(error: BaseException, *, stages: str) -> None:
+    """Add to torch's errors about what a pipeline has elsewhere why it is so. `stages`: of this rank, in words.
+
+    >>> add_cause(error := NotImplementedError("Cannot copy out of meta tensor; no data!"), stages="stage 0 of 2")
+    >>> error.__notes__[0][:32]
+    'This rank holds stage 0 of 2 of '
+    """
+    for pattern, note in _NOTES.items():
+        if isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE | re.DOTALL):
+            error.add_note(note.format(stages=stages))
 
 
 @contextmanager

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+
+from lightning_hybrid.lightning_names import lightning_types
 
 
 def clip_by_norm_over_stages(
@@ -32,3 +38,48 @@ def clip_by_norm_over_stages(
     total = torch.linalg.vector_norm(norms[has > 0])
     coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, coefficient)
+
+
+@contextmanager
+def own_clipping_refused(module: Any) -> Iterator[None]:
+    """Let a `configure_gradient_clipping` of the module's own change gradients by `self.clip_gradients` alone.
+
+    Raises:
+        RuntimeError: in the hook, it changed them otherwise.
+    """
+    name = "configure_gradient_clipping"
+    if any(getattr(type(module), name) is getattr(kind, name) for kind in lightning_types("pytorch.LightningModule")):
+        yield
+        return
+    hook, clip, before = getattr(module, name), module.clip_gradients, list[tuple[int, int]]()
+
+    def check(optimizer: Optimizer) -> None:
+        if before != _versions(optimizer):
+            raise RuntimeError(
+                f"`{name}` changed gradients by other means than `self.clip_gradients`: a rank has those of its own "
+                "stages, so a norm of them is not the network's. Call `self.clip_gradients(optimizer, "
+                "gradient_clip_val=..., gradient_clip_algorithm=...)`, which clips by the norm over all stages."
+            )
+
+    def checked_clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        check(optimizer)
+        clip(optimizer, *args, **kwargs)
+        before[:] = _versions(optimizer)
+
+    def checked_hook(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        before[:] = _versions(optimizer)
+        hook(optimizer, *args, **kwargs)
+        check(optimizer)
+
+    own = {name: checked_hook, "clip_gradients": checked_clip}
+    module.__dict__.update(own)
+    try:
+        yield
+    finally:
+        for each in own:
+            del module.__dict__[each]
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

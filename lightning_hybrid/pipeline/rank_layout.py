@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,6 +140,24 @@ class OtherStages:
             yield
         finally:
             for table, name, _, meta in self._kept:
+                table[name] = meta
+
+    @contextmanager
+    def filled(self, values: Mapping[int, Tensor]) -> Iterator[None]:
+        """Hold these values inside: by id of the tensor that is in a module now, on the device of the run."""
+        before = [(table, name, table[name]) for table, name, _, _ in self._kept]
+        made = {
+            id(meta): nn.Parameter(values[id(meta)], meta.requires_grad)
+            if isinstance(meta, nn.Parameter)
+            else values[id(meta)]
+            for _, _, meta in before
+        }
+        try:
+            for table, name, meta in before:
+                table[name] = made[id(meta)]
+            yield
+        finally:
+            for table, name, meta in before:
                 table[name] = meta
 
     def restore(self, values: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:

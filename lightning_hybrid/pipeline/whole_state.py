@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
+
+
+_NOT_WHOLE = (
+    "`state_dict()` (or `torch.save` of a module) has the tensors of this rank's stages alone while a pipeline runs: the "
+    "file would be empty for others. Call `trainer.save_checkpoint(path)` on every rank; its `state_dict` entry is the "
+    "whole network's. Or save after the run, when the module is whole on every rank."
+)
 
 
 @torch.no_grad()
@@ -80,6 +88,43 @@ def without_others(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[s
     """Return an optimizer's state for the parameters that are here."""
     own = {number: value for number, value in state["state"].items() if not parameters[number].is_meta}
     return {**state, "state": own}
+
+
+class StateDictGuard:
+    """Refuses state dicts of blocks of other stages but those of `allowed`; a hook before them, until `remove`."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._num_allowed = 0
+        self._handles = [module.register_state_dict_pre_hook(self) for module in modules]
+
+    def __call__(self, *_: Any) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: it is not inside of `allowed`.
+        """
+        if not self._num_allowed:
+            raise RuntimeError(_NOT_WHOLE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictGuard:
+        return self  # a copy of the module has no more than the module
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(_NOT_WHOLE)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let state dicts hold what this rank has."""
+        self._num_allowed += 1
+        try:
+            yield
+        finally:
+            self._num_allowed -= 1
+
+    def remove(self) -> None:
+        """Refuse no more."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _module_states(checkpoint: Mapping[str, Any]) -> list[str]:
