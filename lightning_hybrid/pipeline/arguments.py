@@ -153,9 +153,8 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
         )
     if trainer.strategy._layer_sync is not None:
         raise misconfiguration(
-            "`sync_batchnorm` (=True) must be False in a pipeline: each micro-batch normalises by its own statistics, as "
-            "batches of an accumulation do. Leave trainer.sync_batchnorm out; larger micro-batches are strategy."
-            "num_microbatches, smaller."
+            "`sync_batchnorm` (=True) must be False in a pipeline: each micro-batch has statistics of its own, as "
+            "batches of an accumulation have. Leave trainer.sync_batchnorm out, or set a smaller strategy.num_microbatches."
         )
     if precision not in PRECISIONS:
         raise misconfiguration(
@@ -165,8 +164,7 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
 
 
 _CALLBACKS_REFUSED = {
-    "BaseFinetuning": "it hands layers of a whole network to the optimizer while it runs. Set `requires_grad` of what is "
-    "frozen in `__init__`, and thaw between two fits",
+    "BaseFinetuning": "it hands layers of a whole network to the optimizer. Set `requires_grad`, and thaw between fits",
     "GradientAccumulationScheduler": "micro-batches are its accumulation. Set strategy.num_microbatches",
     "ModelPruning": "it ranks the weights of a whole network. Prune before or after",
     "StochasticWeightAveraging": "it copies the weights of a whole network. Take Lightning's WeightAveraging",

@@ -42,7 +42,7 @@ class CutModel:
             for stage in range(ranks.num_stages)
             for _ in range(places[stage], places[stage + 1])
         ]
-        self._mine = mine = ranks.pipelines[0][ranks.position]
+        mine = ranks.pipelines[0][ranks.position]
         self._others = []
         for root, some in ((module, self.blocks), *self._averages()):
             others = [block for block, owner in self._owned(some) if owner != mine]
@@ -77,26 +77,18 @@ class CutModel:
         """What parameters and buffers of other stages would take here."""
         return sum(meta.numel() * meta.element_size() for meta in self._others[0].tensors)
 
-    def sent_to_first(self, ranks: PipelineRanks, group: Any) -> list[list[Tensor]]:
-        """Return the tensors of each block of other ranks on the first one, in host memory. Collective: a pipeline."""
-        received, (first, *_) = list[list[Tensor]](), ranks.pipelines[ranks.data_rank]
-        for block, owner in self._owned(self.blocks):
-            source = owner + first  # `owner`: in the first pipeline
-            if ranks.rank == source != first:
-                dist.send_object_list([[each.detach().cpu() for each in _tensors([block])]], dst=first, group=group)
-            elif ranks.rank == first != source:
-                message: list[Any] = [None]
-                dist.recv_object_list(message, src=source, group=group)
-                received += message
-        return received
-
     @contextmanager
-    def filled(self, received: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Let the module hold what `sent_to_first` returned, inside."""
-        others = [block for block, owner in self._owned(self.blocks) if owner != self._mine]
-        now = [each for block in others for each in _tensors([block])]
-        values = [each.to(self._device) for some in received for each in some]
-        with self._others[0].filled(dict(zip(map(id, now), values, strict=True))):
+    def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
+        """Let the first rank of a pipeline hold the whole network, inside. Collective: every rank of that pipeline."""
+        values, peers = dict[int, Tensor](), ranks.pipelines[ranks.data_rank]
+        for block, position in self._owned(self.blocks):
+            tensors, message = _tensors([block]), list[Any]([None])
+            if 0 < position == ranks.position:
+                dist.send_object_list([[each.detach().cpu() for each in tensors]], dst=peers[0], group=group)
+            elif 0 < position != ranks.position == 0:
+                dist.recv_object_list(message, src=peers[position], group=group)
+                values |= dict(zip(map(id, tensors), message[0], strict=True))
+        with self._others[0].filled(values, self._device):
             yield
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
@@ -125,25 +117,19 @@ class CutModel:
 
 _NOTES = {
     r"\bmeta\b.*(tensor|device)|(tensor|device).*\bmeta\b": (
-        "This rank holds {stages} of a pipeline alone: while it runs, parameters of other stages are on the meta device. "
-        "Call the network in `training_step`, `validation_step`, `test_step` or `predict_step`, on all ranks, or after "
-        "the run; read whole weights from the file that `trainer.save_checkpoint(path)` writes."
+        "This rank holds {stages} of a pipeline alone; while it runs, parameters of other stages are on the meta "
+        "device. Call the network in `training_step`, validation, test or prediction, on all ranks, or after the run; whole "
+        "weights are in the file that `trainer.save_checkpoint(path)` writes."
     ),
     r"not have been used in the graph|does not require grad": (
-        "In a pipeline the network's input is not connected to its output in `training_step`: each stage has a graph of "
-        "its own, and what is logged is computed without gradients. A loss of gradients with respect to the input, as a "
-        "gradient penalty, cannot be trained: take `strategy='hybrid_allreduce'`."
+        "In a pipeline the network's input is not connected to its output in `training_step`: each stage has a graph "
+        "of its own. A gradient penalty cannot be trained; take strategy='hybrid_allreduce'."
     ),
 }
 
 
 def add_cause(error: BaseException, *, stages: str) -> None:
-    """Add to torch's errors about what a pipeline has elsewhere why it is so. `stages`: of this rank, in words.
-
-    >>> add_cause(error := NotImplementedError("Cannot copy out of meta tensor; no data!"), stages="stage 0 of 2")
-    >>> error.__notes__[0][:32]
-    'This rank holds stage 0 of 2 of '
-    """
+    """Add to torch's errors why a tensor or a graph is not here. `stages`: of this rank, in words."""
     for pattern, note in _NOTES.items():
         if isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE | re.DOTALL):
             error.add_note(note.format(stages=stages))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,44 +43,38 @@ def clip_by_norm_over_stages(
 
 @contextmanager
 def own_clipping_refused(module: Any) -> Iterator[None]:
-    """Let a `configure_gradient_clipping` of the module's own change gradients by `self.clip_gradients` alone.
+    """Let a `configure_gradient_clipping` of the module's own change gradients by `self.clip_gradients` alone."""
+    name, kinds = "configure_gradient_clipping", lightning_types("pytorch.LightningModule")
+    hook, clip, before = getattr(module, name), module.clip_gradients, list[Any]()
 
-    Raises:
-        RuntimeError: in the hook, it changed them otherwise.
-    """
-    name = "configure_gradient_clipping"
-    if any(getattr(type(module), name) is getattr(kind, name) for kind in lightning_types("pytorch.LightningModule")):
-        yield
-        return
-    hook, clip, before = getattr(module, name), module.clip_gradients, list[tuple[int, int]]()
-
-    def check(optimizer: Optimizer) -> None:
-        if before != _versions(optimizer):
-            raise RuntimeError(
-                f"`{name}` changed gradients by other means than `self.clip_gradients`: a rank has those of its own "
-                "stages, so a norm of them is not the network's. Call `self.clip_gradients(optimizer, "
-                "gradient_clip_val=..., gradient_clip_algorithm=...)`, which clips by the norm over all stages."
-            )
-
-    def checked_clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        check(optimizer)
-        clip(optimizer, *args, **kwargs)
+    def checked(run: Any, is_inner: bool, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        # Before Lightning's, nothing has changed since the hook began; after the hook, nothing since Lightning's ended.
+        if is_inner:
+            _refuse_changed(before, optimizer)
+            run(optimizer, *args, **kwargs)
         before[:] = _versions(optimizer)
+        if not is_inner:
+            run(optimizer, *args, **kwargs)
+            _refuse_changed(before, optimizer)
 
-    def checked_hook(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        before[:] = _versions(optimizer)
-        hook(optimizer, *args, **kwargs)
-        check(optimizer)
-
-    own = {name: checked_hook, "clip_gradients": checked_clip}
+    own = {name: partial(checked, hook, False), "clip_gradients": partial(checked, clip, True)}
+    if any(getattr(type(module), name) is getattr(kind, name) for kind in kinds):
+        own = {}
     module.__dict__.update(own)
-    try:
-        yield
-    finally:
-        for each in own:
-            del module.__dict__[each]
+    yield
+    for each in own:
+        del module.__dict__[each]
 
 
-def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+def _refuse_changed(before: list[Any], optimizer: Optimizer) -> None:
+    if before != _versions(optimizer):
+        raise RuntimeError(
+            "`configure_gradient_clipping` changed gradients by other means than `self.clip_gradients`: a rank has "
+            "those of its own stages, so their norm is not the network's. Call `self.clip_gradients(optimizer, "
+            "gradient_clip_val=..., gradient_clip_algorithm=...)`, which clips by the norm over all stages."
+        )
+
+
+def _versions(optimizer: Optimizer) -> list[Any]:
     gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -192,8 +191,8 @@ def microbatches(batch: Any, num: int) -> list[Any]:
         # In each micro-batch whole, it would count `num` times, and its rows would not be those of the samples.
         raise ValueError(
             f"Tensors of a batch must have one first dimension in a pipeline (= {size} in the first of them, "
-            f"{', '.join(map(str, sorted(different)))} in others): it is cut into micro-batches there. Give loaders that "
-            "`CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
+            f"{', '.join(map(str, sorted(different)))} in others): it is cut into micro-batches there. Give loaders "
+            "that `CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
         )
     return cut
 
@@ -277,6 +276,11 @@ class Muting:
         self._module = module
         self._copies = [(parent, name, metric, _copy_of(metric)) for parent, name, metric in metrics_in(module)]
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those of the metrics."""
+        return [buffer for _, _, metric, _ in self._copies for buffer in metric.buffers()]
+
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Mute `log`, `log_dict` and the metrics inside; refuse `all_gather`, which only one stage would call."""
@@ -301,20 +305,6 @@ def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
             found.append((module, name, child))
         else:
             found += metrics_in(child)
-    return found
-
-
-def logged_apart(logged: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return which values differ among the stages that logged them.
-
-    >>> logged_apart([{"loss": 1.0, "norm": 2.0}, {"loss": 1.0, "norm": 3.0, "own": 1.0}])
-    ['norm (= 2, 3)']
-    """
-    found = []
-    for name in logged[0]:
-        values = [each[name] for each in logged if name in each]
-        if not all(math.isclose(value, values[0], rel_tol=1e-4) or value != value for value in values):
-            found.append(f"{name} (= {', '.join(f'{value:.4g}' for value in values)})")
     return found
 
 

@@ -143,18 +143,16 @@ class OtherStages:
                 table[name] = meta
 
     @contextmanager
-    def filled(self, values: Mapping[int, Tensor]) -> Iterator[None]:
-        """Hold these values inside: by id of the tensor that is in a module now, on the device of the run."""
-        before = [(table, name, table[name]) for table, name, _, _ in self._kept]
-        made = {
-            id(meta): nn.Parameter(values[id(meta)], meta.requires_grad)
-            if isinstance(meta, nn.Parameter)
-            else values[id(meta)]
-            for _, _, meta in before
-        }
+    def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
+        """Hold values inside: by id of the tensor that is in a module now."""
+        before, made = [(table, name, table[name]) for table, name, _, _ in self._kept], dict[int, Tensor]()
+        for _, _, meta in before:
+            if id(meta) in values:
+                value = values[id(meta)].to(device)
+                made[id(meta)] = nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
         try:
             for table, name, meta in before:
-                table[name] = made[id(meta)]
+                table[name] = made.get(id(meta), meta)
             yield
         finally:
             for table, name, meta in before:

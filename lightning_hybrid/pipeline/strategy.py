@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,14 +29,13 @@ from lightning_hybrid.pipeline.arguments import (
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages, own_clipping_refused
-from lightning_hybrid.pipeline.outputs import forward_replaced, logged_apart, single_metrics
+from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
 from lightning_hybrid.pipeline.training import NUM_COMPARED, Stages, TrainingStep
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.registration import PIPELINE_NAME, register_names
@@ -96,7 +94,6 @@ class HybridPipelineMixin(DataRanksMixin):
         self._data_engine: CommEngine | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
-        self._has_compared_logs = False
         self._until_teardown = ExitStack()
         super().__init__(**{"tune": "off", **options})
 
@@ -265,18 +262,10 @@ class HybridPipelineMixin(DataRanksMixin):
         return result
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `hybrid_allreduce`; warn of values that hooks have logged in the first step, if stages' differ."""
+        """Step as `hybrid_allreduce`; look at what hooks have logged."""
         result = super().optimizer_step(*args, **kwargs)
-        if not self._has_compared_logs:
-            self._has_compared_logs = True
-            results: Any = self._here.module.trainer._results
-            logged = {one.meta.name: float(one.value) for one in results.values() if one.is_tensor}
-            if apart := logged_apart(self._here.told(logged)):
-                rank_zero_warn(
-                    f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of "
-                    "`training_step` a hook sees gradients and weights of its own stages alone, and loggers write those "
-                    "of rank zero: a norm is not the network's."
-                )
+        assert self._training is not None
+        self._training.compare_logged(self._here.module.trainer._results)
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,17 +307,9 @@ class HybridPipelineMixin(DataRanksMixin):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return what this rank has; `save_checkpoint` brings it together."""
-        with self._own_state():
+        with self.run_status.own_state():
             state: dict[str, Any] = super().lightning_module_state_dict()
         return state
-
-    @property
-    def run_status(self) -> RunStatus:
-        """What callbacks may know of the run."""
-        return dataclasses.replace(super().run_status, own_state=self._own_state)
-
-    def _own_state(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._cut is None else self._cut.guard.allowed()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
@@ -380,7 +361,6 @@ class HybridPipelineMixin(DataRanksMixin):
             if self._stages is not None:
                 self._release(self._stages)
             self._stages = self._training = self._groups = None
-            self._has_compared_logs = False
             cut, self._cut = self._cut, None
             with nullcontext() if cut is None else cut.hidden():
                 super().teardown()

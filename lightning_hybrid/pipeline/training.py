@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
 from lightning_hybrid.pipeline.loss_check import (
-    WholeLoss,
     check_loss,
     free_bytes,
     in_stages,
     loss_of_whole,
-    marks_outside,
-    moved,
     put_back,
 )
 from lightning_hybrid.pipeline.outputs import (
@@ -170,7 +167,7 @@ class TrainingStep:
         self._num_rows, self._has_warned = 0, False
         self._eps = torch.finfo(torch.float32 if masters is None else masters.dtype).eps
         # Until the first step: the loss in one piece on the first rank, and in stages on the last.
-        self._is_first_step, self._loss_in_stages = True, math.nan
+        self._is_first_step, self._has_compared_logs, self._loss_in_stages = True, False, math.nan
         fits = torch.tensor(float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device)
         stages.watchdog.wait_for(lambda: dist.all_reduce(fits, dist.ReduceOp.MIN))
         self._fits = bool(fits)
@@ -216,31 +213,45 @@ class TrainingStep:
             self._compare(whole)
         return output
 
-    def _loss_in_one_piece(self) -> WholeLoss:
+    def _loss_in_one_piece(self) -> float | str:
         stages, cut = self._stages, self._cut
         if not self._fits:
-            return WholeLoss(unknown_as="there is no memory for it on one rank")
-        group = stages.groups.agree
-        received = stages.watchdog.wait_for(lambda: cut.sent_to_first(stages.ranks, group))
-        if not stages.ranks.is_first:
-            return WholeLoss()
+            return "there is no memory for the whole network on one rank"
 
         def run() -> Tensor:
             apart = in_stages(stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage))
             with self.draws(0), self._muting.muted(), apart:
                 return loss_in(stages.module.training_step(own_copy(self._parts[0]), *self._rest)).detach()
 
-        return loss_of_whole(stages.module, stages.net, cut.filled(received), run, eps=self._eps)
+        whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
+        if stages.ranks.is_first:
+            return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
+        with whole:
+            return ""  # the first rank's counts
 
-    def _compare(self, whole: WholeLoss) -> None:
+    def _compare(self, whole: float | str) -> None:
         self._is_first_step = False
         (whole, _), *_, (_, in_stages) = self._stages.told((whole, self._loss_in_stages))
-        if whole.unknown_as:
-            rank_zero_info(
-                "pipeline: the loss in stages was not compared with that of the whole network: "
-                f"{whole.unknown_as:.300}. What does not go from stage to stage would be left out in silence."
+        if not isinstance(whole, str):
+            check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
+            return
+        rank_zero_info(
+            f"pipeline: the loss of `training_step` in stages was not compared with that of the whole network: {whole}"
+        )
+
+    def compare_logged(self, results: Mapping[str, Any]) -> None:
+        """Warn of values that hooks have logged until the first step, if stages' differ. Collective, once."""
+        if self._has_compared_logs:
+            return
+        self._has_compared_logs = True
+        found = self._stages.told({each.meta.name: f"{each.value:.4g}" for each in results.values() if each.is_tensor})
+        values = {name: [each[name] for each in found if name in each] for name in found[0]}
+        if apart := [f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1]:
+            rank_zero_warn(
+                f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of `training_step` "
+                "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a norm "
+                "is not the network's."
             )
-        check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
 
     @contextmanager
     def on_whole_batch(self, output: Tensor) -> Iterator[None]:
@@ -261,11 +272,10 @@ class TrainingStep:
             return output
 
         # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
-        module, net = self._stages.module, self._stages.net
-        before = marks_outside(module, net)
-        with self.draws(None) as has_drawn, forward_replaced(net, forward):
+        before = self._buffers_outside()
+        with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
             yield
-            if names := moved(before, marks_outside(module, net)):
+            if names := [name for name, mark in self._buffers_outside().items() if mark != before.get(name)]:
                 raise ValueError(
                     f"Buffers outside of the network (`{'`, `'.join(names[:3])}`) must not be moved in `training_step` "
                     "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
@@ -279,6 +289,12 @@ class TrainingStep:
                     "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
                     "the loader, or log in validation."
                 )
+
+    def _buffers_outside(self) -> dict[str, tuple[int, int]]:
+        # An identity and a count of writes: no memory is read. Metrics are muted, or count the whole batch.
+        inside = set(map(id, (*self._stages.net.buffers(), *self._muting.buffers)))
+        named = self._stages.module.named_buffers()
+        return {name: (id(each), each._version) for name, each in named if id(each) not in inside}
 
     def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
         from lightning_hybrid.pipeline.stage import CheckedStage, StageSetting, schedule_of  # here: it takes a second

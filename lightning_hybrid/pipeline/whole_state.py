@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_map
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 
-
 _NOT_WHOLE = (
-    "`state_dict()` (or `torch.save` of a module) has the tensors of this rank's stages alone while a pipeline runs: the "
-    "file would be empty for others. Call `trainer.save_checkpoint(path)` on every rank; its `state_dict` entry is the "
-    "whole network's. Or save after the run, when the module is whole on every rank."
+    "`state_dict()`, or `torch.save` of a module, has this rank's stages alone while a pipeline runs. Call "
+    "`trainer.save_checkpoint(path)` on every rank, whose `state_dict` entry is whole; or save after the run, when the "
+    "module is whole on every rank."
 )
 
 
@@ -91,7 +90,7 @@ def without_others(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[s
 
 
 class StateDictGuard:
-    """Refuses state dicts of blocks of other stages but those of `allowed`; a hook before them, until `remove`."""
+    """A hook before state dicts of blocks of other stages, which refuses them outside of `allowed`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._num_allowed = 0
