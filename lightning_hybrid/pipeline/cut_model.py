@@ -118,8 +118,8 @@ class CutModel:
 _NOTES = {
     r"\bmeta\b.*(tensor|device)|(tensor|device).*\bmeta\b": (
         "This rank holds {stages} of a pipeline alone; while it runs, parameters of other stages are on the meta "
-        "device. Call the network in `training_step`, validation, test or prediction, on all ranks, or after the run; whole "
-        "weights are in the file that `trainer.save_checkpoint(path)` writes."
+        "device. Call the network in `training_step`, validation, test or prediction, on all ranks, or after the run; "
+        "whole weights are in the file that `trainer.save_checkpoint(path)` writes."
     ),
     r"not have been used in the graph|does not require grad": (
         "In a pipeline the network's input is not connected to its output in `training_step`: each stage has a graph "

@@ -118,7 +118,7 @@ def in_stages(
     places: Sequence[int],
     draws: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Let the blocks of each stage draw inside of `draws(stage)`, where the whole network runs. `places`: first ones."""
+    """Let the blocks of a stage, where the whole network runs, draw inside of `draws(stage)`. `places`: first blocks."""
     number = 0  # of the next block
     with ExitStack() as handles, ExitStack() as current:
 

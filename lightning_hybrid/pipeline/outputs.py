@@ -276,11 +276,6 @@ class Muting:
         self._module = module
         self._copies = [(parent, name, metric, _copy_of(metric)) for parent, name, metric in metrics_in(module)]
 
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Those of the metrics."""
-        return [buffer for _, _, metric, _ in self._copies for buffer in metric.buffers()]
-
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Mute `log`, `log_dict` and the metrics inside; refuse `all_gather`, which only one stage would call."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,7 +122,7 @@ class Stages:
         """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
         x = only_tensor(args, kwargs)
         given = (tuple(x.shape), x.dtype)  # not its layout: the first stage's is taken
-        digest = int.from_bytes(hashlib.blake2b(repr(given).encode(), digest_size=7).digest(), "little")
+        digest = digest_of(x, with_values=False)
         self.agree("The input of the network", digest, lambda: "{} of {}".format(*given))
         # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
         num = self.num_microbatches if self.ranks.stages_per_rank == 1 and len(x) % self.num_microbatches == 0 else 1
@@ -190,8 +189,7 @@ class TrainingStep:
         shapes = digest_of(batch, with_values=False)
         stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
         whole = self._loss_in_one_piece() if self._is_first_step else None
-        with put_back(stages.module) if stages.ranks.is_first else nullcontext():
-            boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
+        boundaries = stages.boundaries((shapes, "training"), self._boundary)
         self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
         if shapes not in self._schedules:
             # That of the last shapes alone: each holds memory for the messages of all micro-batches.
@@ -249,8 +247,8 @@ class TrainingStep:
         if apart := [f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1]:
             rank_zero_warn(
                 f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of `training_step` "
-                "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a norm "
-                "is not the network's."
+                "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a "
+                "norm is not the network's."
             )
 
     @contextmanager
@@ -275,7 +273,12 @@ class TrainingStep:
         before = self._buffers_outside()
         with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
             yield
-            if names := [name for name, mark in self._buffers_outside().items() if mark != before.get(name)]:
+            after, none = self._buffers_outside(), (None, 0)
+            if names := [
+                name
+                for name, (buffer, num) in after.items()
+                if before.get(name, none)[0] is not buffer or before[name][1] != num
+            ]:
                 raise ValueError(
                     f"Buffers outside of the network (`{'`, `'.join(names[:3])}`) must not be moved in `training_step` "
                     "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
@@ -290,11 +293,10 @@ class TrainingStep:
                     "the loader, or log in validation."
                 )
 
-    def _buffers_outside(self) -> dict[str, tuple[int, int]]:
-        # An identity and a count of writes: no memory is read. Metrics are muted, or count the whole batch.
-        inside = set(map(id, (*self._stages.net.buffers(), *self._muting.buffers)))
-        named = self._stages.module.named_buffers()
-        return {name: (id(each), each._version) for name, each in named if id(each) not in inside}
+    def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
+        # With their counts of writes: no memory is read.
+        inside, named = set(map(id, self._stages.net.buffers())), self._stages.module.named_buffers()
+        return {name: (each, each._version) for name, each in named if id(each) not in inside}
 
     def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
         from lightning_hybrid.pipeline.stage import CheckedStage, StageSetting, schedule_of  # here: it takes a second
@@ -325,6 +327,10 @@ class TrainingStep:
         """
         own = (-1 if number is None else number, -1 if stage is None else stage)
         return random_state((*self._place, *own), self._stages.device)
+
+    def _boundary(self) -> Boundary:
+        with put_back(self._stages.module):
+            return boundary_of(self._input_of(0))
 
     def _input_of(self, number: int) -> Tensor:
         module, part = self._stages.module, own_copy(self._parts[number])

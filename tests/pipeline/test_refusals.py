@@ -499,6 +499,37 @@ def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(
     assert len({str(order) for order in first}) == 4
 
 
+def test_the_norm_is_that_of_torch_to_the_bit_where_parameters_have_no_gradient(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)  # one stage has all
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        gradients = [torch.randn(3, generator=generator) if index % 3 else None for index in range(60)]
+        ours, theirs = ([nn.Parameter(torch.zeros(3)) for _ in gradients] for _ in range(2))
+        for one, other, gradient in zip(ours, theirs, gradients, strict=True):
+            one.grad, other.grad = (None, None) if gradient is None else (gradient.clone(), gradient)
+        clip_by_norm_over_stages(torch.optim.SGD(ours, lr=0.1), 0.1, group=None, device=torch.device("cpu"))
+        nn.utils.clip_grad_norm_(theirs, 0.1)
+        assert all(cases.same(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+
+
+def votes():
+    strategy, seen = HybridPipelineStrategy(num_stages=2, num_microbatches=4), []
+
+    class Votes(pl.Callback):
+        def on_train_start(self, trainer, module):
+            first = trainer.global_rank == 0
+            seen.extend([strategy.reduce_boolean_decision(first), strategy.reduce_boolean_decision(first, all=False)])
+
+    toy.trainer(strategy=strategy, max_epochs=1, limit_train_batches=1, callbacks=[Votes()]).fit(
+        toy.Toy(), toy.loader()
+    )
+    return seen
+
+
+def test_a_decision_of_all_takes_all_and_one_of_any_takes_one(two_ranks):
+    assert two_ranks.run(votes) == [[False, True]] * 2
+
+
 def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkeypatch):
     """NCCL knows no tensors of the CPU, and a stage may be all frozen, or of pooling alone."""
     sent = []

@@ -81,6 +81,25 @@ class ClipsByLightning(Mlp):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
+class Widened(torch.autograd.Function):
+    """A gradient of another dtype than the tensor's: autograd gives it the tensor's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.double() * 2
+
+
+class WidensGradients(Mlp):
+    def made(self):
+        layers = super().made()
+        layers[2].register_forward_pre_hook(lambda layer, args: (Widened.apply(args[0]),))
+        return layers
+
+
 class Counts(Mlp):
     """Keeps numbers of its own, of which nothing depends."""
 
@@ -89,7 +108,13 @@ class Counts(Mlp):
         return super().loss(batch)
 
 
-RIGHT = {"names": Weighted, "in place": InPlace, "clipping by Lightning": ClipsByLightning, "counts": Counts}
+RIGHT = {
+    "names": Weighted,
+    "in place": InPlace,
+    "clipping by Lightning": ClipsByLightning,
+    "counts": Counts,
+    "dtype": WidensGradients,
+}
 
 
 def trained(name, strategy, size, accumulate):
@@ -235,10 +260,10 @@ class WithTargets(Mlp):
 
 REFUSED = {
     KeepsFeatures: "must be that of `training_step` with the whole network",
-    Glue: "its `forward` does something between the blocks",
+    Glue: "Does `forward` do more than its blocks? Make it a block.",
     Centred: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
     CountsInBuffer: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
-    MovesAttribute: "(here seen change)",
+    MovesAttribute: "must not depend on what it moves in the module",
     Clips: "changed gradients by other means than `self.clip_gradients`",
     ClipsTwice: "changed gradients by other means than `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",
@@ -349,5 +374,5 @@ def test_a_loss_that_cannot_be_compared_is_told_in_one_line(two_ranks):
     for compared, differs, noisy, small, nothing in two_ranks.run(lines_of_fits):
         assert compared == noisy == nothing == ""  # the run goes on
         assert "was not compared" in differs
-        assert "returned" in differs
+        assert "for the same micro-batch" in differs
         assert "there is no memory for it on one rank" in small
