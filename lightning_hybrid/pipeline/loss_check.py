@@ -118,7 +118,7 @@ def in_stages(
     places: Sequence[int],
     draws: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Let the blocks of a stage, where the whole network runs, draw inside of `draws(stage)`. `places`: first blocks."""
+    """Let the blocks of a stage, where the whole network runs, draw inside of `draws(stage)`. `places`: its first."""
     number = 0  # of the next block
     with ExitStack() as handles, ExitStack() as current:
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-
-from lightning_hybrid.lightning_names import lightning_types
 
 
 def clip_by_norm_over_stages(
@@ -41,33 +37,26 @@ def clip_by_norm_over_stages(
     torch._foreach_mul_(gradients, coefficient)
 
 
-@contextmanager
-def own_clipping_refused(module: Any) -> Iterator[None]:
-    """Let a `configure_gradient_clipping` of the module's own change gradients by `self.clip_gradients` alone."""
-    name, kinds = "configure_gradient_clipping", lightning_types("pytorch.LightningModule")
-    hook, clip, before = getattr(module, name), module.clip_gradients, list[Any]()
+def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Call the module's own `configure_gradient_clipping`, `hook`.
 
-    def checked(run: Any, is_inner: bool, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        # Before Lightning's, nothing has changed since the hook began; after the hook, nothing since Lightning's ended.
-        if is_inner:
-            _refuse_changed(before, optimizer)
-            run(optimizer, *args, **kwargs)
-        before[:] = _versions(optimizer)
-        if not is_inner:
-            run(optimizer, *args, **kwargs)
-            _refuse_changed(before, optimizer)
+    Raises:
+        RuntimeError: it changed gradients by other means than `self.clip_gradients`.
+    """
+    clip, known = module.clip_gradients, _versions(optimizer)
 
-    own = {name: partial(checked, hook, False), "clip_gradients": partial(checked, clip, True)}
-    if any(getattr(type(module), name) is getattr(kind, name) for kind in kinds):
-        own = {}
-    module.__dict__.update(own)
-    yield
-    for each in own:
-        del module.__dict__[each]
+    def clip_by_lightning(*args: Any, **kwargs: Any) -> None:
+        nonlocal known
+        is_known = known == _versions(optimizer)
+        clip(*args, **kwargs)
+        known = _versions(optimizer) if is_known else known
 
-
-def _refuse_changed(before: list[Any], optimizer: Optimizer) -> None:
-    if before != _versions(optimizer):
+    module.__dict__["clip_gradients"] = clip_by_lightning
+    try:
+        hook(optimizer, *args, **kwargs)
+    finally:
+        del module.__dict__["clip_gradients"]
+    if known != _versions(optimizer):
         raise RuntimeError(
             "`configure_gradient_clipping` changed gradients by other means than `self.clip_gradients`: a rank has "
             "those of its own stages, so their norm is not the network's. Call `self.clip_gradients(optimizer, "

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommTrace, HookState, average_bucket
 from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.arguments import (
     Schedule,
     blocks_of,
@@ -28,7 +29,7 @@ from lightning_hybrid.pipeline.arguments import (
 )
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
-from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages, own_clipping_refused
+from lightning_hybrid.pipeline.norm_clipping import clip_as_user, clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
@@ -157,7 +158,9 @@ class HybridPipelineMixin(DataRanksMixin):
             self.precision_plugin.clip_grad_by_norm = partial(
                 clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
             )
-            self._until_teardown.enter_context(own_clipping_refused(module))
+            if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
+                module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))
+                self._until_teardown.callback(module.__dict__.pop, name)
         self._until_teardown.enter_context(example_hidden(module))
         rank_zero_info(
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
@@ -308,8 +311,7 @@ class HybridPipelineMixin(DataRanksMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return what this rank has; `save_checkpoint` brings it together."""
         with self.run_status.own_state():
-            state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
+            return dict(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""

@@ -97,11 +97,7 @@ class StateDictGuard:
         self._handles = [module.register_state_dict_pre_hook(self) for module in modules]
 
     def __call__(self, *_: Any) -> None:
-        """Refuse.
-
-        Raises:
-            RuntimeError: it is not inside of `allowed`.
-        """
+        """Refuse, but inside of `allowed`."""
         if not self._num_allowed:
             raise RuntimeError(_NOT_WHOLE)
 
