@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.health.watchdog import short
+
 
 def free_bytes(device: torch.device) -> float:
     """Return how much memory is free on a device; a host has held the network before it was cut."""
@@ -42,7 +44,7 @@ def loss_of_whole(
             with put_back(module):
                 again = float(run())
     except Exception as error:  # as for want of memory, or of what another rank has
-        return f"{type(error).__name__}: {error}"
+        return short(error)
     return math.nan if is_close(loss, again, eps) else f"it is {loss:g} and {again:g} for the same micro-batch"
 
 

@@ -230,12 +230,10 @@ class TrainingStep:
     def _compare(self, whole: float | str) -> None:
         self._is_first_step = False
         (whole, _), *_, (_, in_stages) = self._stages.told((whole, self._loss_in_stages))
-        if not isinstance(whole, str):
+        if isinstance(whole, str):
+            rank_zero_info(f"pipeline: the loss in stages was not compared with that of the whole network: {whole}")
+        else:
             check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
-            return
-        rank_zero_info(
-            f"pipeline: the loss of `training_step` in stages was not compared with that of the whole network: {whole}"
-        )
 
     def compare_logged(self, results: Mapping[str, Any]) -> None:
         """Warn of values that hooks have logged until the first step, if stages' differ. Collective, once."""

@@ -79,7 +79,7 @@ def gather_checkpoint(
         received: list[Any] = [None]
         dist.recv_object_list(received, src=rank, group=group)
         fill_(checkpoint, received[0])
-    for state in checkpoint.get("optimizer_states", ()):  # in the order in which one rank alone would write it
+    for state in checkpoint.get("optimizer_states", ()):  # a file does not tell which rank had what
         state["state"] = dict(sorted(_own_state(state).items()))
 
 

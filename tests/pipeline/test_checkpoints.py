@@ -46,7 +46,7 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     assert list(piped["state_dict"]) == list(plain["state_dict"])
     assert cases.same(piped["state_dict"], plain["state_dict"])
     assert cases.same(piped["optimizer_states"], plain["optimizer_states"])
-    assert list(piped["optimizer_states"][0]["state"]) == list(plain["optimizer_states"][0]["state"])
+    assert list(piped["optimizer_states"][0]["state"]) == list(range(len(list(toy.Toy().parameters()))))
     assert piped.keys() == plain.keys()
 
 

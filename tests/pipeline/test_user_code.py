@@ -375,4 +375,4 @@ def test_a_loss_that_cannot_be_compared_is_told_in_one_line(two_ranks):
         assert compared == noisy == nothing == ""  # the run goes on
         assert "was not compared" in differs
         assert "for the same micro-batch" in differs
-        assert "there is no memory for it on one rank" in small
+        assert "there is no memory for the whole network" in small
