@@ -174,7 +174,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             raise misconfiguration(f"`callbacks` (with {name}) cannot be combined with a pipeline: {why}.")
 
 
-def compare_plans(blocks: Sequence[nn.Module], **own: Any) -> None:
+def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
     """Compare what makes up a pipeline over all ranks. Collective: every rank of WORLD.
 
     Raises:

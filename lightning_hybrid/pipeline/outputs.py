@@ -199,7 +199,11 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 def own_copy(part: Any) -> Any:
     """Return a micro-batch with tensors of its own: a step may compute in place, and is run more than once."""
-    return mapped(part, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf))
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return mapped(part, copied)
 
 
 def digest_of(batch: Any, *, with_values: bool) -> int:

@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.arguments import (
     check_data_options,
     check_options,
     check_trainer,
-    compare_plans,
+    compare_stages,
     cut_places,
 )
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
@@ -126,7 +126,7 @@ class HybridPipelineMixin(DataRanksMixin):
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
         with self._waiting_for_ranks():
-            compare_plans(
+            compare_stages(
                 blocks,
                 num_stages=self.num_stages,
                 num_microbatches=self.num_microbatches,

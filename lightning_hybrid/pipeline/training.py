@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
-from lightning_hybrid.pipeline.loss_check import (
-    check_loss,
-    free_bytes,
-    in_stages,
-    loss_of_whole,
-    put_back,
-)
+from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stages, loss_of_whole, put_back
 from lightning_hybrid.pipeline.outputs import (
     Muting,
     batch_size_of,
