@@ -10,6 +10,7 @@
     shapes.py         shape and dtype of what goes from stage to stage, from fake tensors
     stage.py          torch's stage, with fp32 sums and a check before each message
     outputs.py        the user's `training_step` around a stage: its input, its loss, its log
+    loss_check.py     the loss of the first micro-batch in stages and with the whole network, which must agree
     training.py       one step, over all micro-batches
     evaluation.py     forward through all stages
     norm_clipping.py  clipping by the norm over all stages

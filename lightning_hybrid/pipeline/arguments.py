@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm.health.diagnosis import differing
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.strategy.arguments import Planner
@@ -28,15 +32,6 @@ _ZERO_BUBBLE = (
     "torch's zero-bubble schedules run backward in two halves past DistributedDataParallel, whose hook is then not "
     'called: gradients would not be averaged over data ranks, without an error. Use schedule="1f1b" or "interleaved".'
 )
-_REFUSED = {
-    "pipedream": _ASYNCHRONOUS,
-    "zb": _ZERO_BUBBLE,
-    "zerobubble": _ZERO_BUBBLE,
-    "zbv": _ZERO_BUBBLE,
-    "dualpipev": _ZERO_BUBBLE,
-    "interleavedzerobubble": _ZERO_BUBBLE,
-    "zbvzerobubble": _ZERO_BUBBLE,
-}
 
 
 def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts: Sequence[int] | None) -> None:
@@ -50,9 +45,9 @@ def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts
     ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Set \
 strategy.num_microbatches=16: with four times as many, 16 % of a step are waiting.
     """
-    name = str(schedule).lower().replace("_", "").replace("-", "").removeprefix("schedule")
     if schedule not in get_args(Schedule):
-        why = _REFUSED.get(name, 'Use schedule="1f1b", which needs the least memory.')
+        name, why = str(schedule).lower(), 'Use schedule="1f1b", which needs the least memory.'
+        why = _ASYNCHRONOUS if "dream" in name else _ZERO_BUBBLE if re.search("zb|zero|dualpipe", name) else why
         raise ValueError(f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}")
     why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Set strategy.num_stages"
     require_whole("num_stages", num_stages, why, least=2)
@@ -148,6 +143,11 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
             "`automatic_optimization` (=False) must be True in a pipeline: the schedule runs forward and backward of "
             "all micro-batches together, so a `training_step` cannot call them itself."
         )
+    if trainer.strategy._layer_sync is not None:
+        raise misconfiguration(
+            "`sync_batchnorm` (=True) must be False in a pipeline: each micro-batch has statistics of its own, as "
+            "batches of an accumulation have. Leave trainer.sync_batchnorm out."
+        )
     if precision not in PRECISIONS:
         raise misconfiguration(
             f"`precision` (={precision!r}) must be one of {', '.join(PRECISIONS)} in a pipeline: others were not "
@@ -156,6 +156,7 @@ def check_trainer(trainer: Any, module: Any, precision: str) -> None:
 
 
 _CALLBACKS_REFUSED = {
+    "BaseFinetuning": "it hands layers of a whole network to the optimizer. Set `requires_grad`, and thaw between fits",
     "GradientAccumulationScheduler": "micro-batches are its accumulation. Set strategy.num_microbatches",
     "ModelPruning": "it ranks the weights of a whole network. Prune before or after",
     "StochasticWeightAveraging": "it copies the weights of a whole network. Take Lightning's WeightAveraging",
@@ -171,6 +172,23 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     for name, why in _CALLBACKS_REFUSED.items():
         if any(isinstance(one, lightning_types(f"pytorch.callbacks.{name}")) for one in callbacks):
             raise misconfiguration(f"`callbacks` (with {name}) cannot be combined with a pipeline: {why}.")
+
+
+def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
+    """Compare what makes up a pipeline over all ranks. Collective: every rank of WORLD.
+
+    Raises:
+        ValueError: on every rank, with what differs.
+    """
+    shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()] for block in blocks]
+    own["blocks"] = f"{len(blocks)} of {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    if difference := differing(found):
+        raise ValueError(
+            f"The plan of a pipeline must be the same on all ranks: {difference}. Stages would send what others do "
+            "not expect. Give every rank the same `strategy` options and the same network."
+        )
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:

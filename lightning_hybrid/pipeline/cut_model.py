@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.pipeline.arguments import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
-from lightning_hybrid.pipeline.whole_state import share_
+from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
 
 
 class CutModel:
@@ -33,7 +35,7 @@ class CutModel:
         self, module: Any, of: str, *, places: Sequence[int], ranks: PipelineRanks, device: torch.device
     ) -> None:
         self._module, self._of, self._device = module, of, device
-        self._places, self.blocks = places, blocks_of(module, of)
+        self.places, self.blocks = places, blocks_of(module, of)
         share_(_tensors(self.blocks), owner=0, device=device)
         self._owner_of = [
             ranks.pipelines[0][stage % ranks.num_ranks]
@@ -47,6 +49,8 @@ class CutModel:
             own = [block for block, owner in self._owned(some) if owner == mine]
             modules = [each for block in others for each in block.modules()]
             self._others.append(OtherStages(modules, needed=_buffers_of(root, own, others)))
+            if root is module:
+                self.guard = StateDictGuard(modules)
 
     def _owned(self, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, int]]:
         return zip(blocks, self._owner_of, strict=True)
@@ -60,12 +64,31 @@ class CutModel:
 
     def stage(self, number: int) -> list[nn.Module]:
         """Return the blocks of a stage."""
-        return self.blocks[self._places[number] : self._places[number + 1]]
+        return self.blocks[self.places[number] : self.places[number + 1]]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Take the tensors of other ranks out of the module, so that it can be moved."""
         with self._others[0].hidden():
+            yield
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """What parameters and buffers of other stages would take here."""
+        return sum(meta.numel() * meta.element_size() for meta in self._others[0].tensors)
+
+    @contextmanager
+    def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
+        """Let the first rank of a pipeline hold the whole network, inside. Collective: every rank of that pipeline."""
+        values, peers = dict[int, Tensor](), ranks.pipelines[ranks.data_rank]
+        for block, position in self._owned(self.blocks):
+            tensors, message = _tensors([block]), list[Any]([None])
+            if 0 < position == ranks.position:
+                dist.send_object_list([[each.detach().cpu() for each in tensors]], dst=peers[0], group=group)
+            elif 0 < position != ranks.position == 0:
+                dist.recv_object_list(message, src=peers[position], group=group)
+                values |= dict(zip(map(id, tensors), message[0], strict=True))
+        with self._others[0].filled(values, self._device):
             yield
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
@@ -75,6 +98,7 @@ class CutModel:
         for blocks in (self.blocks, *(blocks for _, blocks in self._averages())):
             for block, owner in self._owned(blocks):
                 share_(_tensors([block]), owner=owner, device=self._device)
+        self.guard.remove()
 
     @contextmanager
     def ignored_by_ddp(self) -> Iterator[None]:
@@ -89,6 +113,26 @@ class CutModel:
             del module._ddp_params_and_buffers_to_ignore
             if before is not None:
                 module._ddp_params_and_buffers_to_ignore = before
+
+
+_NOTES = {
+    r"\bmeta\b.*(tensor|device)|(tensor|device).*\bmeta\b": (
+        "This rank holds {stages} of a pipeline alone; while it runs, parameters of other stages are on the meta "
+        "device. Call the network in `training_step`, validation, test or prediction, on all ranks, or after the run; "
+        "whole weights are in the file that `trainer.save_checkpoint(path)` writes."
+    ),
+    r"not have been used in the graph|does not require grad": (
+        "In a pipeline the network's input is not connected to its output in `training_step`: each stage has a graph "
+        "of its own. A gradient penalty cannot be trained; take strategy='hybrid_allreduce'."
+    ),
+}
+
+
+def add_cause(error: BaseException, *, stages: str) -> None:
+    """Add to torch's errors why a tensor or a graph is not here. `stages`: of this rank, in words."""
+    for pattern, note in _NOTES.items():
+        if isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE | re.DOTALL):
+            error.add_note(note.format(stages=stages))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.arguments import STAGES_PER_RANK, check_ranks
+from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
@@ -21,6 +23,7 @@ class DataRanksMixin(HybridAllReduceMixin):
     num_stages: int
     schedule: str
     _groups: PipelineGroups | None = None
+    _cut: CutModel | None = None
 
     def set_world_ranks(self) -> None:
         """Set ranks and world size, and refuse a world that does not divide into pipelines."""
@@ -44,7 +47,8 @@ class DataRanksMixin(HybridAllReduceMixin):
     @property
     def run_status(self) -> RunStatus:
         """What callbacks may know of the run."""
-        return dataclasses.replace(super().run_status, replica_group=self._data_group)
+        own_state = nullcontext if self._cut is None else self._cut.guard.allowed
+        return dataclasses.replace(super().run_status, replica_group=self._data_group, own_state=own_state)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data ranks: those of a pipeline hold the same values."""

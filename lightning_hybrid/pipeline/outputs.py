@@ -12,14 +12,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
 
@@ -101,6 +102,35 @@ def loss_in(output: Any) -> Tensor:
 # ---- micro-batches -------------------------------------------------------------------------------------------------
 
 
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, in order, those in mappings of any kind too."""
+    found: list[Tensor] = []
+    mapped(batch, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    return found
+
+
+def mapped(batch: Any, change: Callable[[Any], Any], rows: Callable[[Any], Any] | None = None) -> Any:
+    """Return a batch of the same kind with `change(leaf)` in the place of each leaf.
+
+    A list or tuple that holds one entry for each sample becomes `rows(entries)`, where `rows` is given and does not
+    return None: it is asked first.
+    """
+    if isinstance(batch, Mapping):
+        parts = {key: mapped(value, change, rows) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(parts)  # type: ignore[call-arg]
+        made = copy.copy(batch)  # a tokenizer's, which has more than its entries
+        for key, value in parts.items():
+            made[key] = value
+        return made
+    if hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(value, change, rows) for value in batch))
+    if isinstance(batch, list | tuple):
+        cut = None if rows is None else rows(batch)
+        return type(batch)(mapped(value, change, rows) for value in batch) if cut is None else cut
+    return change(batch)
+
+
 def batch_size_of(batch: Any) -> int:
     """Return the first dimension of the first tensor of a batch.
 
@@ -110,8 +140,8 @@ def batch_size_of(batch: Any) -> int:
     >>> batch_size_of({"images": torch.zeros(8, 3), "labels": torch.zeros(8)})
     8
     """
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+    for leaf in tensors_in(batch):
+        if leaf.dim() > 0:
             return int(leaf.shape[0])
     raise ValueError(
         f"The batch (of type {type(batch).__name__}) must hold a tensor whose first dimension counts samples: it is "
@@ -120,13 +150,15 @@ def batch_size_of(batch: Any) -> int:
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """Cut a batch into `num` equal parts: its tensors; what has no dimension, or one row, and no tensor is in each.
+    """Cut a batch into `num` equal parts: its tensors and arrays, and lists with one entry for each sample.
+
+    What has no dimension, or one row, or is a number or text, is in each.
 
     Raises:
-        ValueError: it does not divide, or a tensor has other rows.
+        ValueError: it does not divide, a tensor has other rows, or an object may hold samples in a way unknown here.
 
-    >>> [part["x"].tolist() for part in microbatches({"x": torch.arange(4), "scale": 2.0}, 2)]
-    [[0, 1], [2, 3]]
+    >>> [(part["x"].tolist(), part["names"]) for part in microbatches({"x": torch.arange(2), "names": ["a", "b"]}, 2)]
+    [([0], ['a']), ([1], ['b'])]
     """
     size = batch_size_of(batch)
     if size % num:
@@ -134,91 +166,63 @@ def microbatches(batch: Any, num: int) -> list[Any]:
             f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: they are of "
             "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
         )
+    different = set[int]()
 
-    rows = [int(leaf.shape[0]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if different := sorted({each for each in rows if each not in (1, size)}):
+    def part_of(leaf: Any, part: slice) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray):
+            rows = leaf.shape[0] if leaf.ndim else 1
+            different.update({int(rows)} - {1, size})
+            return leaf[part] if rows == size and leaf.ndim else leaf
+        if is_dataclass(leaf) or (hasattr(leaf, "__len__") and not isinstance(leaf, str | bytes)):
+            raise ValueError(
+                f"A batch must not hold a {type(leaf).__name__} in a pipeline: it is cut into micro-batches, and where "
+                "samples begin in one is unknown. Return tensors in lists, tuples or dictionaries from the loader."
+            )
+        return leaf
+
+    def rows_of(entries: Any, part: slice) -> Any:
+        # A list that holds whole tensors is one of columns, as `[images, labels]`.
+        is_rows = len(entries) == size and not any(t.shape[:1] == (size,) for t in tensors_in(entries))
+        return entries[part] if is_rows else None
+
+    parts = [slice(index * size // num, (index + 1) * size // num) for index in range(num)]
+    cut = [mapped(batch, partial(part_of, part=part), partial(rows_of, part=part)) for part in parts]
+    if different:
         # In each micro-batch whole, it would count `num` times, and its rows would not be those of the samples.
         raise ValueError(
             f"Tensors of a batch must have one first dimension in a pipeline (= {size} in the first of them, "
-            f"{', '.join(map(str, different))} in others): it is cut into micro-batches there. Give loaders that "
-            "`CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
+            f"{', '.join(map(str, sorted(different)))} in others): it is cut into micro-batches there. Give loaders "
+            "that `CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
         )
-
-    def part_of(leaf: Any, index: int) -> Any:
-        is_cut = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-        return leaf[index * size // num : (index + 1) * size // num] if is_cut else leaf
-
-    return [tree_map(lambda leaf, index=index: part_of(leaf, index), batch) for index in range(num)]
+    return cut
 
 
-def digest_of(batch: Any, *, with_values: bool, targets: Collection[int] = ()) -> int:
+def own_copy(part: Any) -> Any:
+    """Return a micro-batch with tensors of its own: a step may compute in place, and is run more than once."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return mapped(part, copied)
+
+
+def digest_of(batch: Any, *, with_values: bool) -> int:
     """Return 63 bits that differ where two ranks of a pipeline have batches of different shapes, dtypes or labels.
 
-    Of the values, integers count, which are labels, and the tensors whose numbers are `targets`: images may differ, as
-    each rank augments its own. Where a batch has no integers, all values count.
+    Of the values, integers count, which are labels: images may differ, as each rank augments its own. Where a batch
+    has no integers, all values count.
 
     >>> one, other = (digest_of((torch.rand(2), torch.tensor([3, label])), with_values=True) for label in (4, 5))
     >>> one == other
     False
     """
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = tensors_in(batch)
     digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in leaves]).encode(), digest_size=8)
     if with_values:
-        labels = [leaf for number, leaf in enumerate(leaves) if _is_label(leaf) or number in targets]
+        labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
         for leaf in labels or leaves:
             digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def targets_in(part: Any, other: Any, loss_of: Callable[[Any], Tensor]) -> list[int]:
-    """Return the numbers of the tensors without labels on whose values the loss of a micro-batch depends.
-
-    By trial, as a graph does not tell of `labels.long()` or `loss[mask > 0]`: each is replaced by that of `other`,
-    another micro-batch. What cannot be tried counts. Empty where a batch has no labels: all its values count then.
-
-    >>> x, y, z = torch.arange(6.0).view(3, 2, 1)
-    >>> targets_in([x, y, torch.ones(2).long()], [z, z, torch.ones(2).long()], lambda part: (part[1] > 3).sum())
-    [1]
-    """
-    leaves, spec = tree_flatten(part)
-    tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    others = tree_leaves(other)
-    tried = {number: place for number, (place, leaf) in enumerate(tensors) if not _is_label(leaf)}
-    if len(tried) in (0, len(tensors)):
-        return []
-
-    def loss(place: int = -1) -> float:
-        given = [_other_values(leaf, others[i]) if i == place else leaf for i, leaf in enumerate(leaves)]
-        return float(loss_of(copy_of_batch(tree_unflatten(given, spec))))
-
-    def is_target(place: int) -> bool:
-        try:
-            return not abs(loss(place) - usual) <= noise  # NaN: unknown
-        except Exception:
-            return True
-
-    try:
-        usual = loss()
-        noise = 10 * abs(loss() - usual)  # of sums in another order each time, on CUDA
-    except Exception:
-        return list(tried)
-    return [number for number, place in tried.items() if is_target(place)]
-
-
-def copy_of_batch(batch: Any) -> Any:
-    """Return a batch with tensors of its own: a step may compute in place."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _is_label(leaf: Tensor) -> bool:
-    return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
-
-
-def _other_values(leaf: Tensor, other: Any) -> Tensor:
-    if isinstance(other, Tensor) and other.shape == leaf.shape and not torch.equal(other, leaf):
-        return other
-    # Values that a class or a mask may have as well: an index out of range would end a CUDA context.
-    return torch.zeros_like(leaf) if leaf.any() else torch.ones_like(leaf)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,6 +140,22 @@ class OtherStages:
             yield
         finally:
             for table, name, _, meta in self._kept:
+                table[name] = meta
+
+    @contextmanager
+    def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
+        """Hold values inside: by id of the tensor that is in a module now."""
+        before, made = [(table, name, table[name]) for table, name, _, _ in self._kept], dict[int, Tensor]()
+        for _, _, meta in before:
+            if id(meta) in values:
+                value = values[id(meta)].to(device)
+                made[id(meta)] = nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
+        try:
+            for table, name, meta in before:
+                table[name] = made.get(id(meta), meta)
+            yield
+        finally:
+            for table, name, meta in before:
                 table[name] = meta
 
     def restore(self, values: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:

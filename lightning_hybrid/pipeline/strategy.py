@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -16,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommTrace, HookState, average_bucket
-from lightning_hybrid.comm.health.diagnosis import differing
 from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.arguments import (
     Schedule,
     blocks_of,
@@ -25,11 +24,12 @@ from lightning_hybrid.pipeline.arguments import (
     check_data_options,
     check_options,
     check_trainer,
+    compare_stages,
     cut_places,
 )
-from lightning_hybrid.pipeline.cut_model import CutModel, example_hidden
+from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
-from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
+from lightning_hybrid.pipeline.norm_clipping import clip_as_user, clip_by_norm_over_stages
 from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
@@ -126,7 +126,15 @@ class HybridPipelineMixin(DataRanksMixin):
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
         with self._waiting_for_ranks():
-            self._compare(blocks, places)
+            compare_stages(
+                blocks,
+                num_stages=self.num_stages,
+                num_microbatches=self.num_microbatches,
+                schedule=self.schedule,
+                cuts=list(places[1:-1]),
+                checkpoint_activations=self.checkpoint_activations,
+                precision=self.precision_plugin.precision,
+            )
             self._groups = PipelineGroups(ranks, timeout=self._timeout)
             self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
         bodies = {stage: self._body_of(self._cut.stage(stage)) for stage in ranks.stages}
@@ -150,6 +158,9 @@ class HybridPipelineMixin(DataRanksMixin):
             self.precision_plugin.clip_grad_by_norm = partial(
                 clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
             )
+            if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
+                module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))
+                self._until_teardown.callback(module.__dict__.pop, name)
         self._until_teardown.enter_context(example_hidden(module))
         rank_zero_info(
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
@@ -160,25 +171,6 @@ class HybridPipelineMixin(DataRanksMixin):
         from lightning_hybrid.pipeline.stage import StageBody  # here: it imports torch's schedules
 
         return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
-
-    def _compare(self, blocks: Sequence[nn.Module], places: Sequence[int]) -> None:
-        shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()] for block in blocks]
-        own = {
-            "num_stages": self.num_stages,
-            "num_microbatches": self.num_microbatches,
-            "schedule": self.schedule,
-            "cuts": list(places[1:-1]),
-            "checkpoint_activations": self.checkpoint_activations,
-            "precision": self.precision_plugin.precision,
-            "blocks": f"{len(blocks)} of {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}",
-        }
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, own)
-        if difference := differing(found):
-            raise ValueError(
-                f"The plan of a pipeline must be the same on all ranks: {difference}. Stages would send what others do "
-                "not expect. Give every rank the same `strategy` options and the same network."
-            )
 
     def _move_module(self) -> None:
         assert self._cut is not None
@@ -199,7 +191,8 @@ class HybridPipelineMixin(DataRanksMixin):
             self._half.connect_stages(self._largest_of_stages)
         seed = [int(torch.initial_seed()) % 2**32]
         dist.broadcast_object_list(seed, src=0)
-        self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0])
+        assert self._cut is not None
+        self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0], cut=self._cut)
 
     def _engine_of_replicas(self, replicas: ReplicaSets) -> CommEngine:
         assert self._timeout is not None
@@ -271,6 +264,13 @@ class HybridPipelineMixin(DataRanksMixin):
         result: Tensor = hooks.post_backward(closure_loss, self._here.module)
         return result
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step as `hybrid_allreduce`; look at what hooks have logged."""
+        result = super().optimizer_step(*args, **kwargs)
+        assert self._training is not None
+        self._training.compare_logged(self._here.module.trainer._results)
+        return result
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Validate with the network's output from all stages."""
         with self._over_stages(*args, *kwargs.values()):
@@ -308,6 +308,11 @@ class HybridPipelineMixin(DataRanksMixin):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return what this rank has; `save_checkpoint` brings it together."""
+        with self.run_status.own_state():
+            return dict(super().lightning_module_state_dict())
+
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
         if self._data_engine is not None and self._data_engine.device.type == "cuda":
@@ -329,6 +334,9 @@ class HybridPipelineMixin(DataRanksMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to all ranks; the sums in flight are given up."""
+        if self._cut is not None:
+            own, num = self.pipeline_ranks.stages, self.pipeline_ranks.num_stages
+            add_cause(exception, stages=f"stage {' and '.join(map(str, own))} of {num}")
         super().on_exception(exception)
         if self._data_engine is not None:
             self._data_engine.abort(f"{type(exception).__name__}: {exception}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -11,22 +11,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
+from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stages, loss_of_whole, put_back
 from lightning_hybrid.pipeline.outputs import (
     Muting,
     batch_size_of,
-    copy_of_batch,
     digest_of,
     forward_replaced,
     input_of_net,
     loss_in,
     microbatches,
     only_tensor,
+    own_copy,
     random_state,
-    targets_in,
 )
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
@@ -54,10 +55,8 @@ class Stages:
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[Boundary]] = {}
 
-    def agree(self, what: str, digest: int, described: Callable[[], Any], *, cure: str = "") -> None:
+    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
         """Compare a digest over the pipeline before any message is sent. Collective.
-
-        `cure`: a further one, for the error.
 
         Raises:
             ValueError: on every rank, with what each of them has, as `described` says it.
@@ -66,40 +65,29 @@ class Stages:
         found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
         self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
         if len({int(each) for each in found}) > 1:
-            words: list[Any] = [None] * self.ranks.num_ranks
-            dist.all_gather_object(words, described(), group=self.groups.agree)
-            peers = self.ranks.pipelines[self.ranks.data_rank]
+            peers, words = self.ranks.pipelines[self.ranks.data_rank], self.told(described())
             all_words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True))
             raise ValueError(
                 f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
                 "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
                 "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
-                f"for.{cure}"
+                "for."
             )
 
-    def agree_on_batch(self, batch: Any, *, with_values: bool = True, targets: Sequence[int] = ()) -> None:
-        """Compare shapes and labels of a batch over the pipeline, and its tensors with these numbers. Collective.
+    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
+        """Compare shapes and labels of a batch over the pipeline. Collective.
 
         Raises:
             ValueError: on every rank, they differ.
         """
-        digest = digest_of(batch, with_values=with_values, targets=targets)
-        cure = (
-            f" The loss also depends on values of the batch that are no integers (tensors {list(targets)} of it): "
-            "where they are augmented at random, draw from the number of the sample, alike on all ranks."
-        )
-        self.agree(
-            "The batch",
-            digest,
-            lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}",
-            cure=cure if targets else "",
-        )
+        digest = digest_of(batch, with_values=with_values)
+        self.agree("The batch", digest, lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}")
 
-    def told_by_last(self, answer: Any) -> Any:
-        """Return what the last rank of the pipeline gives here. Collective."""
-        told, last = [answer], self.ranks.pipelines[self.ranks.data_rank][-1]
-        self.watchdog.wait_for(lambda: dist.broadcast_object_list(told, src=last, group=self.groups.agree))
-        return told[0]
+    def told(self, own: Any) -> list[Any]:
+        """Return what each rank of the pipeline gives here. Collective."""
+        found: list[Any] = [None] * self.ranks.num_ranks
+        self.watchdog.wait_for(lambda: dist.all_gather_object(found, own, group=self.groups.agree))
+        return found
 
     def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
         """Return the input of every stage and the output of the last. Collective where the key is new.
@@ -128,7 +116,7 @@ class Stages:
         """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
         x = only_tensor(args, kwargs)
         given = (tuple(x.shape), x.dtype)  # not its layout: the first stage's is taken
-        digest = int.from_bytes(hashlib.blake2b(repr(given).encode(), digest_size=7).digest(), "little")
+        digest = digest_of(x, with_values=False)
         self.agree("The input of the network", digest, lambda: "{} of {}".format(*given))
         # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
         num = self.num_microbatches if self.ranks.stages_per_rank == 1 and len(x) % self.num_microbatches == 0 else 1
@@ -154,10 +142,15 @@ class TrainingStep:
         schedule: `"gpipe"`, `"1f1b"` or `"interleaved"`.
         masters: of a half-precision module, or None.
         seed: for random numbers outside the network, the same on every rank of a pipeline.
+        cut: the network, for its loss in one piece.
     """
 
-    def __init__(self, stages: Stages, *, schedule: str, masters: MasterWeights | None, seed: int) -> None:
-        self._stages, self._schedule, self._masters, self._seed = stages, schedule, masters, seed
+    # Collective: every rank of WORLD must make it.
+
+    def __init__(
+        self, stages: Stages, *, schedule: str, masters: MasterWeights | None, seed: int, cut: CutModel
+    ) -> None:
+        self._stages, self._schedule, self._masters, self._seed, self._cut = stages, schedule, masters, seed, cut
         self._schedules: dict[int, Callable[[], Tensor | None]] = {}
         self._muting = Muting(stages.module)
         self._parts: Sequence[Any] = ()
@@ -165,9 +158,12 @@ class TrainingStep:
         self._scale: Tensor | None = None
         self._place: tuple[int, ...] = ()
         self._num_rows, self._has_warned = 0, False
-        self._targets: dict[int, list[int]] = {}  # by shapes: tensors that are compared as labels are
-        self._seeks_targets = False
-        self._found: list[int] = []
+        self._eps = torch.finfo(torch.float32 if masters is None else masters.dtype).eps
+        # Until the first step: the loss in one piece on the first rank, and in stages on the last.
+        self._is_first_step, self._has_compared_logs, self._loss_in_stages = True, False, math.nan
+        fits = torch.tensor(float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device)
+        stages.watchdog.wait_for(lambda: dist.all_reduce(fits, dist.ReduceOp.MIN))
+        self._fits = bool(fits)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -185,11 +181,9 @@ class TrainingStep:
         # A function of the place in the run: one that is resumed draws the same.
         self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
-        targets = self._targets.get(shapes)
-        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED, targets=targets or ())
-        # What the loss depends on, the last stage finds out with the first outputs; a step may change the batch.
-        self._seeks_targets, given = targets is None, None if targets is not None else copy_of_batch(batch)
-        boundaries = stages.boundaries((shapes, "training"), lambda: boundary_of(self._input_of(0)))
+        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
+        whole = self._loss_in_one_piece() if self._is_first_step else None
+        boundaries = stages.boundaries((shapes, "training"), self._boundary)
         self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
         if shapes not in self._schedules:
             # That of the last shapes alone: each holds memory for the messages of all micro-batches.
@@ -207,11 +201,47 @@ class TrainingStep:
                 watchdog=stages.watchdog,
             )
         self._parts = ()
-        if targets is None:
-            targets = self._targets[shapes] = stages.told_by_last(self._found)
-            if targets:
-                stages.agree_on_batch(given, targets=targets)
+        if whole is not None:
+            self._compare(whole)
         return output
+
+    def _loss_in_one_piece(self) -> float | str:
+        stages, cut = self._stages, self._cut
+        if not self._fits:
+            return "there is no memory for the whole network on one rank"
+
+        def run() -> Tensor:
+            apart = in_stages(stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage))
+            with self.draws(0), self._muting.muted(), apart:
+                return loss_in(stages.module.training_step(own_copy(self._parts[0]), *self._rest)).detach()
+
+        whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
+        if stages.ranks.is_first:
+            return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
+        with whole:
+            return ""  # the first rank's counts
+
+    def _compare(self, whole: float | str) -> None:
+        self._is_first_step = False
+        (whole, _), *_, (_, in_stages) = self._stages.told((whole, self._loss_in_stages))
+        if isinstance(whole, str):
+            rank_zero_info(f"pipeline: the loss in stages was not compared with that of the whole network: {whole}")
+        else:
+            check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
+
+    def compare_logged(self, results: Mapping[str, Any]) -> None:
+        """Warn of values that hooks have logged until the first step, if stages' differ. Collective, once."""
+        if self._has_compared_logs:
+            return
+        self._has_compared_logs = True
+        found = self._stages.told({each.meta.name: f"{each.value:.4g}" for each in results.values() if each.is_tensor})
+        values = {name: [each[name] for each in found if name in each] for name in found[0]}
+        if apart := [f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1]:
+            rank_zero_warn(
+                f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of `training_step` "
+                "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a "
+                "norm is not the network's."
+            )
 
     @contextmanager
     def on_whole_batch(self, output: Tensor) -> Iterator[None]:
@@ -232,8 +262,21 @@ class TrainingStep:
             return output
 
         # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
+        before = self._buffers_outside()
         with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
             yield
+            after, none = self._buffers_outside(), (None, 0)
+            if names := [
+                name
+                for name, (buffer, num) in after.items()
+                if before.get(name, none)[0] is not buffer or before[name][1] != num
+            ]:
+                raise ValueError(
+                    f"Buffers outside of the network (`{'`, `'.join(names[:3])}`) must not be moved in `training_step` "
+                    "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
+                    "whole batch, so ranks would part. Move them in `on_train_batch_end`, from what `training_step` "
+                    "returns: it is the same on all ranks there."
+                )
             if not self._has_warned and self._place[-1] < NUM_COMPARED and has_drawn():
                 self._has_warned = True
                 rank_zero_warn(
@@ -241,6 +284,11 @@ class TrainingStep:
                     "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
                     "the loader, or log in validation."
                 )
+
+    def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
+        # With their counts of writes: no memory is read.
+        inside, named = set(map(id, self._stages.net.buffers())), self._stages.module.named_buffers()
+        return {name: (each, each._version) for name, each in named if id(each) not in inside}
 
     def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
         from lightning_hybrid.pipeline.stage import CheckedStage, StageSetting, schedule_of  # here: it takes a second
@@ -272,20 +320,20 @@ class TrainingStep:
         own = (-1 if number is None else number, -1 if stage is None else stage)
         return random_state((*self._place, *own), self._stages.device)
 
+    def _boundary(self) -> Boundary:
+        with put_back(self._stages.module):
+            return boundary_of(self._input_of(0))
+
     def _input_of(self, number: int) -> Tensor:
-        module, part = self._stages.module, self._parts[number]
+        module, part = self._stages.module, own_copy(self._parts[number])
         with torch.no_grad(), self.draws(number), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
     def _loss_of(self, output: Tensor, number: int) -> Tensor:
         self._stages.watchdog.note(f"in the loss of micro-batch {number}")
-        if self._seeks_targets:
-            self._seeks_targets = False
-            with torch.no_grad():
-                own, other = self._parts[number], self._parts[number - 1]
-                usual = output.detach()
-                self._found = targets_in(own, other, lambda part: self._user_loss(part, usual.clone(), number))
-        loss = self._user_loss(self._parts[number], output, number)
+        loss = self._user_loss(own_copy(self._parts[number]), output, number)
+        if self._is_first_step and number == 0:
+            self._loss_in_stages = float(loss.detach())
         # In the order of accumulation: Lightning divides, then the loss is scaled.
         loss = loss / self._stages.num_microbatches
         return loss if self._scale is None else loss.float() * self._scale

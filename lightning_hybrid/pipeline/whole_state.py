@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
+
+_NOT_WHOLE = (
+    "`state_dict()`, or `torch.save` of a module, has this rank's stages alone while a pipeline runs. Call "
+    "`trainer.save_checkpoint(path)` on every rank, whose `state_dict` entry is whole; or save after the run, when the "
+    "module is whole on every rank."
+)
 
 
 @torch.no_grad()
@@ -72,7 +79,7 @@ def gather_checkpoint(
         received: list[Any] = [None]
         dist.recv_object_list(received, src=rank, group=group)
         fill_(checkpoint, received[0])
-    for state in checkpoint.get("optimizer_states", ()):  # in the order in which one rank alone would write it
+    for state in checkpoint.get("optimizer_states", ()):  # a file does not tell which rank had what
         state["state"] = dict(sorted(_own_state(state).items()))
 
 
@@ -80,6 +87,39 @@ def without_others(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[s
     """Return an optimizer's state for the parameters that are here."""
     own = {number: value for number, value in state["state"].items() if not parameters[number].is_meta}
     return {**state, "state": own}
+
+
+class StateDictGuard:
+    """A hook before state dicts of blocks of other stages, which refuses them outside of `allowed`."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._num_allowed = 0
+        self._handles = [module.register_state_dict_pre_hook(self) for module in modules]
+
+    def __call__(self, *_: Any) -> None:
+        """Refuse, but inside of `allowed`."""
+        if not self._num_allowed:
+            raise RuntimeError(_NOT_WHOLE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictGuard:
+        return self  # a copy of the module has no more than the module
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(_NOT_WHOLE)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let state dicts hold what this rank has."""
+        self._num_allowed += 1
+        try:
+            yield
+        finally:
+            self._num_allowed -= 1
+
+    def remove(self) -> None:
+        """Refuse no more."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _module_states(checkpoint: Mapping[str, Any]) -> list[str]:

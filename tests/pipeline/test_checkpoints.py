@@ -17,14 +17,14 @@ from tests.pipeline import cases
 NUM = 4  # micro-batches
 
 
-def strategy_of(num_stages):
+def strategy_of(num_stages, schedule="1f1b"):
     if num_stages == 1:
         return HybridAllReduceStrategy(tune="off"), {"batch_size": 8 // NUM, "accumulate_grad_batches": NUM}
-    return HybridPipelineStrategy(num_stages=num_stages, num_microbatches=NUM), {}
+    return HybridPipelineStrategy(num_stages=num_stages, num_microbatches=NUM, schedule=schedule), {}
 
 
-def fit_some(num_stages, path, epochs, resume=None, precision="16-true"):
-    strategy, settings = strategy_of(num_stages)
+def fit_some(num_stages, path, epochs, resume=None, precision="16-true", schedule="1f1b"):
+    strategy, settings = strategy_of(num_stages, schedule)
     size = settings.pop("batch_size", 8)
     module = toy.Toy()
     trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=epochs, **settings)
@@ -37,7 +37,8 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     paths = [str(tmp_path / f"{name}.ckpt") for name in "abcd"]
     one_rank.run(fit_some, 1, paths[0], 1)
     four_ranks.run(fit_some, 4, paths[1], 2, paths[0])
-    on_two = two_ranks.run(fit_some, 2, paths[2], 3, paths[1])
+    # Interleaved: a rank has the first and the third quarter of the network.
+    on_two = two_ranks.run(fit_some, 2, paths[2], 3, paths[1], "16-true", "interleaved")
     whole = one_rank.run(fit_some, 1, paths[3], 3)
     for each in on_two:
         assert toy.same_bits(each, whole[0])
@@ -45,6 +46,7 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     assert list(piped["state_dict"]) == list(plain["state_dict"])
     assert cases.same(piped["state_dict"], plain["state_dict"])
     assert cases.same(piped["optimizer_states"], plain["optimizer_states"])
+    assert list(piped["optimizer_states"][0]["state"]) == list(range(len(list(toy.Toy().parameters()))))
     assert piped.keys() == plain.keys()
 
 

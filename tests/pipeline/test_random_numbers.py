@@ -49,6 +49,16 @@ def fits(path):
     return whole, kept, fit(None, resumed=path), fit(None, schedule="interleaved")
 
 
+def noise_of_two_pipelines():
+    return [noise for seen in fit(None)[1] for noise in seen]
+
+
+def test_each_pipeline_draws_its_own(four_ranks):
+    found = four_ranks.run(noise_of_two_pipelines)
+    drawn = [str(noise) for rank in found for noise in rank]
+    assert len(drawn) == len(set(drawn)) > 0
+
+
 def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
     found = two_ranks.run(fits, str(tmp_path / "a.ckpt"))
     for number in (0, 3):  # two stages, and four

@@ -1,0 +1,378 @@
+"""What users write around a network in stages: it trains as under accumulation, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections import UserDict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+
+from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid.pipeline import training
+from tests import toy
+
+WIDTH = toy.NUM_FEATURES
+
+
+class Mlp(toy.Toy):
+    """Three layers."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = self.made()
+        self.seen, self.warned = 0, []
+
+    def made(self):
+        hidden = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        return nn.Sequential(*hidden, nn.Linear(WIDTH, toy.NUM_CLASSES))
+
+
+# ---- right: as under accumulation ------------------------------------------------------------------------------------
+
+
+class Described(toy.Blobs):
+    """Samples with a name, a number and some words."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return {"x": x, "y": y, "name": "abcdefg"[index % 7], "place": index, "words": torch.ones(1 + index % 3)}
+
+
+def collated(samples):
+    batch = UserDict({key: [sample[key] for sample in samples] for key in samples[0]})
+    batch["x"], batch["y"] = torch.stack(batch["x"]), torch.stack(batch["y"])
+    batch["place"] = np.array(batch["place"])
+    return batch
+
+
+class Weighted(Mlp):
+    """Weights samples by what is no tensor of the batch, in a mapping that is no dictionary."""
+
+    def loss(self, batch):
+        losses = F.cross_entropy(self.net(batch["x"]).float(), batch["y"], reduction="none")
+        by_name = torch.tensor([float(ord(name)) - 96 for name in batch["name"]])
+        by_words = torch.tensor([float(len(words)) for words in batch["words"]])
+        return (losses * by_name * by_words * torch.from_numpy(batch["place"] % 4)).mean()
+
+
+class InPlace(Mlp):
+    """Normalises images, and counts labels from one, in the batch's own memory."""
+
+    def loss(self, batch):
+        batch[0].mul_(2)
+        batch[1].sub_(1).remainder_(toy.NUM_CLASSES)
+        return super().loss(batch)
+
+
+class ClipsByLightning(Mlp):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class Widened(torch.autograd.Function):
+    """A gradient of another dtype than the tensor's: autograd gives it the tensor's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.double() * 2
+
+
+class WidensGradients(Mlp):
+    def made(self):
+        layers = super().made()
+        layers[2].register_forward_pre_hook(lambda layer, args: (Widened.apply(args[0]),))
+        return layers
+
+
+class Counts(Mlp):
+    """Keeps numbers of its own, of which nothing depends."""
+
+    def loss(self, batch):
+        self.seen += len(batch[1])
+        return super().loss(batch)
+
+
+RIGHT = {
+    "names": Weighted,
+    "in place": InPlace,
+    "clipping by Lightning": ClipsByLightning,
+    "counts": Counts,
+    "dtype": WidensGradients,
+}
+
+
+def trained(name, strategy, size, accumulate):
+    module = RIGHT[name]()
+    trainer = toy.trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate)
+    loader = torch.utils.data.DataLoader(Described(64), size, collate_fn=collated)
+    trainer.fit(module, loader if name == "names" else toy.loader(64, size))
+    return toy.weights(module), module.seen
+
+
+def in_stages(name):
+    return trained(name, HybridPipelineStrategy(num_stages=2, num_microbatches=4), 16, 1)
+
+
+def in_one(name):
+    return trained(name, HybridAllReduceStrategy(tune="off"), 4, 4)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_users_write_trains_as_under_accumulation(one_rank, two_ranks, name):
+    (expected,) = one_rank.run(in_one, name)
+    for weights, num_seen in two_ranks.run(in_stages, name):
+        assert toy.same_bits(weights, expected[0])
+        assert num_seen in (0, 2 * 64)  # each sample as a micro-batch, and once with the whole batch
+
+
+# ---- refused by name -------------------------------------------------------------------------------------------------
+
+
+class KeepsFeatures(Mlp):
+    """An auxiliary loss on what a hook keeps in the first stage."""
+
+    def loss(self, batch):
+        handle = self.net[1].register_forward_hook(lambda layer, args, output: setattr(self, "kept", output))
+        self.kept = None
+        loss = super().loss(batch)
+        handle.remove()
+        return loss if self.kept is None else loss + 0.05 * self.kept.float().pow(2).mean()
+
+
+class LeavesOut(nn.Sequential):
+    """`forward` does more than its blocks."""
+
+    def pipeline_blocks(self):
+        return list(self)
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x).tanh()
+        return x
+
+
+class Glue(Mlp):
+    def made(self):
+        return LeavesOut(*super().made())
+
+
+class Centred(Mlp):
+    """As DINO's centre."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(toy.NUM_CLASSES))
+
+    def loss(self, batch):
+        output = self.net(batch[0]).float()
+        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+        return F.cross_entropy(output - self.centre, batch[1])
+
+
+class CountsInBuffer(Centred):
+    def loss(self, batch):
+        self.centre += 1
+        return Mlp.loss(self, batch)
+
+
+class MovesAttribute(Mlp):
+    def loss(self, batch):
+        self.seen += 1
+        return super().loss(batch) * self.seen
+
+
+class Clips(Mlp):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class ClipsTwice(ClipsByLightning):
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+        super().configure_gradient_clipping(optimizer)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Penalised(Mlp):
+    allow_unused = False
+
+    def loss(self, batch):
+        x = batch[0].requires_grad_()
+        output = self.net(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True, allow_unused=self.allow_unused)
+        loss = F.cross_entropy(output.float(), batch[1])
+        return loss if slope is None else loss + slope.pow(2).mean()
+
+
+class PenalisedIfThere(Penalised):
+    allow_unused = True
+
+
+class Saves(Mlp):
+    def on_train_epoch_end(self):
+        torch.save(self.state_dict(), io.BytesIO())
+
+
+class Copies(Mlp):
+    def on_train_epoch_end(self):
+        copy.deepcopy(self.net).state_dict()
+
+
+class Pickles(Mlp):
+    def on_train_epoch_end(self):
+        torch.save(self.net, io.BytesIO())
+
+
+class CallsLayers(Mlp):
+    def on_train_epoch_end(self):
+        self.net(torch.ones(2, WIDTH))
+
+
+class LogsNorms(Mlp):
+    def on_train_epoch_end(self):
+        sum(float(parameter.detach().norm()) for parameter in self.parameters())
+
+
+@dataclass
+class Targets:
+    labels: torch.Tensor
+
+
+class WithTargets(Mlp):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, Targets(batch[1])]
+
+
+REFUSED = {
+    KeepsFeatures: "must be that of `training_step` with the whole network",
+    Glue: "Does `forward` do more than its blocks? Make it a block.",
+    Centred: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
+    CountsInBuffer: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
+    MovesAttribute: "must not depend on what it moves in the module",
+    Clips: "changed gradients by other means than `self.clip_gradients`",
+    ClipsTwice: "changed gradients by other means than `self.clip_gradients`",
+    Penalised: "the network's input is not connected to its output",
+    PenalisedIfThere: "must be that of `training_step` with the whole network",
+    Saves: "Call `trainer.save_checkpoint(path)` on every rank",
+    Copies: "Call `trainer.save_checkpoint(path)` on every rank",
+    Pickles: "Call `trainer.save_checkpoint(path)` on every rank",
+    CallsLayers: "parameters of other stages are on the meta device",
+    LogsNorms: "parameters of other stages are on the meta device",
+    WithTargets: "A batch must not hold a Targets in a pipeline",
+}
+
+
+def error_of(module, **settings):
+    """The error of a fit with its notes; others' reports of it are the same."""
+    settings = {"strategy": HybridPipelineStrategy(num_stages=2, num_microbatches=4), "max_epochs": 1, **settings}
+    try:
+        toy.trainer(**settings).fit(module(), toy.loader(32, 16))
+    except Exception as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return ""
+
+
+@pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
+def test_what_a_pipeline_would_do_otherwise_in_silence_is_refused_by_name(two_ranks, module):
+    for text in two_ranks.run(error_of, module):
+        assert REFUSED[module] in text
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.net[0])
+
+
+def errors_at_setup():
+    return [
+        error_of(Mlp, callbacks=[Thaws()]),
+        error_of(Mlp, sync_batchnorm=True),
+    ]
+
+
+def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(two_ranks):
+    for finetuning, batchnorm in two_ranks.run(errors_at_setup):
+        assert "`callbacks` (with BaseFinetuning) cannot be combined with a pipeline" in finetuning
+        assert "`sync_batchnorm` (=True) must be False in a pipeline" in batchnorm
+
+
+# ---- told ------------------------------------------------------------------------------------------------------------
+
+
+class LogsGradientNorm(Mlp):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("same", 1.0)
+        self.log_dict(grad_norm(self, 2))
+
+
+def warnings_of_a_fit():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert not error_of(LogsGradientNorm)
+    return [str(each.message) for each in found if "Logged values" in str(each.message)]
+
+
+def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
+    ((text,), others) = two_ranks.run(warnings_of_a_fit)
+    assert not others
+    assert "grad_2.0_norm_total (= " in text
+    assert "same" not in text.partition(".")[0]
+
+
+class OwnNoise(Mlp):
+    """The loss is another one each time."""
+
+    def loss(self, batch):
+        return super().loss(batch) * (1 + torch.rand((), generator=Noise.generator))
+
+
+class Noise:
+    generator = torch.Generator()
+
+
+class Dropped(Mlp):
+    """Draws in its stages and outside of them, and has statistics."""
+
+    def made(self):
+        return nn.Sequential(*super().made()[:2], nn.Dropout(), nn.BatchNorm1d(WIDTH), *super().made()[2:])
+
+    def loss(self, batch):
+        return super().loss((batch[0] + torch.randn(batch[0].shape), batch[1])) * np.random.rand()
+
+
+def lines_of_fits():
+    lines = []
+    told, free = training.rank_zero_info, training.free_bytes
+    training.rank_zero_info = lines.append
+    try:
+        for module in (Dropped, OwnNoise):
+            lines.append(error_of(module))
+        training.free_bytes = lambda device: dist.get_rank() * 1e12  # on one rank alone there is none
+        lines.append(error_of(Glue))
+    finally:
+        training.rank_zero_info, training.free_bytes = told, free
+    return lines
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` draws")
+def test_a_loss_that_cannot_be_compared_is_told_in_one_line(two_ranks):
+    for compared, differs, noisy, small, nothing in two_ranks.run(lines_of_fits):
+        assert compared == noisy == nothing == ""  # the run goes on
+        assert "was not compared" in differs
+        assert "for the same micro-batch" in differs
+        assert "there is no memory for the whole network" in small
