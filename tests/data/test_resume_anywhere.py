@@ -1,0 +1,300 @@
+"""A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in their order, to the bit.
+
+A case is drawn from a seed: ranks, accumulation, limits, validation, who writes checkpoints, where and how the fit ends
+and what ends the run that goes on. `python -m pytest -m "long or not long" tests/data/test_resume_anywhere.py` runs all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_hybrid import HybridPipelineStrategy
+from lightning_hybrid.callbacks import StepCheckpoint, StopOnSignal
+from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
+from lightning_hybrid.data.in_memory.loader import ImageSet
+from tests import toy
+from tests.rank_pool import RankError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZE = 4
+NUM_EPOCHS = 3
+IN_TRAINING = (
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_before_optimizer_step"),
+    *("on_train_batch_end", "on_train_epoch_end"),
+)
+IN_VALIDATION = ("on_validation_start", "on_validation_batch_end", "on_validation_end")
+
+
+class Numbered(InMemoryDataModule):
+    """Images whose label is their number."""
+
+    image_shape = (1, SIZE, SIZE)
+
+    def __init__(self, num_train: int, global_batch_size: int) -> None:
+        self.num_train = num_train
+        super().__init__(global_batch_size=global_batch_size, seed=5, shift_pixels=1, eval_batch_size_per_rank=2)
+
+    def load(self) -> dict[str, ImageSet]:
+        images = torch.randint(256, (self.num_train, *self.image_shape), generator=torch.Generator().manual_seed(3))
+        images = images.to(torch.uint8)
+        train = ImageSet(images, torch.arange(self.num_train))
+        return {"train": train, "val": ImageSet(images[:8], torch.arange(8))}
+
+
+class Reads(pl.LightningModule):
+    """A classifier that notes what is read: epoch, batch, steps done before, images."""
+
+    def __init__(self, schedule: str | None, asks_for_steps: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.schedule, self.asks_for_steps = schedule, asks_for_steps
+        self.read: list[tuple[int, int, int, list[int]]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.read.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step, batch[1].tolist()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1] % 3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.asks_for_steps:
+            _ = self.trainer.estimated_stepping_batches  # Lightning makes the loader now
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        if self.schedule is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.schedule}}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no callback of ours sees it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a fit ends."""
+
+    how: str  # "max_steps", "max_epochs", "signal", "kill" or "error"
+    after: int  # steps, epochs, or batches
+    hook: str = ""
+    rank: int = 0  # that gets the signal
+    saves: str = "steps"  # who writes checkpoints
+    every: int = 1
+    saves_at_end: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fit, the ends of its runs but the last, and what limits that."""
+
+    ends: tuple[End, ...]
+    ranks: int = 1
+    accumulate: int = 1
+    num_steps: int = 4  # of an epoch without a limit
+    settings: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=lambda: {"max_epochs": NUM_EPOCHS, "max_steps": -1})
+    schedule: str | None = None
+    asks_for_steps: bool = False
+    validates: bool = True
+
+
+class EndsAt(pl.Callback):
+    """An end by a signal, a kill or an error, once so many batches were begun."""
+
+    def __init__(self, end: End) -> None:
+        self.end, self.is_over = end, False
+
+    def _maybe(self, hook: str, trainer: pl.Trainer, module: Any, *_: Any, **__: Any) -> None:
+        if self.is_over or hook != self.end.hook or trainer.sanity_checking or len(module.read) < self.end.after:
+            return
+        self.is_over = True
+        if self.end.how == "error":
+            raise OSError("gone")
+        if self.end.how == "kill":
+            raise Killed
+        if trainer.global_rank == self.end.rank:
+            os.kill(os.getpid(), signal.SIGTERM if self.end.how == "signal" else signal.SIGKILL)
+
+
+for _hook in IN_TRAINING + IN_VALIDATION:
+    setattr(EndsAt, _hook, lambda self, *args, _hook=_hook, **kwargs: self._maybe(_hook, *args, **kwargs))
+
+
+def saving(folder: str, end: End) -> ModelCheckpoint:
+    more: dict[str, Any] = {"every_n_train_steps": end.every} if end.saves in ("steps", "plain") else {}
+    if end.saves in ("epochs", "validation"):
+        more["save_on_train_epoch_end"] = end.saves == "epochs"
+    more["save_on_exception"] = end.how == "error" and end.saves_at_end
+    kind = StepCheckpoint if end.saves == "steps" else ModelCheckpoint
+    return kind(folder, "{epoch}-{step}", save_top_k=-1, **more)
+
+
+def strategy_of(name: str) -> Any:
+    return HybridPipelineStrategy(num_stages=2, num_microbatches=2) if name == "hybrid_pipeline" else name
+
+
+def newest(folder: str) -> str | None:
+    found = [None]
+    if dist.get_rank() == 0:
+        found = [max(map(str, Path(folder).glob("*.ckpt")), key=os.path.getmtime, default=None)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def run(case: Case, strategy: str, folder: str, end: End | None, path: str | None) -> dict[str, Any]:
+    """One fit, from a checkpoint or the start; what it read, and where it ended."""
+    module = Reads(case.schedule, case.asks_for_steps)
+    shares = 1 if strategy == "hybrid_pipeline" else case.ranks
+    batch = 2 * shares * case.accumulate
+    data = Numbered(batch * case.num_steps + 1, batch)
+    callbacks: list[pl.Callback] = [] if end is None else [EndsAt(end), saving(folder, end)]
+    if end is not None and end.how == "signal":
+        callbacks.append(StopOnSignal(folder))
+    limits = case.limits | ({end.how: end.after} if end is not None and end.how.startswith("max_") else {})
+    trainer = toy.trainer(
+        strategy=strategy_of(strategy),
+        callbacks=callbacks,
+        enable_checkpointing=end is not None,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=case.accumulate,
+        limit_val_batches=2 if case.validates else 0,
+        **limits,
+        **case.settings,
+    )
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+        if end is not None and end.saves_at_end and end.how.startswith("max_"):
+            trainer.save_checkpoint(f"{folder}/end.ckpt")
+    except (Killed, OSError, SystemExit):
+        assert end is not None
+    return {
+        "read": module.read,
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "weights": toy.weights(module),
+        "lr": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+    }
+
+
+def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
+    """Run undisturbed, and with ends; return what differs."""
+    whole = run(case, strategy, folder, None, None)
+    path = None
+    for number, end in enumerate((*case.ends, None)):
+        at = 0 if path is None else torch.load(path, weights_only=True)["global_step"]
+        found = run(case, strategy, f"{folder}/{number}", end, path)
+        left = [one for one in whole["read"] if one[2] >= at]
+        ended = "" if path is None else f"resumed at step {at} from {Path(path).name}: "
+        if found["read"] != (left if end is None else left[: len(found["read"])]):
+            return f"{ended}read {found['read']} of {left}"
+        path = newest(f"{folder}/{number}") or path
+    for name in ("steps", "epoch", "lr"):
+        if name == "epoch" and not found["read"]:
+            continue  # with nothing left to do Lightning counts nothing
+        if found[name] != whole[name]:
+            return f"{ended}{name} {found[name]} of {whole[name]}"
+    return "" if toy.same_bits(found["weights"], whole["weights"]) else f"{ended}other weights"
+
+
+def drawn(seed: int, *, ranks: int | None = None) -> Case:
+    """Draw a case."""
+    draw = random.Random(seed)
+    accumulate, num_steps = draw.choice((1, 3)), draw.choice((3, 4, 5))
+    num_batches = accumulate * num_steps
+    settings: dict[str, Any] = {}
+    if draw.random() < 0.4:
+        num_batches = settings["limit_train_batches"] = draw.randint(1, num_batches)
+    validates = draw.random() < 0.8
+    interval = draw.choice((None, None, "int", "part", "over epochs", "every 2"))
+    if validates and interval == "int":
+        settings["val_check_interval"] = draw.randint(1, num_batches)
+    elif validates and interval == "part":
+        settings["val_check_interval"] = 0.5
+    elif validates and interval == "over epochs":
+        settings |= {"val_check_interval": draw.randint(1, 2 * num_batches), "check_val_every_n_epoch": None}
+    elif validates and interval == "every 2":
+        settings["check_val_every_n_epoch"] = 2
+    steps_per_epoch = -(-num_batches // accumulate)
+    most = NUM_EPOCHS * steps_per_epoch
+    limits = {"max_epochs": NUM_EPOCHS, "max_steps": -1}
+    if (limited := draw.choice(("epochs", "steps", "both"))) != "epochs":
+        limits["max_steps"] = draw.randint(max(2, most - steps_per_epoch), most)
+        limits["max_epochs"] = -1 if limited == "steps" else NUM_EPOCHS
+    total = limits["max_steps"] if limited != "epochs" else most
+
+    def end() -> End:
+        how = draw.choice(("max_steps", "max_epochs", "signal", "kill", "error"))
+        given: dict[str, Any] = {
+            "how": how,
+            "saves": draw.choice(("steps", "plain", "epochs") + ("validation",) * validates),
+            "every": draw.randint(1, 4),
+            "saves_at_end": draw.random() < 0.6,
+        }
+        if how == "max_steps":
+            return End(after=draw.randint(1, total), **given)
+        if how == "max_epochs":
+            return End(after=draw.randint(1, NUM_EPOCHS - 1), **given)
+        epoch, place = draw.randrange(NUM_EPOCHS), draw.choice(("first", "middle", "last"))
+        batch = {"first": 1, "middle": num_batches // 2 + 1, "last": num_batches}[place]
+        hook = draw.choice(IN_TRAINING + IN_VALIDATION * validates)
+        world = 2 if ranks is None else ranks
+        return End(after=epoch * num_batches + batch, hook=hook, rank=draw.randrange(world), **given)
+
+    ends = tuple(end() for _ in range(draw.choice((1, 1, 2))))
+    world = draw.choice((1, 2)) if ranks is None else ranks
+    return Case(
+        ends=ends,
+        ranks=world,
+        accumulate=accumulate,
+        num_steps=num_steps,
+        settings=settings,
+        limits=limits,
+        schedule=draw.choice((None, "step", "epoch")),
+        asks_for_steps=draw.random() < 0.25,
+        validates=validates,
+    )
+
+
+def differing(cases: list[Case], strategy: str, folder: str) -> dict[int, str]:
+    """On a rank: the cases in which a resumed run differs."""
+    found = {}
+    for number, case in enumerate(cases):
+        for end in range(len(case.ends)):
+            Path(folder, str(number), str(end)).mkdir(parents=True, exist_ok=True)
+        try:
+            what = ended_and_resumed(case, strategy, f"{folder}/{number}")
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+        if what:
+            found[number] = what
+    return found
+
+
+def failures(rank_pool, cases, strategy, folder, timeout_s=60.0):
+    """Of all ranks: each has its own images."""
+    text = []
+    for world in sorted({case.ranks for case in cases}):
+        own = [case for case in cases if case.ranks == world]
+        for rank, found in enumerate(
+            rank_pool.ranks(world).run(differing, own, strategy, f"{folder}/{world}", timeout_s=timeout_s)
+        ):
+            text += [f"rank {rank} of {own[number]}: {what}" for number, what in found.items()]
+    return text
