@@ -12,12 +12,24 @@ _COUNTS = ("ready", "started", "processed", "completed")
 def uncount_cut_epoch(trainer: pl.Trainer) -> None:
     """Take back an epoch that Lightning counted as processed although `max_steps` or a stop ended it before its end.
 
-    Otherwise a resumed run leaves out the rest of its images, and ends at once where `max_epochs` is reached.
+    Otherwise a resumed run leaves out the rest of its images, and ends at once where `max_epochs` is reached. A loader
+    may be made before Lightning has read the counters from the checkpoint (`estimated_stepping_batches`), or after.
     """
-    epochs = trainer.fit_loop.epoch_progress
-    if epochs.current.started == epochs.current.processed and _num_done(trainer) and not _is_epoch_done(trainer):
-        for counts in (epochs.current, epochs.total):
-            counts.processed -= 1
+    fit = trainer.fit_loop
+    if fit.is_resuming:
+        epochs = fit.epoch_progress.state_dict()
+        _uncount(epochs, fit.epoch_loop.batch_progress.state_dict())
+        fit.epoch_progress.load_state_dict(epochs)
+    elif loops := trainer._checkpoint_connector._loaded_checkpoint.get("loops"):
+        _uncount(loops["fit_loop"]["epoch_progress"], loops["fit_loop"]["epoch_loop.batch_progress"])
+
+
+def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
+    if epochs["current"]["started"] == epochs["current"]["processed"]:
+        if _num_done(batches) and not _is_epoch_done(batches):
+            for counts in epochs.values():
+                counts["processed"] -= 1
+                counts["completed"] = counts["processed"]
 
 
 def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
@@ -59,9 +71,9 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
     total over all epochs stays what it is: batches that ran.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    batches, num_done = loop.batch_progress, _num_done(trainer)
+    batches, num_done = loop.batch_progress, _num_done(loop.batch_progress.state_dict())
     num_steps, num_over = divmod(num_done, accumulate_grad_batches_before)
-    if not _is_epoch_done(trainer) and (num_over or batches.current.ready != num_done):
+    if not _is_epoch_done(batches.state_dict()) and (num_over or batches.current.ready != num_done):
         _set(batches.total, batches.total.completed + num_done - batches.current.completed - num_over)
         num_done -= num_over
         _set(batches.current, num_done)
@@ -81,15 +93,13 @@ def _set(counts: Any, number: int) -> None:
         setattr(counts, name, number)
 
 
-def _num_done(trainer: pl.Trainer) -> int:
+def _num_done(batches: dict[str, Any]) -> int:
     # Batches of the epoch; one that was processed and not completed was saved by a hook at its end.
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
-    return max(batches.processed, batches.completed)
+    return max(batches["current"]["processed"], batches["current"]["completed"])
 
 
-def _is_epoch_done(trainer: pl.Trainer) -> bool:
-    batches = trainer.fit_loop.epoch_loop.batch_progress
-    return batches.is_last_batch and batches.current.ready == _num_done(trainer)
+def _is_epoch_done(batches: dict[str, Any]) -> bool:
+    return batches["is_last_batch"] and batches["current"]["ready"] == _num_done(batches)
 
 
 def share_of(trainer: pl.Trainer | None) -> dict[str, int]:

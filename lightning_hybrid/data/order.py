@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -155,7 +155,7 @@ class ResumableLoader(ABC):
         self.epoch = self.batches_done = 0
         self._accumulated_before = order.accumulate_grad_batches  # by the run that goes on
         self._is_resumed = False  # and no batch was read since
-        self._trainer: Callable[[], pl.Trainer | None] = lambda: None
+        self._trainer: weakref.ref[pl.Trainer] | None = None
         if trainer is not None:
             self.bind_trainer(trainer)
 
@@ -171,7 +171,7 @@ class ResumableLoader(ABC):
     def bind_trainer(self, trainer: pl.Trainer) -> None:
         """Take the place after a resume from this trainer's counters."""
         self._trainer = weakref.ref(trainer)  # a copy of the loader is not one of the trainer
-        if trainer.fit_loop.is_resuming and trainer.fit_loop._combined_loader is None:
+        if trainer.fit_loop._combined_loader is None:
             uncount_cut_epoch(trainer)  # before Lightning looks whether there is an epoch left
 
     def set_epoch(self, epoch: int) -> None:
@@ -180,7 +180,7 @@ class ResumableLoader(ABC):
         Raises:
             RuntimeError: There is no trainer to ask, and `epoch` does not follow the place that was resumed.
         """
-        trainer = self._trainer()
+        trainer = self._trainer and self._trainer()
         if trainer is not None and trainer.training and trainer.fit_loop.is_resuming:
             goes_on, before = goes_on_in_epoch(trainer), self._accumulated_before
             self.epoch = trainer.fit_loop.epoch_progress.current.processed
@@ -214,7 +214,7 @@ class ResumableLoader(ABC):
             )
         self._refuse_other(state, self._SAME, "the resumed epoch would repeat some images and miss others")
         # Between two steps nothing depends on how many ranks and batches shared them. A trainer begins the step again.
-        if state["batches_done_of_step"] and self._trainer() is None:
+        if state["batches_done_of_step"] and self._trainer is None:
             why = (
                 f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
                 f"{state['accumulate_grad_batches']} batches), which other ranks would share in another way"

@@ -67,7 +67,7 @@ def ghost_batches(seen, ghost, num_images):
     """Mean and variance of both layers, over ghost batches taken one by one, float64."""
     data = DigitsDataModule(global_batch_size=64, seed=3)
     data.setup("fit")
-    data.trainer = type("T", (), {"world_size": 1, "global_rank": 0, "accumulate_grad_batches": 64 // ghost})()
+    data.trainer = toy.trainer(devices=1, accumulate_grad_batches=64 // ghost)
     net = Digits(dropout=0.0).net
     net.load_state_dict(seen)
     net.double()

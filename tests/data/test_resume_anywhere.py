@@ -24,7 +24,7 @@ from torch import nn
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.callbacks import StepCheckpoint, StopOnSignal
 from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet
+from lightning_hybrid.data.in_memory.loader import ImageSet, TrainLoader
 from tests import toy
 from tests.rank_pool import RankError
 
@@ -43,9 +43,15 @@ class Numbered(InMemoryDataModule):
 
     image_shape = (1, SIZE, SIZE)
 
-    def __init__(self, num_train: int, global_batch_size: int) -> None:
-        self.num_train = num_train
+    def __init__(self, num_train: int, global_batch_size: int, is_own_loader: bool) -> None:
+        self.num_train, self.is_own_loader = num_train, is_own_loader
         super().__init__(global_batch_size=global_batch_size, seed=5, shift_pixels=1, eval_batch_size_per_rank=2)
+
+    def train_dataloader(self) -> TrainLoader:
+        loader = super().train_dataloader()
+        if self.is_own_loader:  # of a user, who gives no trainer where the strategy does
+            loader._trainer = None
+        return loader
 
     def load(self) -> dict[str, ImageSet]:
         images = torch.randint(256, (self.num_train, *self.image_shape), generator=torch.Generator().manual_seed(3))
@@ -113,6 +119,7 @@ class Case:
     limits: dict[str, int] = field(default_factory=lambda: {"max_epochs": NUM_EPOCHS, "max_steps": -1})
     schedule: str | None = None
     asks_for_steps: bool = False
+    is_own_loader: bool = False
     validates: bool = True
 
 
@@ -164,7 +171,7 @@ def run(case: Case, strategy: str, folder: str, end: End | None, path: str | Non
     module = Reads(case.schedule, case.asks_for_steps)
     shares = 1 if strategy == "hybrid_pipeline" else case.ranks
     batch = 2 * shares * case.accumulate
-    data = Numbered(batch * case.num_steps + 1, batch)
+    data = Numbered(batch * case.num_steps + 1, batch, case.is_own_loader and strategy != "ddp")
     callbacks: list[pl.Callback] = [] if end is None else [EndsAt(end), saving(folder, end)]
     if end is not None and end.how == "signal":
         callbacks.append(StopOnSignal(folder))
@@ -189,6 +196,7 @@ def run(case: Case, strategy: str, folder: str, end: End | None, path: str | Non
         "read": module.read,
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
+        "steps of loggers": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "weights": toy.weights(module),
         "lr": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
     }
@@ -206,9 +214,7 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
         if found["read"] != (left if end is None else left[: len(found["read"])]):
             return f"{ended}read {found['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
-    for name in ("steps", "epoch", "lr"):
-        if name == "epoch" and not found["read"]:
-            continue  # with nothing left to do Lightning counts nothing
+    for name in ("steps", "lr") + ("epoch", "steps of loggers") * bool(found["read"]):  # else Lightning counts nothing
         if found[name] != whole[name]:
             return f"{ended}{name} {found[name]} of {whole[name]}"
     return "" if toy.same_bits(found["weights"], whole["weights"]) else f"{ended}other weights"
@@ -240,8 +246,9 @@ def drawn(seed: int, *, ranks: int | None = None) -> Case:
         limits["max_epochs"] = -1 if limited == "steps" else NUM_EPOCHS
     total = limits["max_steps"] if limited != "epochs" else most
 
-    def end() -> End:
-        how = draw.choice(("max_steps", "max_epochs", "signal", "kill", "error"))
+    def end(number: int) -> End:
+        # Lightning refuses a checkpoint of a later epoch than `max_epochs`.
+        how = draw.choice(("max_steps", "signal", "kill", "error") + ("max_epochs",) * (number == 0))
         given: dict[str, Any] = {
             "how": how,
             "saves": draw.choice(("steps", "plain", "epochs") + ("validation",) * validates),
@@ -258,7 +265,7 @@ def drawn(seed: int, *, ranks: int | None = None) -> Case:
         world = 2 if ranks is None else ranks
         return End(after=epoch * num_batches + batch, hook=hook, rank=draw.randrange(world), **given)
 
-    ends = tuple(end() for _ in range(draw.choice((1, 1, 2))))
+    ends = tuple(end(number) for number in range(draw.choice((1, 1, 2))))
     world = draw.choice((1, 2)) if ranks is None else ranks
     return Case(
         ends=ends,
@@ -269,6 +276,7 @@ def drawn(seed: int, *, ranks: int | None = None) -> Case:
         limits=limits,
         schedule=draw.choice((None, "step", "epoch")),
         asks_for_steps=draw.random() < 0.25,
+        is_own_loader=draw.random() < 0.25,
         validates=validates,
     )
 
