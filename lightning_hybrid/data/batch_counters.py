@@ -79,12 +79,13 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
         _set(batches.current, num_done)
         batches.is_last_batch = False
         loop.update_restart_stage()
-        # Lightning is about to pass over a validation, with a step for loggers: both are done.
-        loop._batches_that_stepped -= loop._should_check_val_fx(fit._data_fetcher)
     shift = num_steps * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
     # All move by the same number: their differences tell Lightning in which hook the checkpoint was written.
     for name in _COUNTS:
         setattr(batches.current, name, getattr(batches.current, name) + shift)
+    # Lightning passes over a validation that is due here, and then counts the step for loggers: if it had not before.
+    if loop.restarted_on_last and loop._batches_that_stepped == trainer.global_step:
+        loop._batches_that_stepped -= loop._should_check_val_fx(fit._data_fetcher)
     return num_done + shift
 
 

@@ -220,10 +220,10 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
     return "" if toy.same_bits(found["weights"], whole["weights"]) else f"{ended}other weights"
 
 
-def drawn(seed: int, *, ranks: int | None = None) -> Case:
-    """Draw a case."""
+def drawn(seed: int, *, is_pipeline: bool = False) -> Case:
+    """Draw a case. A pipeline has two ranks and no accumulation but its own."""
     draw = random.Random(seed)
-    accumulate, num_steps = draw.choice((1, 3)), draw.choice((3, 4, 5))
+    accumulate, num_steps = 1 if is_pipeline else draw.choice((1, 3)), draw.choice((3, 4, 5))
     num_batches = accumulate * num_steps
     settings: dict[str, Any] = {}
     if draw.random() < 0.4:
@@ -262,11 +262,10 @@ def drawn(seed: int, *, ranks: int | None = None) -> Case:
         epoch, place = draw.randrange(NUM_EPOCHS), draw.choice(("first", "middle", "last"))
         batch = {"first": 1, "middle": num_batches // 2 + 1, "last": num_batches}[place]
         hook = draw.choice(IN_TRAINING + IN_VALIDATION * validates)
-        world = 2 if ranks is None else ranks
         return End(after=epoch * num_batches + batch, hook=hook, rank=draw.randrange(world), **given)
 
+    world = 2 if is_pipeline else draw.choice((1, 2))
     ends = tuple(end(number) for number in range(draw.choice((1, 1, 2))))
-    world = draw.choice((1, 2)) if ranks is None else ranks
     return Case(
         ends=ends,
         ranks=world,
@@ -296,13 +295,100 @@ def differing(cases: list[Case], strategy: str, folder: str) -> dict[int, str]:
     return found
 
 
-def failures(rank_pool, cases, strategy, folder, timeout_s=60.0):
+def failures(rank_pool, cases, strategy, folder):
     """Of all ranks: each has its own images."""
     text = []
     for world in sorted({case.ranks for case in cases}):
         own = [case for case in cases if case.ranks == world]
-        for rank, found in enumerate(
-            rank_pool.ranks(world).run(differing, own, strategy, f"{folder}/{world}", timeout_s=timeout_s)
-        ):
-            text += [f"rank {rank} of {own[number]}: {what}" for number, what in found.items()]
+        ranks = rank_pool.ranks(world).run(differing, own, strategy, f"{folder}/{world}", timeout_s=30 + 30 * len(own))
+        text += [
+            f"rank {rank} of {own[number]}: {what}"
+            for rank, found in enumerate(ranks)
+            for number, what in found.items()
+        ]
     return text
+
+
+def end(how, after, **more):
+    return End(how=how, after=after, **more)
+
+
+CHOSEN = {
+    # Lightning ends that epoch once more, and the run an epoch early
+    "an epoch's end with max_steps": Case(
+        ends=(end("kill", 6, hook="on_train_batch_start", saves="epochs"),), limits={"max_epochs": 3, "max_steps": 11}
+    ),
+    # it counts that epoch, and the run ends at once
+    "max_steps in the last epoch": Case(ends=(end("max_steps", 9, saves="epochs"),)),
+    "the same, with a loader made early": Case(
+        ends=(end("max_steps", 9, saves="epochs"),), asks_for_steps=True, ranks=2
+    ),
+    # it restores no loader that it made before it read the checkpoint
+    "a loader made early": Case(ends=(end("kill", 7, hook="on_train_batch_start"),), asks_for_steps=True),
+    # it trains on with a part of the step's gradients, without the batch that met the error
+    "an error within a step": Case(
+        ends=(end("error", 8, hook="on_before_backward", saves="epochs", saves_at_end=True),), accumulate=3, ranks=2
+    ),
+    # it leaves counters that lose the second epoch when it is resumed
+    "a last batch, then again": Case(
+        ends=(
+            end("kill", 5, hook="on_train_batch_start", saves="plain", every=4),
+            end("kill", 3, hook="on_train_batch_end", saves="plain"),
+        )
+    ),
+    "a signal in validation": Case(
+        ends=(end("signal", 4, hook="on_validation_start", rank=1),), ranks=2, schedule="epoch", is_own_loader=True
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce"])
+def test_chosen_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy):
+    assert failures(rank_pool, list(CHOSEN.values()), strategy, str(tmp_path)) == []
+
+
+NUM_CASES = 200
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, NUM_CASES, 20))
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce", "hybrid_pipeline"])
+def test_drawn_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, first):
+    if strategy == "hybrid_pipeline" and first:
+        pytest.skip("twenty are enough: its loop is the same")
+    cases = [drawn(seed, is_pipeline=strategy == "hybrid_pipeline") for seed in range(first, first + 20)]
+    assert failures(rank_pool, cases, strategy, str(tmp_path)) == []
+
+
+def test_cases_are_drawn_from_the_whole_grid():
+    cases = [drawn(seed) for seed in range(NUM_CASES)]
+    assert cases == [drawn(seed) for seed in range(NUM_CASES)]
+    ends = [each for case in cases for each in case.ends]
+    assert {each.how for each in ends} == {"max_steps", "max_epochs", "signal", "kill", "error"}
+    assert {each.hook for each in ends} == {"", *IN_TRAINING, *IN_VALIDATION}
+    assert {each.saves for each in ends} == {"steps", "plain", "epochs", "validation"}
+    assert {(case.ranks, case.accumulate) for case in cases} == {(1, 1), (1, 3), (2, 1), (2, 3)}
+    assert {(case.limits["max_epochs"] > 0, case.limits["max_steps"] > 0) for case in cases} == {
+        (True, False),
+        (False, True),
+        (True, True),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [3, 8, 9])
+def test_a_killed_process_is_resumed_to_the_bit(rank_pool, tmp_path, after):
+    """By a real SIGKILL, of rank 1 in a step or of the last of an epoch."""
+    case = Case(ends=(), ranks=2, limits={"max_epochs": 3, "max_steps": 11})
+    last = end("SIGKILL", after, hook="on_before_optimizer_step", rank=1)
+    whole = rank_pool.ranks(2).run(run, case, "hybrid_allreduce", str(tmp_path), None, None)
+    with pytest.raises(RankError, match="the process died, exit code -9"):
+        rank_pool.ranks(2).run(run, case, "hybrid_allreduce", str(tmp_path), last, None)
+    path = max(map(str, tmp_path.glob("*.ckpt")), key=os.path.getmtime)
+    at = torch.load(path, weights_only=True)["global_step"]
+    assert 0 < at < after
+    for undisturbed, found in zip(
+        whole, rank_pool.ranks(2).run(run, case, "hybrid_allreduce", str(tmp_path), None, path), strict=True
+    ):
+        assert found["read"] == [one for one in undisturbed["read"] if one[2] >= at]
+        assert toy.same_bits(found["weights"], undisturbed["weights"])
