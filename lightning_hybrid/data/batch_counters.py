@@ -16,6 +16,8 @@ def uncount_cut_epoch(trainer: pl.Trainer) -> None:
     may be made before Lightning has read the counters from the checkpoint (`estimated_stepping_batches`), or after.
     """
     fit = trainer.fit_loop
+    if fit._data_fetcher is not None:
+        return  # the fit has begun
     if fit.is_resuming:
         epochs = fit.epoch_progress.state_dict()
         _uncount(epochs, fit.epoch_loop.batch_progress.state_dict())
@@ -41,7 +43,6 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
 
     Call it when Lightning asks for the order of the first epoch, after `FitLoop.reset`. A second call changes nothing.
     """
-    uncount_cut_epoch(trainer)
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     epochs, batches = fit.epoch_progress, loop.batch_progress
     goes_on = epochs.current.started > epochs.current.processed
@@ -51,7 +52,6 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
     if not goes_on:
         loop._batches_that_stepped += loop.restarted_on_train_batch_end  # saved before Lightning counted that step
         _set(batches.total, batches.total.processed)
-        batches.reset_on_run()
     # Not by the setter of `fit`: with `max_steps` it makes True of everything.
     fit._restarting = loop.restarting = goes_on
     fit.update_restart_stage()

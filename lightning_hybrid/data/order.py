@@ -171,8 +171,7 @@ class ResumableLoader(ABC):
     def bind_trainer(self, trainer: pl.Trainer) -> None:
         """Take the place after a resume from this trainer's counters."""
         self._trainer = weakref.ref(trainer)  # a copy of the loader is not one of the trainer
-        if trainer.fit_loop._combined_loader is None:
-            uncount_cut_epoch(trainer)  # before Lightning looks whether there is an epoch left
+        uncount_cut_epoch(trainer)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, unless that epoch has already begun (as after a resume).
@@ -241,6 +240,9 @@ class ResumableLoader(ABC):
                 )
 
     def __len__(self) -> int:
+        # Lightning asks for it after it has read a checkpoint, and before it looks whether there is an epoch left.
+        if (trainer := self._trainer and self._trainer()) is not None:
+            uncount_cut_epoch(trainer)
         return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
