@@ -197,7 +197,9 @@ def _generators_kept(loader: Any) -> Iterator[None]:
     samplers.append(getattr(samplers[1], "sampler", None))
     held = [value for each in (loader, *samplers) for value in getattr(each, "__dict__", {}).values()]
     of_torch = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
-    of_numpy = [(each.bit_generator, each.bit_generator.state) for each in held if isinstance(each, np.random.Generator)]
+    of_numpy = [
+        (each.bit_generator, each.bit_generator.state) for each in held if isinstance(each, np.random.Generator)
+    ]
     try:
         yield
     finally:

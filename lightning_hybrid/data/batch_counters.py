@@ -27,11 +27,11 @@ def uncount_cut_epoch(trainer: pl.Trainer) -> None:
 
 
 def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
-    if epochs["current"]["started"] == epochs["current"]["processed"]:
-        if _num_done(batches) and not _is_epoch_done(batches):
-            for counts in epochs.values():
-                counts["processed"] -= 1
-                counts["completed"] = counts["processed"]
+    is_counted = epochs["current"]["started"] == epochs["current"]["processed"]
+    if is_counted and _num_done(batches) and not _is_epoch_done(batches):
+        for counts in epochs.values():
+            counts["processed"] -= 1
+            counts["completed"] = counts["processed"]
 
 
 def goes_on_in_epoch(trainer: pl.Trainer) -> bool:

@@ -143,8 +143,8 @@ class ResumableLoader(ABC):
 
     Args:
         order: The order of the images.
-        trainer: The trainer that iterates over the loader. A loader without one gets it from strategies of this
-            package; with others give it, or a resume at the end of an epoch may be refused.
+        trainer: The trainer that iterates over the loader. The strategies of this package give it to a loader that has
+            none; with another strategy a run with `max_steps` cannot go on exactly from the end of an epoch without it.
     """
 
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
@@ -155,9 +155,7 @@ class ResumableLoader(ABC):
         self.epoch = self.batches_done = 0
         self._accumulated_before = order.accumulate_grad_batches  # by the run that goes on
         self._is_resumed = False  # and no batch was read since
-        self._trainer: weakref.ref[pl.Trainer] | None = None
-        if trainer is not None:
-            self.bind_trainer(trainer)
+        self._trainer = trainer and weakref.ref(trainer)  # a copy of the loader is not one of the trainer
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
@@ -170,8 +168,7 @@ class ResumableLoader(ABC):
 
     def bind_trainer(self, trainer: pl.Trainer) -> None:
         """Take the place after a resume from this trainer's counters."""
-        self._trainer = weakref.ref(trainer)  # a copy of the loader is not one of the trainer
-        uncount_cut_epoch(trainer)
+        self._trainer = weakref.ref(trainer)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, unless that epoch has already begun (as after a resume).
@@ -189,8 +186,8 @@ class ResumableLoader(ABC):
             if self._is_resumed and trainer is None and (epoch, len(self)) != (self.epoch + 1, self.batches_done):
                 raise RuntimeError(
                     f"`epoch` (={epoch}) must follow the place that was resumed, {self.batches_done} of {len(self)} "
-                    f"batches of epoch {self.epoch}: images would be left out. With `max_steps` Lightning counts an epoch "
-                    f"twice. Give the loader its trainer: {type(self).__name__}(..., trainer=trainer)."
+                    f"batches of epoch {self.epoch}: images would be left out. With `max_steps` Lightning counts an "
+                    f"epoch twice. Give the loader its trainer: {type(self).__name__}(..., trainer=trainer)."
                 )
             self.epoch, self.batches_done = epoch, 0
 

@@ -191,7 +191,9 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_place_may_follow():
         each.load_state_dict(state)
         each.set_epoch(0)
         assert each.state_dict() == state
-    with pytest.raises(RuntimeError, match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer"):
+    with pytest.raises(
+        RuntimeError, match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer"
+    ):
         resumed[0].set_epoch(1)
     next(iter(resumed[0]))
     resumed[0].set_epoch(1)  # where its caller goes on is his own business

@@ -1,7 +1,7 @@
 """A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in their order, to the bit.
 
 A case is drawn from a seed: ranks, accumulation, limits, validation, who writes checkpoints, where and how the fit ends
-and what ends the run that goes on. `python -m pytest -m "long or not long" tests/data/test_resume_anywhere.py` runs all.
+and what ends the run that goes on. `pytest -m long tests/data/test_resume_anywhere.py` runs 200 of them per strategy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.callbacks import StepCheckpoint, StopOnSignal
 from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet, TrainLoader
+from lightning_hybrid.data.in_memory.loader import ImageSet
 from tests import toy
 from tests.rank_pool import RankError
 
