@@ -123,7 +123,8 @@ class RecalibrateBatchNorm(Callback):
             loader = copy(loader)
             loader._iterator = None  # workers that persist are in the middle of the epoch
         with _generators_kept(loader):
-            batches = iter(trainer.strategy.process_dataloader(loader))
+            loader = trainer.strategy.process_dataloader(loader)
+            batches = iter(loader)
             first = next(batches)
             num_batches = max(1, self.num_images // (extract_batch_size(first) * trainer.world_size))
             try:
@@ -205,8 +206,8 @@ def _generators_kept(loader: Any) -> Iterator[None]:
     finally:
         for generator, state in of_torch:
             generator.set_state(state)
-        for bits, state in of_numpy:
-            bits.state = state
+        for bits, place in of_numpy:
+            bits.state = place
 
 
 @contextmanager

@@ -44,7 +44,8 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
     Call it when Lightning asks for the order of the first epoch, after `FitLoop.reset`. A second call changes nothing.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    epochs, batches = fit.epoch_progress, loop.batch_progress
+    epochs: Any = fit.epoch_progress
+    batches: Any = loop.batch_progress
     goes_on = epochs.current.started > epochs.current.processed
     for counts in (epochs.current, epochs.total):
         counts.ready = counts.started = counts.processed + goes_on
@@ -70,7 +71,8 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
     as Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved. The
     total over all epochs stays what it is: batches that ran.
     """
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit: Any = trainer.fit_loop
+    loop = fit.epoch_loop
     batches, num_done = loop.batch_progress, _num_done(loop.batch_progress.state_dict())
     num_steps, num_over = divmod(num_done, accumulate_grad_batches_before)
     if not _is_epoch_done(batches.state_dict()) and (num_over or batches.current.ready != num_done):

@@ -155,7 +155,8 @@ class ResumableLoader(ABC):
         self.epoch = self.batches_done = 0
         self._accumulated_before = order.accumulate_grad_batches  # by the run that goes on
         self._is_resumed = False  # and no batch was read since
-        self._trainer = trainer and weakref.ref(trainer)  # a copy of the loader is not one of the trainer
+        # A copy of the loader is not one of the trainer.
+        self._trainer = None if trainer is None else weakref.ref(trainer)
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
@@ -165,6 +166,11 @@ class ResumableLoader(ABC):
     def sampler(self) -> ResumableLoader:
         """The loader itself: Lightning looks for `set_epoch` here."""
         return self
+
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        """The trainer that iterates over the loader, if it is known."""
+        return None if self._trainer is None else self._trainer()
 
     def bind_trainer(self, trainer: pl.Trainer) -> None:
         """Take the place after a resume from this trainer's counters."""
@@ -176,10 +182,11 @@ class ResumableLoader(ABC):
         Raises:
             RuntimeError: There is no trainer to ask, and `epoch` does not follow the place that was resumed.
         """
-        trainer = self._trainer and self._trainer()
+        trainer = self.trainer
         if trainer is not None and trainer.training and trainer.fit_loop.is_resuming:
             goes_on, before = goes_on_in_epoch(trainer), self._accumulated_before
-            self.epoch = trainer.fit_loop.epoch_progress.current.processed
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            self.epoch = progress.processed
             self.batches_done = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=before) if goes_on else 0
         # Lightning sets the epoch after a resume too: that must not lose the place within it.
         elif epoch != self.epoch:
@@ -238,8 +245,8 @@ class ResumableLoader(ABC):
 
     def __len__(self) -> int:
         # Lightning asks for it after it has read a checkpoint, and before it looks whether there is an epoch left.
-        if (trainer := self._trainer and self._trainer()) is not None:
-            uncount_cut_epoch(trainer)
+        if self.trainer is not None:
+            uncount_cut_epoch(self.trainer)
         return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:

@@ -343,7 +343,7 @@ CHOSEN = {
             end("kill", 3, hook="on_train_batch_end", saves="plain"),
         )
     ),
-    "an error between epochs": Case(ends=(end("error", 4, hook="on_train_epoch_start", saves_at_end=True),)),
+    "an error between epochs": Case(ends=(end("error", 4, hook="on_train_epoch_start", every=3, saves_at_end=True),)),
     "a signal in validation": Case(
         ends=(end("signal", 4, hook="on_validation_start", rank=1),), ranks=2, schedule="epoch", is_own_loader=True
     ),
