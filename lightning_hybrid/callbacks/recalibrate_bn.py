@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, WeightAveraging
@@ -18,6 +20,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
 
 from lightning_hybrid import metrics as m
 from lightning_hybrid.checks import require_whole
@@ -35,8 +38,12 @@ class RecalibrateBatchNorm(Callback):
         mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)
 
     The statistics stay in the module, so that checkpoints saved after a validation hold those that it used. An averaged
-    model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own. Nothing else changes: training does not read
-    running statistics, the random state is restored, dropout is off.
+    model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own.
+
+    Training keeps its bits. Layers that are in evaluation mode while the module trains, and so normalise by statistics
+    of other data, keep them: their names are warned of once. Dropout is off. The global random state is put back, and
+    so are torch's and NumPy's generators that are attributes of the loader and its samplers; what else a data set or
+    sampler counts or draws from moves on by a pass.
 
     All ranks do the same number of batches and end with the same bits. With a loader whose batches do not depend on the
     number of ranks (those of `data/`), so do the statistics, as long as a batch of one rank has the same size: sums are
@@ -58,6 +65,7 @@ class RecalibrateBatchNorm(Callback):
         require_whole("num_images", num_images, "statistics need images. Set callbacks.recalibrate_bn.num_images=2048")
         self.num_images = num_images
         self.forward = forward or _forward_images
+        self._has_warned = False
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -80,17 +88,28 @@ class RecalibrateBatchNorm(Callback):
                 "`callbacks=recalibrate_bn` cannot be combined with strategy='hybrid_pipeline': it runs the network "
                 "outside of a step, where each rank has its own stages alone. Leave it out: callbacks=default."
             )
-        layers = [layer for layer in pl_module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+        layers = {
+            name: layer
+            for name, layer in pl_module.named_modules()
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats
+        }
         if not layers:
             rank_zero_warn("`callbacks=recalibrate_bn`: the module has no BatchNorm with running statistics.")
             return
         begin = time.perf_counter()
-        with isolate_rng(), _normalizing_by_batch(pl_module, layers) as statistics:
+        with isolate_rng(), _normalizing_by_batch(trainer, pl_module, layers) as statistics:
             for batch in self._batches(trainer):
                 with trainer.precision_plugin.forward_context():
                     self.forward(pl_module, batch)
                 statistics.end_batch()
         statistics.write()
+        if statistics.frozen and not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen)
+            rank_zero_warn(
+                f"`callbacks=recalibrate_bn`: {names} keep their statistics, as they are in evaluation mode while the "
+                "module trains."
+            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # During a validation the module shows the average's values: these statistics are the average's.
             average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
@@ -99,24 +118,29 @@ class RecalibrateBatchNorm(Callback):
         pl_module.log(m.RECALIBRATION_S, time.perf_counter() - begin, on_epoch=True, sync_dist=True, reduce_fx="max")
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
-        loader: Any = trainer.strategy.process_dataloader(_new_train_loader(trainer))
-        batches = iter(loader)
-        first = next(batches)
-        num_batches = max(1, self.num_images // (extract_batch_size(first) * trainer.world_size))
-        try:
-            yield _on_device(trainer, first)
-            for batch in islice(batches, num_batches - 1):
-                yield _on_device(trainer, batch)
-        finally:
-            if hasattr(batches, "close"):
-                batches.close()
+        loader: Any = _new_train_loader(trainer)
+        if isinstance(loader, DataLoader):
+            loader = copy(loader)
+            loader._iterator = None  # workers that persist are in the middle of the epoch
+        with _generators_kept(loader):
+            loader = trainer.strategy.process_dataloader(loader)
+            batches = iter(loader)
+            first = next(batches)
+            num_batches = max(1, self.num_images // (extract_batch_size(first) * trainer.world_size))
+            try:
+                yield _on_device(trainer, first)
+                for batch in islice(batches, num_batches - 1):
+                    yield _on_device(trainer, batch)
+            finally:
+                if hasattr(batches, "close"):
+                    batches.close()
 
 
 class _Statistics:
     """Count, mean and sum of squared deviations of the inputs of layers, `[3, channels of all layers]` for a batch."""
 
-    def __init__(self, layers: list[_BatchNorm]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[_BatchNorm], frozen: Sequence[_BatchNorm] = ()) -> None:
+        self.layers, self.frozen = layers, frozen  # all are noted: ranks gather as much, whatever each has frozen
         self._of_batches: list[Tensor] = []
         self._now: dict[_BatchNorm, Tensor] = {}
 
@@ -154,7 +178,7 @@ class _Statistics:
         for layer, (count, mean, squares) in zip(self.layers, total.split(sizes, dim=1), strict=True):
             assert layer.running_mean is not None
             assert layer.running_var is not None
-            if bool(count[0] > 0):
+            if layer not in self.frozen and bool(count[0] > 0):
                 layer.running_mean.copy_(mean)
                 layer.running_var.copy_(squares / (count - 1).clamp(min=1))
 
@@ -168,15 +192,43 @@ def _merged(one: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
-def _normalizing_by_batch(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[_Statistics]:
-    """Let the layers, and nothing else of the module, behave as in training."""
-    statistics = _Statistics(layers)
+def _generators_kept(loader: Any) -> Iterator[None]:
+    """Put the states of generators that a loader and its samplers hold back at the end."""
+    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    samplers.append(getattr(samplers[1], "sampler", None))
+    held = [value for each in (loader, *samplers) for value in getattr(each, "__dict__", {}).values()]
+    of_torch = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
+    of_numpy = [
+        (each.bit_generator, each.bit_generator.state) for each in held if isinstance(each, np.random.Generator)
+    ]
+    try:
+        yield
+    finally:
+        for generator, state in of_torch:
+            generator.set_state(state)
+        for bits, place in of_numpy:
+            bits.state = place
+
+
+@contextmanager
+def _normalizing_by_batch(
+    trainer: pl.Trainer, module: nn.Module, layers: dict[str, _BatchNorm]
+) -> Iterator[_Statistics]:
+    """Let the layers that train with the module, and nothing else of it, behave as in training."""
     was_training = {each: each.training for each in module.modules()}
-    counts = [layer.num_batches_tracked.clone() for layer in layers if layer.num_batches_tracked is not None]
-    handles = [layer.register_forward_pre_hook(statistics.note) for layer in layers]
+    modes = trainer._evaluation_loop._module_mode.mode  # those that come back after the evaluation
+    is_fit = trainer.state.fn == "fit"
+    frozen = [layer for name, layer in layers.items() if not modes[name] and (is_fit or modes[""])]
+    if not is_fit:
+        module.train()  # it may never have trained: its own `train` says which layers do not
+        frozen += [layer for layer in layers.values() if not layer.training]
+    statistics = _Statistics(list(layers.values()), frozen)
+    tracked = [layer.num_batches_tracked for layer in layers.values() if layer.num_batches_tracked is not None]
+    counts = [each.clone() for each in tracked]
+    handles = [layer.register_forward_pre_hook(statistics.note) for layer in layers.values()]
     module.eval()
-    for layer in layers:
-        layer.train()
+    for layer in layers.values():
+        layer.training = layer not in frozen
     try:
         yield statistics
     finally:
@@ -184,7 +236,6 @@ def _normalizing_by_batch(module: nn.Module, layers: list[_BatchNorm]) -> Iterat
             handle.remove()
         for each, is_training in was_training.items():
             each.training = is_training
-        tracked = [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
         for now, before in zip(tracked, counts, strict=True):
             now.copy_(before)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lightning_hybrid.data.batch_counters import goes_on_in_epoch, rewind_to_whole_steps, uncount_cut_epoch
 
 Batch = tuple[Tensor, Tensor]
 Indices = NDArray[np.int64]
@@ -134,19 +138,25 @@ class ResumableLoader(ABC):
     checkpoint between two steps continues exactly under any `world_size` and `accumulate_grad_batches`; one within a
     step of several batches only under the same two. A new epoch begins by `sampler.set_epoch` or by iterating again.
 
+    With a trainer, the place after a resume is that of the trainer's counters, which are mended first (see
+    `batch_counters`): the images of a step that was not made come again, under any number of ranks.
+
     Args:
         order: The order of the images.
-        on_other_accumulation: Called with the checkpoint's `accumulate_grad_batches` when it differs from that of
-            `order`: counters of batches must change, see `batch_counters.recount_batches`.
+        trainer: The trainer that iterates over the loader. The strategies of this package give it to a loader that has
+            none; with another strategy a run with `max_steps` cannot go on exactly from the end of an epoch without it.
     """
 
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
     _SAME_IN_STEP: ClassVar[tuple[str, ...]] = ("world_size", "accumulate_grad_batches")
 
-    def __init__(self, order: EpochOrder, *, on_other_accumulation: Callable[[int], None] | None = None) -> None:
+    def __init__(self, order: EpochOrder, *, trainer: pl.Trainer | None = None) -> None:
         self.order = order
         self.epoch = self.batches_done = 0
-        self._on_other_accumulation = on_other_accumulation
+        self._accumulated_before = order.accumulate_grad_batches  # by the run that goes on
+        self._is_resumed = False  # and no batch was read since
+        # A copy of the loader is not one of the trainer.
+        self._trainer = None if trainer is None else weakref.ref(trainer)
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
@@ -157,10 +167,35 @@ class ResumableLoader(ABC):
         """The loader itself: Lightning looks for `set_epoch` here."""
         return self
 
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        """The trainer that iterates over the loader, if it is known."""
+        return None if self._trainer is None else self._trainer()
+
+    def bind_trainer(self, trainer: pl.Trainer) -> None:
+        """Take the place after a resume from this trainer's counters."""
+        self._trainer = weakref.ref(trainer)
+
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, unless that epoch has already begun (as after a resume)."""
+        """Go to the start of `epoch`, unless that epoch has already begun (as after a resume).
+
+        Raises:
+            RuntimeError: There is no trainer to ask, and `epoch` does not follow the place that was resumed.
+        """
+        trainer = self.trainer
+        if trainer is not None and trainer.training and trainer.fit_loop.is_resuming:
+            goes_on, before = goes_on_in_epoch(trainer), self._accumulated_before
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            self.epoch = progress.processed
+            self.batches_done = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=before) if goes_on else 0
         # Lightning sets the epoch after a resume too: that must not lose the place within it.
-        if epoch != self.epoch:
+        elif epoch != self.epoch:
+            if self._is_resumed and trainer is None and (epoch, len(self)) != (self.epoch + 1, self.batches_done):
+                raise RuntimeError(
+                    f"`epoch` (={epoch}) must follow the place that was resumed, {self.batches_done} of {len(self)} "
+                    f"batches of epoch {self.epoch}: images would be left out. With `max_steps` Lightning counts an "
+                    f"epoch twice. Give the loader its trainer: {type(self).__name__}(..., trainer=trainer)."
+                )
             self.epoch, self.batches_done = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -181,8 +216,8 @@ class ResumableLoader(ABC):
                 "another loader or version wrote it. Train with data=... as it was in the interrupted run."
             )
         self._refuse_other(state, self._SAME, "the resumed epoch would repeat some images and miss others")
-        # Between two steps nothing depends on how many ranks and batches shared them.
-        if state["batches_done_of_step"]:
+        # Between two steps nothing depends on how many ranks and batches shared them. A trainer begins the step again.
+        if state["batches_done_of_step"] and self._trainer is None:
             why = (
                 f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
                 f"{state['accumulate_grad_batches']} batches), which other ranks would share in another way"
@@ -191,8 +226,8 @@ class ResumableLoader(ABC):
         self.epoch = state["epoch"]
         accumulate = self.order.accumulate_grad_batches
         self.batches_done = state["steps_done"] * accumulate + state["batches_done_of_step"]
-        if state["accumulate_grad_batches"] != accumulate and self._on_other_accumulation is not None:
-            self._on_other_accumulation(state["accumulate_grad_batches"])
+        self._accumulated_before = state["accumulate_grad_batches"]
+        self._is_resumed = True
 
     def _refuse_other(self, state: dict[str, Any], names: tuple[str, ...], why: str) -> None:
         cures = {
@@ -209,6 +244,9 @@ class ResumableLoader(ABC):
                 )
 
     def __len__(self) -> int:
+        # Lightning asks for it after it has read a checkpoint, and before it looks whether there is an epoch left.
+        if self.trainer is not None:
+            uncount_cut_epoch(self.trainer)
         return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -221,6 +259,7 @@ class ResumableLoader(ABC):
             for batch in batches:
                 # Before the yield: nothing after the last one would run.
                 self.batches_done += 1
+                self._is_resumed = False
                 yield batch
 
 

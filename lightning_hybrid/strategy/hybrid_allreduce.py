@@ -279,6 +279,8 @@ class HybridAllReduceMixin(
         from lightning_hybrid.data.prefetch import prefetch  # here: its package brings loaders of our own
 
         dataloader = super().process_dataloader(dataloader)
+        if hasattr(dataloader, "bind_trainer"):  # a loader of `data`, which resumes where the trainer's counters are
+            dataloader.bind_trainer(self.lightning_module.trainer)
         if user_moves_batches(self.lightning_module):
             return dataloader
         # Lightning looks for a DataLoader, which the prefetcher hides.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,7 +70,7 @@ def ghost_batches(seen, ghost, num_images):
     """Mean and variance of both layers, over ghost batches taken one by one, float64."""
     data = DigitsDataModule(global_batch_size=64, seed=3)
     data.setup("fit")
-    data.trainer = type("T", (), {"world_size": 1, "global_rank": 0, "accumulate_grad_batches": 64 // ghost})()
+    data.trainer = toy.trainer(devices=1, accumulate_grad_batches=64 // ghost)
     net = Digits(dropout=0.0).net
     net.load_state_dict(seen)
     net.double()
@@ -150,6 +153,107 @@ def test_training_has_the_same_bits_with_and_without(two_ranks, precision):
     """Dropout and the order of images draw random numbers."""
     (with_it, _), (without, _) = two_ranks.run(trained, True, precision), two_ranks.run(trained, False, precision)
     assert all(torch.equal(with_it[name], without[name]) for name in with_it)
+
+
+class FineTuned(toy.Toy):
+    """Dropout, and a first normalisation by statistics of other data, as fine-tuning keeps them."""
+
+    def __init__(self, freezes="epoch start"):
+        super().__init__()
+        self.freezes = freezes
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [nn.Linear(toy.NUM_FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+            self.net = nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(8, toy.NUM_CLASSES))
+        self.net[1].running_mean.fill_(3.0)
+
+    def forward(self, images):
+        return self.net(images)
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.freezes == "train":
+            self.net[1].eval()
+        return self
+
+    def on_train_epoch_start(self):
+        if self.freezes == "epoch start":
+            self.net[1].eval()
+
+
+def frozen(freezes, is_test):
+    """Each rank's statistics, modes in the end, and what is warned of."""
+    module, callbacks = FineTuned(freezes), [RecalibrateBatchNorm(32)]
+    trainer = toy.trainer(callbacks=callbacks, limit_train_batches=2, num_sanity_val_steps=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_test:
+            module.train_dataloader = toy.loader
+            trainer.test(module, toy.loader(), verbose=False)
+        else:
+            trainer.fit(module, toy.loader(), toy.loader())
+    norms = [module.net[1], module.net[3]]
+    means = [layer.running_mean.tolist() for layer in norms]
+    text = [str(each.message) for each in caught if "recalibrate_bn" in str(each.message)]
+    return means, [layer.training for layer in norms], text
+
+
+@pytest.mark.parametrize(("freezes", "is_test"), [("epoch start", False), ("train", True)])
+def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks, freezes, is_test):
+    """A test alone has never trained: there the module's own `train` says what does not."""
+    found = two_ranks.run(frozen, freezes, is_test)
+    for means, modes, _ in found:
+        assert means[0] == [3.0] * 8
+        assert means[1] != [0.0] * 8
+        assert means == found[0][0]
+        assert modes == ([True, True] if is_test else [False, True])
+    assert [len(text) for *_, text in found] == [1, 0]
+    assert found[0][2][0].startswith("`callbacks=recalibrate_bn`: `net.1` keep their statistics")
+
+
+class Draws(torch.utils.data.Sampler):
+    """Batches from NumPy's numbers."""
+
+    def __init__(self):
+        self.draw = np.random.default_rng(5)
+
+    def __iter__(self):
+        return iter(self.draw.permutation(64).reshape(8, 8).tolist())
+
+    def __len__(self):
+        return 8
+
+
+def loader_of(kind):
+    data, own = toy.Blobs(64), torch.Generator().manual_seed(7)
+    if kind == "batch sampler":
+        return DataLoader(data, batch_sampler=Draws())
+    if kind == "sampler":
+        return DataLoader(data, 8, sampler=torch.utils.data.RandomSampler(data, generator=own))
+    more = {"generator": own} if kind == "loader" else {}
+    if kind == "workers":
+        more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    return DataLoader(data, 8, shuffle=True, **more)
+
+
+def with_and_without(kind):
+    ends = []
+    for callbacks in ([RecalibrateBatchNorm(32)], []):
+        module = FineTuned("never")
+        torch.manual_seed(1)
+        trainer = toy.trainer(
+            callbacks=callbacks, use_distributed_sampler=False, val_check_interval=3, num_sanity_val_steps=0
+        )
+        trainer.fit(module, loader_of(kind), toy.loader())
+        ends.append({name: value.clone() for name, value in module.named_parameters()} | {"losses": module.losses})
+    return ends[0].pop("losses") == ends[1].pop("losses") and toy.same_bits(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.parametrize("kind", ["global numbers", "loader", "sampler", "batch sampler", "workers"])
+def test_the_order_of_a_users_loader_and_dropout_are_what_they_are_without(one_rank, kind):
+    """A pass in the middle of an epoch draws from the generators of loader, samplers and process."""
+    assert one_rank.run(with_and_without, kind) == [True]
 
 
 def averaged():

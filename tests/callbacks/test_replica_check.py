@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.callbacks.replica_check import first_difference
+from lightning_hybrid.run_status import run_status
 from tests import toy
 
 LAST = "net.8.weight"
@@ -38,6 +39,9 @@ class Spoils(pl.Callback):
     def loss_scale(self, trainer, weight):
         trainer.precision_plugin.loss_scale.scale *= 2.0
 
+    def skipped(self, trainer, weight):
+        run_status(trainer).optimizer_steps[0].num_skipped.add_(1)
+
     def two_signs(self, trainer, weight):
         """What cancels in a sum of magnitudes."""
         weight.view(-1)[:2].neg_()
@@ -64,6 +68,7 @@ def spoiled(what, precision, every_n_steps, rank=1, step=2):
         ("momentum", "32-true", f": `{LAST}`"),
         ("momentum", "bf16-true", f": `{LAST}`"),
         ("two_signs", "32-true", f": `{LAST}`"),
+        ("skipped", "16-true", ": number of skipped steps 0"),
         ("loss_scale", "16-true", ""),  # and with it the gradients' rounding, on both ranks
     ],
 )

@@ -178,13 +178,29 @@ def test_the_middle_of_a_step_is_refused_to_other_ranks_and_batches(change, name
     loader(**{"ranks": 2, "accumulate": 2} | change).load_state_dict(own.state_dict())
 
 
-def test_another_accumulation_is_told_to_whoever_counts_batches():
-    calls = []
-    own = loader(accumulate=2, on_other_accumulation=calls.append)
-    own.load_state_dict(loader(accumulate=2).state_dict())
-    assert calls == []
-    own.load_state_dict(loader(accumulate=3).state_dict())
-    assert calls == [3]
+def test_without_a_trainer_only_the_epoch_after_the_resumed_place_may_follow():
+    """Lightning asks for another where it counts an epoch twice, and images would be left out in silence."""
+    own = loader()
+    iterator = iter(own)
+    for _ in range(3):
+        next(iterator)
+    states = [own.state_dict()]
+    assert len(list(iterator)) == 5
+    states.append(own.state_dict())
+    resumed = [loader(), loader()]
+    for each, state in zip(resumed, states, strict=True):
+        each.load_state_dict(state)
+        each.set_epoch(0)
+        assert each.state_dict() == state
+    with pytest.raises(
+        RuntimeError, match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer"
+    ):
+        resumed[0].set_epoch(1)
+    next(iter(resumed[0]))
+    resumed[0].set_epoch(1)  # where its caller goes on is his own business
+    resumed[1].set_epoch(1)
+    with pytest.raises(RuntimeError, match=r"^`epoch` \(=2\) must follow .* 0 of 8 batches of epoch 1"):
+        resumed[1].set_epoch(2)
 
 
 def test_a_state_of_another_loader_is_refused():

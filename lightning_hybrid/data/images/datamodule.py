@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.batch_counters import recounting, share_of
+from lightning_hybrid.data.batch_counters import share_of
 from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.images.source import RowSource
 from lightning_hybrid.data.normalize import NormalizeOnDevice
@@ -91,7 +91,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             order,
             filler=self._filler(),
             on_device=self.on_device,
-            on_other_accumulation=recounting(trainer),
+            trainer=trainer,
         )
 
     def val_dataloader(self) -> ImageEvalLoader:

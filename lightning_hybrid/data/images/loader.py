@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_hybrid.data.images.decode_threads import ThreadedBatches
@@ -73,9 +74,9 @@ class ImageTrainLoader(ResumableLoader):
         *,
         filler: BatchFiller,
         on_device: Callable[[Batch], Batch],
-        on_other_accumulation: Callable[[int], None] | None = None,
+        trainer: pl.Trainer | None = None,
     ) -> None:
-        super().__init__(order, on_other_accumulation=on_other_accumulation)
+        super().__init__(order, trainer=trainer)
         self.rows, self.filler, self.on_device = rows, filler, on_device
         self._buffers = HostBuffers(
             max_images=order.batch_size_per_rank, image_size=rows.image_size, pin_memory=filler.pin_memory

@@ -7,7 +7,7 @@ from abc import abstractmethod
 import lightning.pytorch as pl
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.batch_counters import recounting, share_of
+from lightning_hybrid.data.batch_counters import share_of
 from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 
 
@@ -71,7 +71,7 @@ class InMemoryDataModule(pl.LightningDataModule):
             seed=self.seed,
             shift_pixels=self.shift_pixels,
             normalize=self.normalize,
-            on_other_accumulation=recounting(trainer),
+            trainer=trainer,
             **share_of(self.trainer),
         )
 

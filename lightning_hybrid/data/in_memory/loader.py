@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class TrainLoader(ResumableLoader):
         seed: int,
         shift_pixels: int,
         normalize: Normalize,
-        on_other_accumulation: Callable[[int], None] | None = None,
+        trainer: pl.Trainer | None = None,
     ) -> None:
         order = EpochOrder(
             num_images=len(image_set.labels),
@@ -67,7 +68,7 @@ class TrainLoader(ResumableLoader):
             rank=rank,
             accumulate_grad_batches=accumulate_grad_batches,
         )
-        super().__init__(order, on_other_accumulation=on_other_accumulation)
+        super().__init__(order, trainer=trainer)
         self.image_set = image_set
         self.shift_pixels = shift_pixels
         self.normalize = normalize

@@ -64,23 +64,6 @@ def test_loaders_keep_no_more_memory_than_their_largest_batch():
     assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
 
 
-def test_a_loader_of_images_tells_of_another_accumulation():
-    options = {"num_images": 80, "global_batch_size": 8, "seed": 0}
-    found = []
-    loader, other = (
-        ImageTrainLoader(
-            Noted(),
-            EpochOrder(accumulate_grad_batches=rounds, **options),
-            filler=DecodeThreads(num_threads=1),
-            on_device=lambda batch: batch,
-            on_other_accumulation=found.append,
-        )
-        for rounds in (1, 4)
-    )
-    loader.load_state_dict(other.state_dict())
-    assert found == [4]
-
-
 def test_a_loader_of_images_shows_them_as_the_epoch_does():
     rows = Noted()
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0)

@@ -1,0 +1,419 @@
+"""A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in their order, to the bit.
+
+A case is drawn from a seed: ranks, accumulation, limits, validation, who writes checkpoints, where and how the fit ends
+and what ends the run that goes on. `pytest -m long tests/data/test_resume_anywhere.py` runs 200 of them per strategy.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_hybrid import HybridPipelineStrategy
+from lightning_hybrid.callbacks import StepCheckpoint, StopOnSignal
+from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
+from lightning_hybrid.data.in_memory.loader import ImageSet
+from tests import toy
+from tests.rank_pool import RankError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZE = 4
+NUM_EPOCHS = 3
+IN_TRAINING = (
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_before_optimizer_step"),
+    *("on_train_batch_end", "on_train_epoch_end"),
+)
+IN_VALIDATION = ("on_validation_start", "on_validation_batch_end", "on_validation_end")
+
+
+class Numbered(InMemoryDataModule):
+    """Images whose label is their number."""
+
+    image_shape = (1, SIZE, SIZE)
+
+    def __init__(self, num_train: int, global_batch_size: int) -> None:
+        self.num_train = num_train
+        super().__init__(global_batch_size=global_batch_size, seed=5, shift_pixels=1, eval_batch_size_per_rank=2)
+
+    def load(self) -> dict[str, ImageSet]:
+        images = torch.randint(256, (self.num_train, *self.image_shape), generator=torch.Generator().manual_seed(3))
+        images = images.to(torch.uint8)
+        train = ImageSet(images, torch.arange(self.num_train))
+        return {"train": train, "val": ImageSet(images[:8], torch.arange(8))}
+
+
+class Reads(pl.LightningModule):
+    """A classifier that notes what is read: epoch, batch, steps done before, images."""
+
+    def __init__(self, schedule: str | None, asks_for_steps: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.schedule, self.asks_for_steps = schedule, asks_for_steps
+        self.read: list[tuple[int, int, int, list[int]]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.read.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step, batch[1].tolist()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1] % 3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.asks_for_steps:
+            _ = self.trainer.estimated_stepping_batches  # Lightning makes the loader now
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        if self.schedule is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.schedule}}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no callback of ours sees it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a fit ends."""
+
+    how: str  # "max_steps", "max_epochs", "signal", "kill" or "error"
+    after: int  # steps, epochs, or batches
+    hook: str = ""
+    rank: int = 0  # that gets the signal
+    saves: str = "steps"  # who writes checkpoints
+    every: int = 1
+    saves_at_end: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fit, the ends of its runs but the last, and what limits that."""
+
+    ends: tuple[End, ...]
+    ranks: int = 1
+    accumulate: int = 1
+    batch_size: int = 2  # of a rank
+    num_steps: int = 4  # of an epoch without a limit
+    settings: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=lambda: {"max_epochs": NUM_EPOCHS, "max_steps": -1})
+    schedule: str | None = None
+    asks_for_steps: bool = False
+    is_own_loader: bool = False
+    validates: bool = True
+
+
+class EndsAt(pl.Callback):
+    """An end by a signal, a kill or an error, once so many batches were begun."""
+
+    def __init__(self, end: End) -> None:
+        self.end, self.is_over = end, False
+
+    def _maybe(self, hook: str, trainer: pl.Trainer, module: Any, *_: Any, **__: Any) -> None:
+        if self.is_over or hook != self.end.hook or trainer.sanity_checking or len(module.read) < self.end.after:
+            return
+        self.is_over = True
+        if self.end.how == "error":
+            raise OSError("gone")
+        if self.end.how == "kill":
+            raise Killed
+        if trainer.global_rank == self.end.rank:
+            os.kill(os.getpid(), signal.SIGTERM if self.end.how == "signal" else signal.SIGKILL)
+
+
+for _hook in IN_TRAINING + IN_VALIDATION:
+    setattr(EndsAt, _hook, lambda self, *args, _hook=_hook, **kwargs: self._maybe(_hook, *args, **kwargs))
+
+
+def saving(folder: str, end: End) -> ModelCheckpoint:
+    more: dict[str, Any] = {"every_n_train_steps": end.every} if end.saves in ("steps", "plain") else {}
+    if end.saves in ("epochs", "validation"):
+        more["save_on_train_epoch_end"] = end.saves == "epochs"
+    more["save_on_exception"] = end.how == "error" and end.saves_at_end
+    kind = StepCheckpoint if end.saves == "steps" else ModelCheckpoint
+    return kind(folder, "{epoch}-{step}", save_top_k=-1, **more)
+
+
+def strategy_of(name: str) -> Any:
+    return HybridPipelineStrategy(num_stages=2, num_microbatches=2) if name == "hybrid_pipeline" else name
+
+
+def newest(folder: str) -> str | None:
+    found = [None]
+    if dist.get_rank() == 0:
+        found = [max(map(str, Path(folder).glob("*.ckpt")), key=os.path.getmtime, default=None)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def run(case: Case, strategy: str, folder: str, end: End | None, path: str | None) -> dict[str, Any]:
+    """One fit, from a checkpoint or the start; what it read, and where it ended."""
+    module = Reads(case.schedule, case.asks_for_steps)
+    shares = 1 if strategy == "hybrid_pipeline" else case.ranks
+    batch = case.batch_size * shares * case.accumulate
+    data = Numbered(batch * case.num_steps + 1, batch)
+    callbacks: list[pl.Callback] = [] if end is None else [EndsAt(end), saving(folder, end)]
+    if end is not None and end.how == "signal":
+        callbacks.append(StopOnSignal(folder))
+    limits = case.limits | ({end.how: end.after} if end is not None and end.how.startswith("max_") else {})
+    trainer = toy.trainer(
+        strategy=strategy_of(strategy),
+        callbacks=callbacks,
+        enable_checkpointing=end is not None,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=case.accumulate,
+        limit_val_batches=2 if case.validates else 0,
+        **limits,
+        **case.settings,
+    )
+    given: dict[str, Any] = {"datamodule": data}
+    if case.is_own_loader:  # of a user, who gives no trainer where the strategy does
+        data.trainer = trainer
+        data.setup("fit")
+        given = {"train_dataloaders": data.train_dataloader(), "val_dataloaders": data.val_dataloader()}
+        if strategy != "ddp":
+            given["train_dataloaders"]._trainer = None
+    try:
+        trainer.fit(module, **given, ckpt_path=path)
+        if end is not None and end.saves_at_end and end.how.startswith("max_"):
+            trainer.save_checkpoint(f"{folder}/end.ckpt")
+    except (Killed, OSError, SystemExit):
+        assert end is not None
+    return {
+        "read": module.read,
+        "steps": trainer.global_step,
+        "epoch": trainer.fit_loop.epoch_progress.state_dict(),
+        "batches": trainer.fit_loop.epoch_loop.batch_progress.state_dict(),
+        "steps of loggers": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "weights": toy.weights(module),
+        "lr": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+    }
+
+
+def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
+    """Run undisturbed, and with ends; return what differs."""
+    whole = run(case, strategy, folder, None, None)
+    path = None
+    for number, end in enumerate((*case.ends, None)):
+        at = 0 if path is None else torch.load(path, weights_only=True)["global_step"]
+        found = run(case, strategy, f"{folder}/{number}", end, path)
+        left = [one for one in whole["read"] if one[2] >= at]
+        ended = "" if path is None else f"resumed at step {at} from {Path(path).name}: "
+        if found["read"] != (left if end is None else left[: len(found["read"])]):
+            return f"{ended}read {found['read']} of {left}"
+        path = newest(f"{folder}/{number}") or path
+    counters = ("epoch", "batches", "steps of loggers") * bool(found["read"])  # else Lightning counts nothing
+    for name in ("steps", "lr", *counters):
+        if found[name] != whole[name]:
+            return f"{ended}{name} {found[name]} of {whole[name]}"
+    return "" if toy.same_bits(found["weights"], whole["weights"]) else f"{ended}other weights"
+
+
+def drawn(seed: int, *, is_pipeline: bool = False) -> Case:
+    """Draw a case. A pipeline has two ranks and no accumulation but its own."""
+    draw = random.Random(seed)
+    accumulate, num_steps = 1 if is_pipeline else draw.choice((1, 3)), draw.choice((3, 4, 5))
+    num_batches = accumulate * num_steps
+    settings: dict[str, Any] = {}
+    if draw.random() < 0.4:
+        num_batches = settings["limit_train_batches"] = draw.randint(1, num_batches)
+    validates = draw.random() < 0.8
+    interval = draw.choice((None, None, "int", "part", "over epochs", "every 2"))
+    if validates and interval == "int":
+        settings["val_check_interval"] = draw.randint(1, num_batches)
+    elif validates and interval == "part":
+        settings["val_check_interval"] = 0.5
+    elif validates and interval == "over epochs":
+        settings |= {"val_check_interval": draw.randint(1, 2 * num_batches), "check_val_every_n_epoch": None}
+    elif validates and interval == "every 2":
+        settings["check_val_every_n_epoch"] = 2
+    steps_per_epoch = -(-num_batches // accumulate)
+    most = NUM_EPOCHS * steps_per_epoch
+    limits = {"max_epochs": NUM_EPOCHS, "max_steps": -1}
+    if (limited := draw.choice(("epochs", "steps", "both"))) != "epochs":
+        limits["max_steps"] = draw.randint(max(2, most - steps_per_epoch), most)
+        limits["max_epochs"] = -1 if limited == "steps" else NUM_EPOCHS
+    total = limits["max_steps"] if limited != "epochs" else most
+
+    def end(number: int) -> End:
+        # Lightning refuses a checkpoint of a later epoch than `max_epochs`.
+        how = draw.choice(("max_steps", "signal", "kill", "error") + ("max_epochs",) * (number == 0))
+        given: dict[str, Any] = {
+            "how": how,
+            "saves": draw.choice(("steps", "plain", "epochs") + ("validation",) * validates),
+            "every": draw.randint(1, 4),
+            "saves_at_end": draw.random() < 0.6,
+        }
+        if how == "max_steps":
+            return End(after=draw.randint(1, total), **given)
+        if how == "max_epochs":
+            return End(after=draw.randint(1, NUM_EPOCHS - 1), **given)
+        epoch, place = draw.randrange(NUM_EPOCHS), draw.choice(("first", "middle", "last"))
+        batch = {"first": 1, "middle": num_batches // 2 + 1, "last": num_batches}[place]
+        hook = draw.choice(IN_TRAINING + IN_VALIDATION * validates)
+        return End(after=epoch * num_batches + batch, hook=hook, rank=draw.randrange(world), **given)
+
+    world = 2 if is_pipeline else draw.choice((1, 2))
+    ends = tuple(end(number) for number in range(draw.choice((1, 1, 2))))
+    return Case(
+        ends=ends,
+        ranks=world,
+        accumulate=accumulate,
+        num_steps=num_steps,
+        settings=settings,
+        limits=limits,
+        schedule=draw.choice((None, "step", "epoch")),
+        asks_for_steps=draw.random() < 0.25,
+        is_own_loader=draw.random() < 0.25,
+        validates=validates,
+    )
+
+
+def differing(cases: list[Case], strategy: str, folder: str) -> dict[int, str]:
+    """On a rank: the cases in which a resumed run differs."""
+    found = {}
+    for number, case in enumerate(cases):
+        for end in range(len(case.ends)):
+            Path(folder, str(number), str(end)).mkdir(parents=True, exist_ok=True)
+        try:
+            what = ended_and_resumed(case, strategy, f"{folder}/{number}")
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+        if what:
+            found[number] = what
+    return found
+
+
+def failures(rank_pool, cases, strategy, folder):
+    """Of all ranks: each has its own images."""
+    text = []
+    for world in sorted({case.ranks for case in cases}):
+        own = [case for case in cases if case.ranks == world]
+        ranks = rank_pool.ranks(world).run(differing, own, strategy, f"{folder}/{world}", timeout_s=30 + 30 * len(own))
+        text += [
+            f"rank {rank} of {own[number]}: {what}"
+            for rank, found in enumerate(ranks)
+            for number, what in found.items()
+        ]
+    return text
+
+
+def end(how, after, **more):
+    return End(how=how, after=after, **more)
+
+
+CHOSEN = {
+    # Lightning ends that epoch once more, and the run an epoch early
+    "an epoch's end with max_steps": Case(
+        ends=(end("kill", 6, hook="on_train_batch_start", saves="epochs"),), limits={"max_epochs": 3, "max_steps": 11}
+    ),
+    # it counts that epoch, and the run ends at once
+    "max_steps in the last epoch": Case(
+        ends=(end("max_steps", 9, saves="epochs"),), settings={"val_check_interval": 1}
+    ),
+    "the same, with a loader made early": Case(
+        ends=(end("max_steps", 9, saves="epochs"),), asks_for_steps=True, ranks=2
+    ),
+    "the same, with a user's loader": Case(ends=(end("max_steps", 9, saves="epochs"),), is_own_loader=True),
+    # it restores no loader that it made before it read the checkpoint
+    "a loader made early": Case(ends=(end("kill", 7, hook="on_train_batch_start"),), asks_for_steps=True),
+    # it trains on with a part of the step's gradients, without the batch that met the error
+    "an error within an epoch's last step": Case(
+        ends=(end("error", 12, hook="on_before_backward", saves="epochs", saves_at_end=True),), accumulate=3, ranks=2
+    ),
+    # it leaves counters that lose the second epoch when it is resumed
+    "a last batch, then again": Case(
+        ends=(
+            end("kill", 5, hook="on_train_batch_start", saves="plain", every=4),
+            end("kill", 3, hook="on_train_batch_end", saves="plain"),
+        )
+    ),
+    "an error between epochs": Case(ends=(end("error", 4, hook="on_train_epoch_start", every=3, saves_at_end=True),)),
+    "a signal in validation": Case(
+        ends=(end("signal", 4, hook="on_validation_start", rank=1),), ranks=2, schedule="epoch", is_own_loader=True
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce"])
+def test_chosen_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy):
+    assert failures(rank_pool, list(CHOSEN.values()), strategy, str(tmp_path)) == []
+
+
+def resumed_with_other_accumulation(folder):
+    """What is left after an error within a step of three batches, read in steps of one, and by an undisturbed fit."""
+    before = Case(ends=(), accumulate=3)
+    after = replace(before, accumulate=1, batch_size=6, asks_for_steps=True)
+    error = end("error", 8, hook="on_before_backward", saves_at_end=True)
+    run(before, "ddp", folder, error, None)
+    whole, found = run(after, "ddp", folder, None, None), run(after, "ddp", folder, None, newest(folder))
+    return [one for one in whole["read"] if one[2] >= 2], found["read"]
+
+
+def test_a_step_that_was_not_made_is_read_with_another_accumulation(one_rank, tmp_path):
+    """By a loader made before the checkpoint was read, which Lightning does not restore."""
+    ((left, found),) = one_rank.run(resumed_with_other_accumulation, str(tmp_path))
+    assert found == left
+    assert found[0][:3] == (0, 2, 2)
+
+
+NUM_CASES = 200
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, NUM_CASES, 20))
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce", "hybrid_pipeline"])
+def test_drawn_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, first):
+    if strategy == "hybrid_pipeline" and first:
+        pytest.skip("twenty are enough: its loop is the same")
+    cases = [drawn(seed, is_pipeline=strategy == "hybrid_pipeline") for seed in range(first, first + 20)]
+    assert failures(rank_pool, cases, strategy, str(tmp_path)) == []
+
+
+def test_cases_are_drawn_from_the_whole_grid():
+    cases = [drawn(seed) for seed in range(NUM_CASES)]
+    assert cases == [drawn(seed) for seed in range(NUM_CASES)]
+    ends = [each for case in cases for each in case.ends]
+    assert {each.how for each in ends} == {"max_steps", "max_epochs", "signal", "kill", "error"}
+    assert {each.hook for each in ends} == {"", *IN_TRAINING, *IN_VALIDATION}
+    assert {each.saves for each in ends} == {"steps", "plain", "epochs", "validation"}
+    assert {(case.ranks, case.accumulate) for case in cases} == {(1, 1), (1, 3), (2, 1), (2, 3)}
+    assert {(case.limits["max_epochs"] > 0, case.limits["max_steps"] > 0) for case in cases} == {
+        (True, False),
+        (False, True),
+        (True, True),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [3, 8, 9])
+def test_a_killed_process_is_resumed_to_the_bit(rank_pool, tmp_path, after):
+    """By a real SIGKILL, of rank 1 in a step or of the last of an epoch."""
+    case = Case(ends=(), ranks=2, limits={"max_epochs": 3, "max_steps": 11})
+    last = end("SIGKILL", after, hook="on_before_optimizer_step", rank=1)
+    whole = rank_pool.ranks(2).run(run, case, "hybrid_allreduce", str(tmp_path), None, None)
+    with pytest.raises(RankError, match="the process died, exit code -9"):
+        rank_pool.ranks(2).run(run, case, "hybrid_allreduce", str(tmp_path), last, None)
+    path = max(map(str, tmp_path.glob("*.ckpt")), key=os.path.getmtime)
+    at = torch.load(path, weights_only=True)["global_step"]
+    assert 0 < at < after
+    for undisturbed, found in zip(
+        whole, rank_pool.ranks(2).run(run, case, "hybrid_allreduce", str(tmp_path), None, path), strict=True
+    ):
+        assert found["read"] == [one for one in undisturbed["read"] if one[2] >= at]
+        assert toy.same_bits(found["weights"], undisturbed["weights"])
