@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.comm.health.watchdog import is_of_a_collective
+from lightning_hybrid.comm.health.watchdog import failed_wait
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
@@ -237,7 +237,7 @@ class NumericsMonitor(Callback):
         self._forget()
         text = str(exception)
         # These say all there is to say, and another rank's failure has no cause in this rank's batch.
-        if isinstance(exception, NonFiniteLossError) or text.startswith("comm: ") or is_of_a_collective(exception):
+        if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:
             return
         try:
             words, is_bad = describe_batch(batch)

@@ -111,9 +111,10 @@ class StageWatchdog(SetupWatchdog):
         done = threading.Event()
         self._began_s = monotonic()
         self._jobs.put((run, done))
-        while not done.wait(_LOOK_S):
-            if self._error:
-                raise RuntimeError(self._error)
+        with self.waiting():
+            while not done.wait(_LOOK_S):
+                if self._error:
+                    raise RuntimeError(self._error)
         self._began_s = None
         if errors:
             raise errors[0]

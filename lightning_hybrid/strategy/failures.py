@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -21,7 +22,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health import tcp_info
 from lightning_hybrid.comm.health.diagnosis import RankStatus
-from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, private_store, short
+from lightning_hybrid.comm.health.thread_place import place_of, place_of_error
+from lightning_hybrid.comm.health.watchdog import Watchdog, failed_wait, is_of_a_collective, private_store, short
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
 from lightning_hybrid.strategy.arguments import with_own_names
@@ -36,8 +38,7 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
-INSIDE = "in a collective of Lightning's or torch's"
-OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
+INSIDE, OUTSIDE = "in a collective of Lightning's or torch's", "in no collective"
 
 _SIGNALS = "pytorch.trainer.connectors.signal_connector"
 _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
@@ -53,7 +54,7 @@ class SetupWatchdog:
 
     def __init__(self, *, give_up_after_s: float | None = None) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._num_inside = 0
+        self._num_inside, self._waited, self._caller = 0, "", threading.get_ident()
         places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
         dist.all_gather_object(places, (host_identity()[0], tcp_info.own_addresses()))
         # A process may fit more than once: each setup has a store of its own.
@@ -74,8 +75,10 @@ class SetupWatchdog:
 
     def status(self) -> RankStatus:
         """Return where this rank stands, for the diagnosis of a failure."""
-        is_inside = self._num_inside > 0
-        return RankStatus(num_submitted=0, order="", place=INSIDE if is_inside else OUTSIDE, is_inside=is_inside)
+        place, is_inside = place_of(self._caller)
+        is_inside = is_inside or self._num_inside > 0 or bool(self._waited)
+        place = f"{INSIDE if is_inside else OUTSIDE}, {self._waited or place}"
+        return RankStatus(num_submitted=0, order="", place=place, is_inside=is_inside)
 
     def stalled_s(self) -> float:
         """Return 0: no bucket is in flight."""
@@ -93,6 +96,7 @@ class SetupWatchdog:
 
     def explain(self, error: BaseException) -> str:
         """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
+        self._waited = place_of_error(error)
         noticed = f"rank {self._rank} failed {self._where()}: {short(error)}"
         return f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
 
@@ -191,10 +195,12 @@ class FailureReportMixin:
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
-        watchdog = self._engine or self._setup_watchdog
+        watchdog, wait = self._engine or self._setup_watchdog, failed_wait(exception)
         if watchdog is not None and is_of_a_collective(exception):
             # Of DDP or Lightning, such as the broadcast of buffers: it stays itself, with more words.
             exception.args = (watchdog.explain(exception),)
+        elif watchdog is not None and wait not in (None, exception):  # torch's pipelining raises its own
+            exception.add_note(watchdog.explain(wait))
         elif watchdog is not None:
             watchdog.abort(reason_of(exception))
             here = f"On rank {self.global_rank} (host {host_identity()[0]})"

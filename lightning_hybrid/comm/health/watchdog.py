@@ -302,6 +302,13 @@ def is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text)
 
 
+def failed_wait(error: BaseException | None) -> BaseException | None:
+    """Return the error of a collective, or of all ranks, that this is or was raised from; None where there is none."""
+    while error is not None and not (is_of_a_collective(error) or "comm: " in str(error)):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error
+
+
 def comes_from_others(error: Exception) -> bool:
     """Return whether a stage's error is how Gloo, NCCL or our own check say that another rank is the cause."""
     # By its words: both backends raise plain RuntimeErrors.
