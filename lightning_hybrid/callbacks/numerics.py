@@ -101,7 +101,8 @@ class NumericsMonitor(Callback):
         if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._on_others:
-                self._on_others = self._ask_others(trainer)
+                # Not of all ranks: while nodes take steps of their own, those of another skip none.
+                self._on_others = self._ask_others(trainer, run_status(trainer).verdict_group)
             self._probes = LayerProbes(pl_module)
 
     def on_train_batch_end(
@@ -270,15 +271,16 @@ class NumericsMonitor(Callback):
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
-    def _ask_others(self, trainer: pl.Trainer) -> str:
-        # Collective; the same text on all ranks.
-        own = (host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
-        ranks = [own] * trainer.world_size
+    def _ask_others(self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None) -> str:
+        # Collective; the same text on all ranks of the group (None: WORLD).
+        own = (trainer.global_rank, host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
+        ranks = [own]
         if trainer.world_size > 1:
-            dist.all_gather_object(ranks, own)
-        bad = [(rank, host, recent) for rank, (host, recent) in enumerate(ranks) if recent]
+            ranks *= dist.get_world_size(group)
+            dist.all_gather_object(ranks, own, group=group)
+        bad = [one for one in ranks if one[2]]
         if not bad:
-            return "The loss was finite on every rank."
+            return f"The loss was finite on every rank{'' if group is None else ' of this node'}."
         few = "; ".join(f"rank {rank} (host {host}) in {recent}" for rank, host, recent in bad[:4])
         return f"The loss was inf or nan on {len(bad)} of {len(ranks)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
 

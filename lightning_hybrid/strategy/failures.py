@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -157,6 +158,7 @@ class FailureReportMixin:
     _sigterm: SigtermOnAnyRank | None = None
     _ended_by: BaseException | None = None
     _has_set_error_handling = False
+    _handled_before: BaseException | None = None  # that the caller is handling, while it sets up
     parallel_devices: Any
     precision_plugin: Any
     lightning_module: Any
@@ -164,6 +166,7 @@ class FailureReportMixin:
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
+        self._handled_before = sys.exc_info()[1]
         on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
         # Before the process group is made, when torch reads it; a value of the user's stays.
         if on_cuda and ERROR_HANDLING not in os.environ:
@@ -176,14 +179,29 @@ class FailureReportMixin:
         return SetupWatchdog()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait as DDP, where the watchdog sees it."""
-        with self._waiting_for_ranks():
+        """Wait as DDP; not on a rank that an error ends, as others do not come."""
+        if not self._is_alone():
             super().barrier(*args, **kwargs)  # type: ignore[misc]
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast as DDP, where the watchdog sees it."""
-        with self._waiting_for_ranks():
-            return super().broadcast(*args, **kwargs)  # type: ignore[misc]
+    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast as DDP; a rank that an error ends gets what it gives."""
+        return obj if self._is_alone() else super().broadcast(obj, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _ending_error(self) -> BaseException | None:
+        # What ends this rank alone. A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
+        error = sys.exc_info()[1]
+        return None if error is self._handled_before or isinstance(error, lightning_types(_SIGTERM)) else error
+
+    def _is_alone(self) -> bool:
+        # Callbacks hear of an error before the strategy, and may save (`save_on_exception`): the others are told first.
+        trainer, error = getattr(getattr(self, "lightning_module", None), "_trainer", None), self._ending_error
+        if trainer is None or trainer.state.status != "interrupted" or error is None:
+            return False
+        watchdog = self._engine or self._setup_watchdog
+        if watchdog is not None and failed_wait(error) is None:
+            watchdog.abort(reason_of(error))
+        return True
 
     def _waiting_for_ranks(self) -> AbstractContextManager[None]:
         return nullcontext() if self._setup_watchdog is None else self._setup_watchdog.waiting()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, HookState, Topology
-from lightning_hybrid.lightning_names import lightning_function, lightning_types
+from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.strategy.shared_update.fit_parts import SharedUpdate
 from lightning_hybrid.strategy.shared_update.refusals import (
@@ -33,6 +32,7 @@ class SharedUpdateMixin:
     optimizers: list[Optimizer]
     precision_plugin: Any
     lightning_module: Any
+    _ending_error: BaseException | None
     _ddp_kwargs: dict[str, Any]
     _hook_state: HookState
     root_device: torch.device
@@ -94,7 +94,7 @@ class SharedUpdateMixin:
         if self._shared is None:
             state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
             return state
-        _refuse_while_failing()
+        _refuse_while_failing(self._ending_error)
         self._shared.collect_masters()
         try:
             state = super().lightning_module_state_dict()  # type: ignore[misc]
@@ -120,10 +120,8 @@ class SharedUpdateMixin:
                 to_device(optimizer, self.root_device)
 
 
-def _refuse_while_failing() -> None:
-    # A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
-    error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, lightning_types("pytorch.utilities.exceptions.SIGTERMException")):
+def _refuse_while_failing(error: BaseException | None) -> None:
+    if error is not None:
         raise RuntimeError(
             f"`shard_update` (='node') cannot save while {type(error).__name__} ends this rank: masters and optimizer "
             "state are in parts on the ranks of the node, and the others do not come. Save regularly "
