@@ -85,7 +85,7 @@ def run_cases(
     for world in worlds:
         free.put(world)
     undisturbed, *others = cases
-    settings = {"comm_dtype_across_nodes": comm_dtype_across_nodes}
+    settings = {"comm_dtype_across_nodes": comm_dtype_across_nodes} if comm_dtype_across_nodes else {}
     outcome, weights = run_case(undisturbed, worlds[0], settings=settings)
     yield outcome
 
