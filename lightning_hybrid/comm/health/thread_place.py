@@ -13,6 +13,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.autograd import graph
 from torch.nn.parallel import distributed as ddp
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -38,9 +39,11 @@ def place_of_error(error: BaseException) -> str:
 
 
 def _place_of(frame: FrameType | None) -> tuple[str, bool]:
-    # DDP and we ourselves broadcast buffers by a function that is no Python: its caller is the last frame.
+    # DDP and we ourselves broadcast buffers by a function that is no Python: its caller is the last frame. So it is in
+    # backward, which at its end waits for DDP's averages, unless a hook runs.
+    files = (_COLLECTIVES, ddp.__file__, graph.__file__)
     is_inside = frame is not None and (
-        frame.f_code.co_filename.startswith((_COLLECTIVES, ddp.__file__)) or "broadcast" in frame.f_code.co_name
+        frame.f_code.co_filename.startswith(files) or "broadcast" in frame.f_code.co_name
     )
     name, within = "", frame
     while within is not None and within.f_code.co_filename.startswith(_COLLECTIVES):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
+from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
 from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.held import growth
@@ -123,6 +124,23 @@ def test_plans_that_differ_are_refused_on_every_rank(four_ranks):
         "524288 on rank 1. "
     )
     assert all(text.startswith(message) for text in four_ranks.run(with_another_plan))
+
+
+def with_other_software():
+    found = consensus.software()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(consensus, "software", lambda: found | {"torch": "2.5.0"})
+        try:
+            engine_over(((0, 1),), CommPlan())
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_software_that_differs_is_refused_on_every_rank(two_ranks):
+    message = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on rank 0 and '2.5.0' on r"
+    assert all(text.startswith(message) for text in two_ranks.run(with_other_software))
 
 
 # ---- dead and absent -------------------------------------------------------------------------------------------------
