@@ -193,6 +193,13 @@ class FailureReportMixin:
         error = sys.exc_info()[1]
         return None if error is self._handled_before or isinstance(error, lightning_types(_SIGTERM)) else error
 
+    def _refuse_to_save_alone(self, option: str, where: str) -> None:
+        if (error := self._ending_error) is not None:
+            raise RuntimeError(
+                f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not "
+                "come. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
+            )
+
     def _is_alone(self) -> bool:
         # Callbacks hear of an error before the strategy, and may save (`save_on_exception`): the others are told first.
         trainer, error = getattr(getattr(self, "lightning_module", None), "_trainer", None), self._ending_error

@@ -32,7 +32,7 @@ class SharedUpdateMixin:
     optimizers: list[Optimizer]
     precision_plugin: Any
     lightning_module: Any
-    _ending_error: BaseException | None
+    _refuse_to_save_alone: Any
     _ddp_kwargs: dict[str, Any]
     _hook_state: HookState
     root_device: torch.device
@@ -94,7 +94,9 @@ class SharedUpdateMixin:
         if self._shared is None:
             state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
             return state
-        _refuse_while_failing(self._ending_error)
+        self._refuse_to_save_alone(
+            "`shard_update` (='node')", "masters and optimizer state are in parts on the ranks of the node"
+        )
         self._shared.collect_masters()
         try:
             state = super().lightning_module_state_dict()  # type: ignore[misc]
@@ -118,12 +120,3 @@ class SharedUpdateMixin:
             with self._shared.weights.swapped_in(optimizer):
                 optimizer.load_state_dict(parts)
                 to_device(optimizer, self.root_device)
-
-
-def _refuse_while_failing(error: BaseException | None) -> None:
-    if error is not None:
-        raise RuntimeError(
-            f"`shard_update` (='node') cannot save while {type(error).__name__} ends this rank: masters and optimizer "
-            "state are in parts on the ranks of the node, and the others do not come. Save regularly "
-            "(`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
-        )
