@@ -195,6 +195,7 @@ class FailureReportMixin:
 
     def _refuse_to_save_alone(self, option: str, where: str) -> None:
         if (error := self._ending_error) is not None:
+            self._is_alone()  # tells the others: Lightning ends at an error of a callback
             raise RuntimeError(
                 f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not "
                 "come. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."

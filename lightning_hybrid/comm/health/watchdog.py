@@ -87,7 +87,7 @@ class Watchdog:
         # All ranks ask one store: with thousands of them less often, to spare it.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
-        self._has_failed = False
+        self._has_failed = self._is_cut_off = False
         self._lock = threading.Lock()  # one request to the store at a time
         self._ended = threading.Event()
         self._give_up_after_s = give_up_after_s
@@ -137,6 +137,8 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ended.set()
+        if self._is_cut_off:  # nobody can be told, and each request would take its limit
+            return
         if self._thread.ident is not None:  # it was started
             self._thread.join(STORE_LIMIT_S)
         status = self._watched.status()
@@ -195,6 +197,7 @@ class Watchdog:
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
                 if is_stalled and not self._ended.is_set():  # else nothing here waits for the others
+                    self._is_cut_off = True
                     self._watched.trip(
                         f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
                         f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
@@ -258,8 +261,11 @@ class Watchdog:
 
     def _agreed(self, ask: Callable[[], str], otherwise: str) -> str:
         try:
+            if self._is_cut_off:
+                raise TimeoutError("no answer before")
             error_of_all: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250)
         except Exception as error:
+            self._is_cut_off = True
             return (
                 f"{self._store_failed(error)}; the other ranks could not be told ({short(error)}). "
                 f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"

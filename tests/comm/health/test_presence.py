@@ -133,7 +133,8 @@ class Unanswering:
         return False
 
     def set(self, key, value):
-        pass
+        self.num_requests += 1
+        raise TimeoutError("no answer")
 
     def compare_set(self, key, expected, value):
         time.sleep(0.3)
@@ -158,6 +159,17 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(monk
     one.leave()
     assert bool(errors) == is_error
     assert store.num_requests >= 2 * watchdog.PATIENCE
+
+
+def test_a_store_that_is_gone_is_asked_once_and_not_again_at_the_end(monkeypatch):
+    """Each request may take its limit, and a rank at its end has several."""
+    monkeypatch.setattr(watchdog, "store_port", lambda: None)
+    store = Unanswering(lambda num: True)
+    one = watchdog_of(store, {})
+    for _ in range(2):
+        assert "does not answer: rank 0, or the launcher that keeps it" in one.collect_status("rank 1 failed")
+    one.leave()
+    assert store.num_requests == 1
 
 
 def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(monkeypatch):
