@@ -87,7 +87,7 @@ class Watchdog:
         # All ranks ask one store: with thousands of them less often, to spare it.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
-        self._has_failed = self._is_cut_off = False
+        self._error_of_all, self._is_cut_off = "", False
         self._lock = threading.Lock()  # one request to the store at a time
         self._ended = threading.Event()
         self._give_up_after_s = give_up_after_s
@@ -146,7 +146,7 @@ class Watchdog:
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
             # The store may end with rank 0: it stays until others have read the error, for a limited time.
-            if self._has_failed and self._rank == 0:
+            if self._error_of_all and self._rank == 0:
                 self._ask(self._let_others_read)
         except Exception:  # there may be no rank any more to read it
             return
@@ -161,8 +161,8 @@ class Watchdog:
                 return
             time.sleep(0.05)
 
-    def _note_read(self) -> None:
-        self._has_failed = True
+    def _note_read(self, error_of_all: str) -> None:
+        self._error_of_all = error_of_all
         self._ask(lambda: self._store.set(f"read/{self._rank}", "1"))
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Watchdog:
                 # The error comes after the alarm: the rank that raised it first collects every status, and then writes.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     error_of_all = self._ask(lambda: self._store.get("error")).decode()
-                    self._note_read()
+                    self._note_read(error_of_all)
                     self._watched.trip(error_of_all)
                     return
                 if self._give_up_after_s is not None and not has_answered and not self._ended.is_set():
@@ -261,6 +261,8 @@ class Watchdog:
 
     def _agreed(self, ask: Callable[[], str], otherwise: str) -> str:
         try:
+            if self._error_of_all:  # rank 0 may be gone since, and the store with it
+                return self._error_of_all
             if self._is_cut_off:
                 raise TimeoutError("no answer before")
             error_of_all: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250)
@@ -271,7 +273,7 @@ class Watchdog:
                 f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
         with suppress(Exception):
-            self._note_read()
+            self._note_read(error_of_all)
         return error_of_all
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:

@@ -172,6 +172,15 @@ def test_a_store_that_is_gone_is_asked_once_and_not_again_at_the_end(monkeypatch
     assert store.num_requests == 1
 
 
+def test_an_error_of_all_ranks_that_is_known_is_not_asked_for_again():
+    """Rank 0, which has the store, leaves once all have read it."""
+    store = dist.HashStore()
+    one = watchdog_of(store, {})
+    first = one.raise_alarm("comm: rank 1 gave up")
+    one._store = Unanswering(lambda num: True)
+    assert one.collect_status("rank 1 failed") == first
+
+
 def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(monkeypatch):
     one = watchdog_of(Unanswering(bool), {})
     assert one.compare("bucket", "contents") == "contents"
