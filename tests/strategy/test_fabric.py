@@ -48,7 +48,7 @@ class Net(nn.Sequential):
 GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
 
 
-def fails_in(name):
+def fails(*args, **kwargs):
     raise RuntimeError(GLOO)
 
 
@@ -453,7 +453,8 @@ def error_beside(name):
             time.sleep(0.05)
         return engine.failure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, name, lambda *args, **kwargs: fails_in(name))
+        for one in ("barrier", name):  # Lightning's `all_reduce` begins with a barrier
+            patch.setattr(dist, one, fails)
         try:
             getattr(fabric, name)(torch.ones(2))
         except RuntimeError as error:
