@@ -462,6 +462,7 @@ def error_beside(name):
     return f"{net} went on"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")  # Lightning calls it
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
 def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks, name):
     for text in two_ranks.run(error_beside, name):
