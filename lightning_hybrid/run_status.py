@@ -39,6 +39,8 @@ class RunStatus:
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
     replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
     node_group: dist.ProcessGroup | None = None  # those of the node, while nodes train on their own; None: all agree
+    verdict_group: dist.ProcessGroup | None = None  # ranks that skip the same steps, all through a fit; None: all ranks
+    is_ending: bool = False  # an error ends this rank now, and others do not come to any collective
 
     @property
     def loss_scales(self) -> list[LossScale]:

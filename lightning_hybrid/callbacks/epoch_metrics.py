@@ -13,6 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_hybrid.run_status import run_status
+
 # The key of the sums in a checkpoint.
 KEY = "epoch_metrics"
 
@@ -45,6 +47,8 @@ class KeepEpochMetrics(Callback):
                 "logged": own["logged"] | dict(_sums(trainer)),
             }
         ranks: list[Any] = [own]
+        if run_status(trainer).is_ending:
+            return  # the next run has the values of the epoch's rest only
         if trainer.world_size > 1 and dist.is_initialized():
             ranks = [None] * trainer.world_size
             # Each rank has sums of its own, and rank zero alone writes the checkpoint.

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.comm.health.watchdog import is_of_a_collective
+from lightning_hybrid.comm.health.watchdog import failed_wait
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
@@ -101,7 +101,8 @@ class NumericsMonitor(Callback):
         if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._on_others:
-                self._on_others = self._ask_others(trainer)
+                # Not of all ranks: while nodes take steps of their own, those of another skip none.
+                self._on_others = self._ask_others(trainer, run_status(trainer).verdict_group)
             self._probes = LayerProbes(pl_module)
 
     def on_train_batch_end(
@@ -237,7 +238,7 @@ class NumericsMonitor(Callback):
         self._forget()
         text = str(exception)
         # These say all there is to say, and another rank's failure has no cause in this rank's batch.
-        if isinstance(exception, NonFiniteLossError) or text.startswith("comm: ") or is_of_a_collective(exception):
+        if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:
             return
         try:
             words, is_bad = describe_batch(batch)
@@ -270,15 +271,16 @@ class NumericsMonitor(Callback):
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
-    def _ask_others(self, trainer: pl.Trainer) -> str:
-        # Collective; the same text on all ranks.
-        own = (host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
-        ranks = [own] * trainer.world_size
+    def _ask_others(self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None) -> str:
+        # Collective; the same text on all ranks of the group (None: WORLD).
+        own = (trainer.global_rank, host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
+        ranks = [own]
         if trainer.world_size > 1:
-            dist.all_gather_object(ranks, own)
-        bad = [(rank, host, recent) for rank, (host, recent) in enumerate(ranks) if recent]
+            ranks *= dist.get_world_size(group)
+            dist.all_gather_object(ranks, own, group=group)
+        bad = [one for one in ranks if one[2]]
         if not bad:
-            return "The loss was finite on every rank."
+            return f"The loss was finite on every rank{'' if group is None else ' of this node'}."
         few = "; ".join(f"rank {rank} (host {host}) in {recent}" for rank, host, recent in bad[:4])
         return f"The loss was inf or nan on {len(bad)} of {len(ranks)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
 

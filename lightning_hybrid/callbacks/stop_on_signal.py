@@ -143,7 +143,8 @@ class StopOnSignal(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the checkpoint. Collective."""
-        if not isinstance(exception, SIGTERMException) or not (asked := max(self._asked, self._agreed)):
+        asked = self._agreed if trainer.world_size > 1 else max(self._asked, self._agreed)  # all save, or none
+        if not isinstance(exception, SIGTERMException) or not asked:
             return
         path = self._folder(trainer) / CHECKPOINT_NAME
         self._steps_of_loggers = trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -123,10 +123,15 @@ class TrainingMetrics(Callback):
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
-        if outputs and "loss" in outputs:  # manual optimization need not return one
+        # Manual optimization need not return a loss, on all ranks or on some: each adds what it has, and says so.
+        both = torch.zeros(2, device=trainer.strategy.root_device)
+        if outputs and "loss" in outputs:
             # Lightning divides the loss of a batch by the number of batches of a step
-            loss = outputs["loss"].float() * trainer.accumulate_grad_batches
-            values[m.TRAIN_LOSS] = float(trainer.strategy.reduce(loss, reduce_op="mean"))
+            both = both.new_tensor((0.0, 1.0))
+            both[0] = outputs["loss"].float() * trainer.accumulate_grad_batches
+        total, num_ranks = trainer.strategy.reduce(both, reduce_op="sum")
+        if num_ranks:
+            values[m.TRAIN_LOSS] = float(total / num_ranks)
         for index, loss_scale in enumerate(status.loss_scales):
             values[m.loss_scale_of_optimizer(index)] = float(loss_scale.value)
         if (num_skipped_steps := status.num_skipped_steps) is not None:

@@ -22,6 +22,7 @@ import torch
 
 from lightning_hybrid.comm.health.abort import abort_all
 from lightning_hybrid.comm.health.diagnosis import RankStatus
+from lightning_hybrid.comm.health.thread_place import place_of
 from lightning_hybrid.strategy.failures import SetupWatchdog
 
 # How long the main thread waits before it looks for an error again.
@@ -71,7 +72,8 @@ class StageWatchdog(SetupWatchdog):
         """Return where this rank stands, for the diagnosis of a failure."""
         if self._place is None:
             return super().status()
-        return RankStatus(num_submitted=0, order="", place=self._place, is_inside=self._is_waiting)
+        is_inside = self._is_waiting or place_of(self._caller)[1]  # in backward, it waits for averages over data ranks
+        return RankStatus(num_submitted=0, order="", place=self._place, is_inside=is_inside)
 
     def _where(self) -> str:
         return self._place or super()._where()
@@ -111,9 +113,10 @@ class StageWatchdog(SetupWatchdog):
         done = threading.Event()
         self._began_s = monotonic()
         self._jobs.put((run, done))
-        while not done.wait(_LOOK_S):
-            if self._error:
-                raise RuntimeError(self._error)
+        with self.waiting():
+            while not done.wait(_LOOK_S):
+                if self._error:
+                    raise RuntimeError(self._error)
         self._began_s = None
         if errors:
             raise errors[0]

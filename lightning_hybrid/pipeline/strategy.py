@@ -317,6 +317,7 @@ class HybridPipelineMixin(DataRanksMixin):
         """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
         if self._data_engine is not None and self._data_engine.device.type == "cuda":
             self._data_engine.raise_if_failed()
+        self._refuse_to_save_alone("A pipeline", "its stages are on several ranks")
         with self._waiting_for_ranks():
             group = None if self._groups is None else self._groups.agree  # None: after the fit
             gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)

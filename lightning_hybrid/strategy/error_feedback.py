@@ -10,7 +10,6 @@ wrote it take their own rows, and go on to the bit; another number of nodes take
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, num_reals
-from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.shared_update.part_pairs import has_gaps
@@ -119,6 +117,7 @@ class FeedbackMixin:
     lightning_module: Any
     root_device: torch.device
     is_global_zero: bool
+    _ending_error: BaseException | None
     world_size: int
 
     @property
@@ -167,7 +166,7 @@ class FeedbackMixin:
     def on_exception(self, exception: BaseException) -> None:
         """Report as DDP; residuals are lost, as other ranks may not come to collect them."""
         super().on_exception(exception)  # type: ignore[misc]
-        if _is_failure(exception):
+        if self._ending_error is not None:
             self._feedback = None
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class FeedbackMixin:
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, with the residuals next to the state of optimizers. Collective where there are some."""
         has_some = self._feedback is not None and "optimizer_states" in checkpoint and dist.is_initialized()
-        if has_some and _is_failure(error := sys.exc_info()[1]):
+        if has_some and (error := self._ending_error) is not None:
             rank_zero_warn(
                 f"`error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} ends this rank has "
                 "no residuals, as other ranks may not come. A run that goes on from it begins with zeros."
@@ -249,8 +248,3 @@ def _in_shape(row: Tensor, parameter: Tensor) -> Tensor:
     # A view of a gradient's elements, which are in the order of the parameter's memory, in the parameter's shape.
     like = _real(parameter)
     return row.view(like.shape) if has_gaps(like) else row.as_strided(like.shape, like.stride(), row.storage_offset())
-
-
-def _is_failure(error: BaseException | None) -> bool:
-    # A signal is obeyed by all ranks together: they save on it together, too.
-    return error is not None and not isinstance(error, lightning_types("pytorch.utilities.exceptions.SIGTERMException"))

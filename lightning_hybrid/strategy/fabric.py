@@ -240,6 +240,16 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         with self._explained():
             return super().broadcast(*args, **kwargs)
 
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce as DDP; a rank that does not come is named."""
+        with self._explained():
+            return super().all_reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather as DDP; a rank that does not come is named."""
+        with self._explained():
+            return super().all_gather(*args, **kwargs)
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:

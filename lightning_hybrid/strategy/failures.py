@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -21,7 +23,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health import tcp_info
 from lightning_hybrid.comm.health.diagnosis import RankStatus
-from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, private_store, short
+from lightning_hybrid.comm.health.thread_place import place_of, place_of_error
+from lightning_hybrid.comm.health.watchdog import Watchdog, failed_wait, is_of_a_collective, private_store, short
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
 from lightning_hybrid.strategy.arguments import with_own_names
@@ -36,8 +39,7 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
-INSIDE = "in a collective of Lightning's or torch's"
-OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
+INSIDE, OUTSIDE = "in a collective of Lightning's or torch's", "in no collective"
 
 _SIGNALS = "pytorch.trainer.connectors.signal_connector"
 _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
@@ -53,7 +55,7 @@ class SetupWatchdog:
 
     def __init__(self, *, give_up_after_s: float | None = None) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._num_inside = 0
+        self._num_inside, self._waited, self._caller = 0, "", threading.get_ident()
         places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
         dist.all_gather_object(places, (host_identity()[0], tcp_info.own_addresses()))
         # A process may fit more than once: each setup has a store of its own.
@@ -74,8 +76,10 @@ class SetupWatchdog:
 
     def status(self) -> RankStatus:
         """Return where this rank stands, for the diagnosis of a failure."""
-        is_inside = self._num_inside > 0
-        return RankStatus(num_submitted=0, order="", place=INSIDE if is_inside else OUTSIDE, is_inside=is_inside)
+        place, is_inside = place_of(self._caller)
+        is_inside = is_inside or self._num_inside > 0 or bool(self._waited)
+        place = f"{INSIDE if is_inside else OUTSIDE}, {self._waited or place}"
+        return RankStatus(num_submitted=0, order="", place=place, is_inside=is_inside)
 
     def stalled_s(self) -> float:
         """Return 0: no bucket is in flight."""
@@ -93,6 +97,7 @@ class SetupWatchdog:
 
     def explain(self, error: BaseException) -> str:
         """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
+        self._waited = place_of_error(error)
         noticed = f"rank {self._rank} failed {self._where()}: {short(error)}"
         return f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
 
@@ -153,6 +158,7 @@ class FailureReportMixin:
     _sigterm: SigtermOnAnyRank | None = None
     _ended_by: BaseException | None = None
     _has_set_error_handling = False
+    _handled_before: BaseException | None = None  # that the caller is handling, while it sets up
     parallel_devices: Any
     precision_plugin: Any
     lightning_module: Any
@@ -160,6 +166,7 @@ class FailureReportMixin:
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
+        self._handled_before = sys.exc_info()[1]
         on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
         # Before the process group is made, when torch reads it; a value of the user's stays.
         if on_cuda and ERROR_HANDLING not in os.environ:
@@ -172,14 +179,37 @@ class FailureReportMixin:
         return SetupWatchdog()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait as DDP, where the watchdog sees it."""
-        with self._waiting_for_ranks():
+        """Wait as DDP; not on a rank that an error ends, as others do not come."""
+        if not self._is_alone():
             super().barrier(*args, **kwargs)  # type: ignore[misc]
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast as DDP, where the watchdog sees it."""
-        with self._waiting_for_ranks():
-            return super().broadcast(*args, **kwargs)  # type: ignore[misc]
+    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast as DDP; a rank that an error ends gets what it gives."""
+        return obj if self._is_alone() else super().broadcast(obj, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _ending_error(self) -> BaseException | None:
+        # What ends this rank alone. A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
+        error = sys.exc_info()[1]
+        return None if error is self._handled_before or isinstance(error, lightning_types(_SIGTERM)) else error
+
+    def _refuse_to_save_alone(self, option: str, where: str) -> None:
+        if (error := self._ending_error) is not None:
+            self._is_alone()  # tells the others: Lightning ends at an error of a callback
+            raise RuntimeError(
+                f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not "
+                "come. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
+            )
+
+    def _is_alone(self) -> bool:
+        # Callbacks hear of an error before the strategy, and may save (`save_on_exception`): the others are told first.
+        trainer, error = getattr(getattr(self, "lightning_module", None), "_trainer", None), self._ending_error
+        if trainer is None or trainer.state.status != "interrupted" or error is None:
+            return False
+        watchdog = self._engine or self._setup_watchdog
+        if watchdog is not None and failed_wait(error) is None:
+            watchdog.abort(reason_of(error))
+        return True
 
     def _waiting_for_ranks(self) -> AbstractContextManager[None]:
         return nullcontext() if self._setup_watchdog is None else self._setup_watchdog.waiting()
@@ -191,10 +221,12 @@ class FailureReportMixin:
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
-        watchdog = self._engine or self._setup_watchdog
+        watchdog, wait = self._engine or self._setup_watchdog, failed_wait(exception)
         if watchdog is not None and is_of_a_collective(exception):
             # Of DDP or Lightning, such as the broadcast of buffers: it stays itself, with more words.
             exception.args = (watchdog.explain(exception),)
+        elif watchdog is not None and wait not in (None, exception):  # torch's pipelining raises its own
+            exception.add_note(watchdog.explain(wait))
         elif watchdog is not None:
             watchdog.abort(reason_of(exception))
             here = f"On rank {self.global_rank} (host {host_identity()[0]})"

@@ -177,6 +177,8 @@ class HybridAllReduceMixin(
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
             node_group=self._equal_ranks,
+            verdict_group=None if self._nodes is None else self._nodes.group,
+            is_ending=self._ending_error is not None,
             **({} if self._shared is None else self._shared.placement),
             **({} if self._slices is None else {"own_state": self._slices.own_state}),
         )

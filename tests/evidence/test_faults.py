@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.evidence.faults import numerics_cases, replica_cases
+from tests.evidence.faults import mode_cases, numerics_cases, replica_cases
 from tests.evidence.faults.case import ALLOWED_S, FaultCase, fault_outcome, run_case, run_cases, shorten
 from tests.evidence.faults.comm_cases import cases, cases_of_links
 from tests.evidence.faults.inject import AT_CONSTRUCTION, PHASES, Inject
+from tests.evidence.faults.modes import MODES
 from tests.evidence.faults.world import OneHost, RunOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +133,12 @@ def test_words_that_are_not_so_break_the_promise_on_any_rank():
         assert "which is not so" in outcome.detected_by
 
 
+def test_either_of_two_words_may_name_the_rank():
+    case = replace(NAMED, rank=3, names=("rank RANK does not | rank PLACE does not",), no_answer=False)
+    for named, is_held in ((3, True), (1, True), (2, False)):
+        assert judged(case, [rank(f"rank {named} does not answer")] * 4).is_held == is_held
+
+
 def test_an_error_just_in_time_holds_and_later_does_not():
     limit_s = NAMED.timeout_s + ALLOWED_S
     assert judged(NAMED, [rank(ERROR, time_s=100.0 + limit_s), None]).is_held
@@ -209,6 +216,7 @@ def test_a_run_that_never_came_to_its_fault_is_tried_again_once_and_then_not_hel
 def test_every_case_has_its_fault_and_an_error_or_survival_to_judge(num_ranks, ranks_per_host):
     found = [*cases(num_ranks, ranks_per_host), *cases_of_links(num_ranks)]
     found += [*numerics_cases.cases(num_ranks), *replica_cases.cases(num_ranks)]
+    found += mode_cases.cases(num_ranks, list(MODES)) if num_ranks == 4 else []
     assert found[0].kind == "nothing"
     for case in found:
         assert hasattr(Inject, case.kind) != (case.kind in AT_CONSTRUCTION)
@@ -241,13 +249,31 @@ def test_a_rank_that_never_ends_is_ended_and_reported():
     assert ended.injected_s is None
 
 
+OF_MODES = ("pipeline: raises", "local_steps: nan", "shard_update: hang", "fabric: memory")
+
+
 @pytest.mark.long
-def test_the_matrix_in_short(tmp_path):
-    """One rank out of memory, one whose weights drift, nan in a batch: whole program, two ranks."""
-    only = 'only=[out of memory,one bit of a weight flips,"nan in one batch\'s loss"]'
-    command = [sys.executable, "-m", "tests.evidence.faults", only, f"hydra.run.dir={tmp_path}"]
+@pytest.mark.parametrize(
+    ("arguments", "num_outcomes"),
+    [
+        (['only=[out of memory,one bit of a weight flips,"nan in one batch\'s loss"]'], 10),  # memory in seven phases
+        (
+            [
+                "modes=[pipeline,local_steps,shard_update,fabric]",
+                f"only={json.dumps(OF_MODES)}",
+                "world.num_ranks=4",
+                "at_once=2",
+            ],
+            5,
+        ),
+    ],
+    ids=["plain", "modes"],
+)
+def test_the_matrix_in_short(tmp_path, arguments, num_outcomes):
+    """The whole program, with some of its cases."""
+    command = [sys.executable, "-m", "tests.evidence.faults", *arguments, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads((tmp_path / "faults.json").read_text())["outcomes"]
-    assert len(outcomes) == 10, "none, seven phases of memory, a bit, a nan"
+    assert len(outcomes) == num_outcomes
     assert all(outcome["is_held"] for outcome in outcomes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from functools import wraps
 from pathlib import Path
 
@@ -42,6 +43,13 @@ class Net(nn.Sequential):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             super().__init__(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError(GLOO)
 
 
 def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
@@ -431,3 +439,32 @@ def test_an_error_in_the_loop_of_one_rank_is_named_by_the_other(tmp_path):
     done = run_script(tmp_path, "train.py", "hybrid_allreduce", "fail")
     assert done.returncode != 0
     assert "comm: rank 1 gave up: ValueError: a bad sample" in done.stderr
+
+
+@ends_what_it_makes
+def error_beside(name):
+    """A collective of Fabric's fails on rank zero, and rank one is in its own code until it learns of it."""
+    fabric = fabric_of()
+    net = fabric.setup_module(Net())
+    engine = fabric.strategy._engine
+    end_s = time.monotonic() + 20
+    if dist.get_rank() == 1:
+        while not engine.failure and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return engine.failure
+    with pytest.MonkeyPatch.context() as patch:
+        for one in ("barrier", name):  # Lightning's `all_reduce` begins with a barrier
+            patch.setattr(dist, one, fails)
+        try:
+            getattr(fabric, name)(torch.ones(2))
+        except RuntimeError as error:
+            return str(error)
+    return f"{net} went on"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")  # Lightning calls it
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks, name):
+    for text in two_ranks.run(error_beside, name):
+        assert text.startswith("comm: rank 1 does not come to the collective in which others wait; now with no bucket")
+        assert "in `error_beside` (test_fabric.py:" in text

@@ -74,6 +74,36 @@ def test_an_error_before_the_forward_reaches_the_other_in_its_own_words(two_rank
     assert seconds < 20  # soon: the collective itself waits for 45
 
 
+def notes_of_an_error_around_an_average():
+    """As torch's pipelining does: what it raises says nothing of the average that failed in backward."""
+
+    class Wraps(toy.Toy):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and dist.get_rank() == 1:
+                raise FloatingPointError("of the user")
+            return super().training_step(batch, batch_idx)
+
+        def backward(self, loss):
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                raise RuntimeError("Failed to run stage backward") from error
+
+    try:
+        toy.trainer(max_epochs=1).fit(Wraps(), toy.loader())
+    except RuntimeError as error:
+        return str(error), getattr(error, "__notes__", [])
+    except FloatingPointError:
+        return "", []
+
+
+def test_an_error_that_was_raised_from_a_failed_average_says_which_rank_it_was(two_ranks):
+    (message, notes), _ = two_ranks.run(notes_of_an_error_around_an_average)
+    assert message.startswith("Failed to run stage backward")
+    assert sum("comm: rank 1 gave up: FloatingPointError: of the user" in note for note in notes) == 1
+    assert not any(note.startswith("On rank 0") for note in notes)
+
+
 def fit_with_a_broken_database(rank):
     class Breaks(toy.Toy):
         def training_step(self, batch, batch_idx):

@@ -57,11 +57,11 @@ def explained_on_rank_zero(where, folder):
         ("gave up", "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host "),
         (
             "in a hook",
-            "comm: rank 1 does not come to the collective in which others wait; now in no collective: in a hook",
+            "comm: rank 1 does not come to the collective in which others wait; now in no collective, in `wait` (",
         ),
         (
             "in the collective",
-            "comm: every rank answers, so the network between them is the cause (rank 0: in a collect",
+            "comm: every rank answers, so the network between them is the cause (rank 0: in a coll",
         ),
     ],
 )

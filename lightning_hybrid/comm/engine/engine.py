@@ -36,6 +36,7 @@ from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import NODE_STAGES, Job, stage_scopes
 from lightning_hybrid.comm.health.consensus import compare_plans
+from lightning_hybrid.comm.health.thread_place import place_of_error
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.link_bytes import Traffic, traffic_of
@@ -344,6 +345,7 @@ class CommEngine:
         # As `abort`, but with a diagnosis of the status that all ranks are asked for. An error that says already why
         # the engine failed is left as it is.
         if not self._latch.error and not self._is_closed:
+            self._latch.waited = place_of_error(error)
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
             self._latch.trip(self._watchdog.collect_status(noticed), error)
         failure = self.failure

@@ -16,6 +16,7 @@ from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCop
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus
+from lightning_hybrid.comm.health.thread_place import place_of
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
@@ -228,7 +229,9 @@ class FailureLatch:
         self.look: Callable[[], None] = _nothing
         self.give_up: Callable[[Sequence[InFlightBucket]], None] = _nothing
         self.in_flight: dict[InFlightBucket, None] = {}  # in the order of submits
+        self.waited = ""  # where a collective of the caller's failed: it waited for others
         self._order = order
+        self._caller = threading.get_ident()
 
     def remove(self, bucket: InFlightBucket) -> bool:
         """Take out a bucket that is averaged; returns False where a failure was first."""
@@ -258,14 +261,15 @@ class FailureLatch:
 
     def status(self) -> RankStatus:
         """Return where this rank stands, for the diagnosis of a failure."""
+        place, is_inside = place_of(self._caller)
         with self.lock:
             oldest = next(iter(self.in_flight), None)
             return RankStatus(
                 num_submitted=self._order.num_submitted,
                 order=f"{self._order.value:016x}",
-                place=IDLE if oldest is None else oldest.place,
+                place=f"{IDLE}, {self.waited or place}" if oldest is None else oldest.place,
                 recent=tuple(self._order.recent),
-                is_inside=oldest is not None and oldest.is_inside,
+                is_inside=is_inside or bool(self.waited) if oldest is None else oldest.is_inside,
             )
 
     def stalled_s(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, most_telling
 
-# The place of a rank that waits for no other, as far as the engine knows.
+# How the place of a rank begins that has nothing in its engine; what its caller does follows.
 IDLE = "with no bucket in flight"
 
 
@@ -22,7 +22,7 @@ class RankStatus:
     place: str  # what it does now, in words
     recent: tuple[str, ...] = ()  # the latest of them, oldest first
     has_left: bool = False  # it closed its engine
-    is_inside: bool = False  # its oldest bucket in flight is in a collective, so it waits for others or works
+    is_inside: bool = False  # its oldest bucket in flight is in a collective, or it is in another: it waits, or works
     liveness: Mapping[str, Liveness] = field(default_factory=dict)  # what it knows of the hosts at other addresses
 
     def to_json(self) -> str:
@@ -61,7 +61,9 @@ Rank 1 is on host y.
     behind = [rank for rank, each in here.items() if each.num_submitted < most]
     # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
     behind = [rank for rank in behind if not here[rank].is_inside] or behind
-    absent = [rank for rank, each in here.items() if not each.is_inside and each.place != IDLE]
+    # One that has no bucket in flight has done its part of those that others wait for.
+    busy = [rank for rank, each in here.items() if not each.place.startswith(IDLE)]
+    absent = [rank for rank in busy or here if not here[rank].is_inside]
     # The order matters: a rank that is gone makes others look late, and a rank that is late makes others wait.
     if silent:
         blame = _no_answer(silent, statuses, hosts, addresses)
@@ -82,14 +84,15 @@ Rank 1 is on host y.
             f"{name_ranks(absent)} {does} not come to the collective in which others wait; now "
             f"{here[absent[0]].place}. Look there for a hang"
         )
-    elif all(each.place == IDLE for each in here.values()):
+    elif absent:  # the network is no cause while a rank is outside
+        blame = f"every rank answers, and none is in a collective: {_by_place(here)}. Look for the one that hangs"
+    elif all(", called by " in each.place for each in here.values()) and len({one.place for one in here.values()}) > 1:
         blame = (
-            "every rank answers and has averaged the same buckets: one that is slow, or hangs, elsewhere in its step "
-            "is the cause, or the network between them"
+            f"ranks wait in different collectives: {_by_place(here)}. Look for one behind a condition that ranks see "
+            "differently"
         )
     else:
-        places = ", ".join(f"rank {rank}: {each.place}" for rank, each in list(here.items())[:8])
-        blame = f"every rank answers, so the network between them is the cause ({places})"
+        blame = f"every rank answers, so the network between them is the cause ({_by_place(here)})"
     return (
         f"comm: {blame}. {noticed}.{places_of(silent or left or ((behind or absent) if not different else []), hosts)}"
     )
@@ -180,6 +183,13 @@ def _other_order(by_record: list[tuple[str, list[int]]]) -> str:
         f"{name_ranks(few)} handed over {other} where {name_ranks(most)} handed over {usual}: sums of these would mix "
         "gradients. Every rank must run the same backward passes of the same model in the same order"
     )
+
+
+def _by_place(here: Mapping[int, RankStatus]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, each in here.items():
+        ranks.setdefault(each.place, []).append(rank)
+    return "; ".join(f"{name_ranks(some)}: {place}" for place, some in list(ranks.items())[:8])
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

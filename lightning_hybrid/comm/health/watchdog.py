@@ -87,7 +87,7 @@ class Watchdog:
         # All ranks ask one store: with thousands of them less often, to spare it.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
-        self._has_failed = False
+        self._error_of_all, self._is_cut_off = "", False
         self._lock = threading.Lock()  # one request to the store at a time
         self._ended = threading.Event()
         self._give_up_after_s = give_up_after_s
@@ -137,6 +137,8 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ended.set()
+        if self._is_cut_off:  # nobody can be told, and each request would take its limit
+            return
         if self._thread.ident is not None:  # it was started
             self._thread.join(STORE_LIMIT_S)
         status = self._watched.status()
@@ -144,7 +146,7 @@ class Watchdog:
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
             # The store may end with rank 0: it stays until others have read the error, for a limited time.
-            if self._has_failed and self._rank == 0:
+            if self._error_of_all and self._rank == 0:
                 self._ask(self._let_others_read)
         except Exception:  # there may be no rank any more to read it
             return
@@ -159,8 +161,8 @@ class Watchdog:
                 return
             time.sleep(0.05)
 
-    def _note_read(self) -> None:
-        self._has_failed = True
+    def _note_read(self, error_of_all: str) -> None:
+        self._error_of_all = error_of_all
         self._ask(lambda: self._store.set(f"read/{self._rank}", "1"))
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class Watchdog:
                 # The error comes after the alarm: the rank that raised it first collects every status, and then writes.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     error_of_all = self._ask(lambda: self._store.get("error")).decode()
-                    self._note_read()
+                    self._note_read(error_of_all)
                     self._watched.trip(error_of_all)
                     return
                 if self._give_up_after_s is not None and not has_answered and not self._ended.is_set():
@@ -195,6 +197,7 @@ class Watchdog:
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
                 if is_stalled and not self._ended.is_set():  # else nothing here waits for the others
+                    self._is_cut_off = True
                     self._watched.trip(
                         f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
                         f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
@@ -258,14 +261,19 @@ class Watchdog:
 
     def _agreed(self, ask: Callable[[], str], otherwise: str) -> str:
         try:
+            if self._error_of_all:  # rank 0 may be gone since, and the store with it
+                return self._error_of_all
+            if self._is_cut_off:
+                raise TimeoutError("no answer before")
             error_of_all: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250)
         except Exception as error:
+            self._is_cut_off = True
             return (
                 f"{self._store_failed(error)}; the other ranks could not be told ({short(error)}). "
                 f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
         with suppress(Exception):
-            self._note_read()
+            self._note_read(error_of_all)
         return error_of_all
 
     def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
@@ -300,6 +308,13 @@ def is_of_a_collective(error: BaseException) -> bool:
     """
     text = str(error).lower()
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text)
+
+
+def failed_wait(error: BaseException | None) -> BaseException | None:
+    """Return the error of a collective, or of all ranks, that this is or was raised from; None where there is none."""
+    while error is not None and not (is_of_a_collective(error) or "comm: " in str(error)):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error
 
 
 def comes_from_others(error: Exception) -> bool:

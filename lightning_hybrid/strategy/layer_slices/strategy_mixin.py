@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -55,6 +54,7 @@ class SlicesMixin:
     optimizers: list[Optimizer]
     precision_plugin: Any
     lightning_module: Any
+    _refuse_to_save_alone: Any
 
     def model_to_device(self) -> None:
         """Move the module; in a fit, cut layers before optimizers are made of them."""
@@ -136,7 +136,7 @@ class SlicesMixin:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, with whole layers on every rank. Collective where layers are cut."""
         if self._slices is not None:
-            _refuse_while_failing()
+            self._refuse_to_save_alone("`node_slices`", "layers are cut over the ranks of the node")
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
 
@@ -184,14 +184,3 @@ def _whole_in_validation(slices: SlicedLayers) -> Any:
         "on_validation_epoch_end": lambda self, trainer, pl_module: slices.gather(),
     }
     return type("WholeLayersInValidation", kinds, methods)()
-
-
-def _refuse_while_failing() -> None:
-    # A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
-    error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, lightning_types("pytorch.utilities.exceptions.SIGTERMException")):
-        raise RuntimeError(
-            f"`node_slices` cannot be saved while {type(error).__name__} ends this rank: layers are cut over the ranks "
-            "of the node, and the others do not come. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), "
-            "without `save_on_exception`."
-        )

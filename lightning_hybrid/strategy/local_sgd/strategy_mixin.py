@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -54,6 +53,7 @@ class LocalSGDMixin:
     precision_plugin: Any
     lightning_module: Any
     root_device: torch.device
+    _ending_error: BaseException | None
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class LocalSGDMixin:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, of the average. Collective while nodes train on their own."""
-        if not _is_failing():  # else others do not come: what this node has is better than nothing
+        if self._ending_error is None:  # else others do not come: what this node has is better than nothing
             self._average_all()
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
@@ -337,9 +337,3 @@ def _averages_first(strategy: Any) -> Any:
 def _statistics_of(module: nn.Module) -> list[Tensor]:
     layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats)
     return [one for layer in layers for one in (layer.running_mean, layer.running_var) if one is not None]
-
-
-def _is_failing() -> bool:
-    # A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
-    error = sys.exc_info()[1]
-    return error is not None and not isinstance(error, lightning_types("pytorch.utilities.exceptions.SIGTERMException"))

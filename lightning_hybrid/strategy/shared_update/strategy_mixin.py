@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, HookState, Topology
-from lightning_hybrid.lightning_names import lightning_function, lightning_types
+from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.strategy.shared_update.fit_parts import SharedUpdate
 from lightning_hybrid.strategy.shared_update.refusals import (
@@ -33,6 +32,7 @@ class SharedUpdateMixin:
     optimizers: list[Optimizer]
     precision_plugin: Any
     lightning_module: Any
+    _refuse_to_save_alone: Any
     _ddp_kwargs: dict[str, Any]
     _hook_state: HookState
     root_device: torch.device
@@ -94,7 +94,9 @@ class SharedUpdateMixin:
         if self._shared is None:
             state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
             return state
-        _refuse_while_failing()
+        self._refuse_to_save_alone(
+            "`shard_update` (='node')", "masters and optimizer state are in parts on the ranks of the node"
+        )
         self._shared.collect_masters()
         try:
             state = super().lightning_module_state_dict()  # type: ignore[misc]
@@ -118,14 +120,3 @@ class SharedUpdateMixin:
             with self._shared.weights.swapped_in(optimizer):
                 optimizer.load_state_dict(parts)
                 to_device(optimizer, self.root_device)
-
-
-def _refuse_while_failing() -> None:
-    # A signal is obeyed by all ranks together: `StopOnSignal` then saves on all of them.
-    error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, lightning_types("pytorch.utilities.exceptions.SIGTERMException")):
-        raise RuntimeError(
-            f"`shard_update` (='node') cannot save while {type(error).__name__} ends this rank: masters and optimizer "
-            "state are in parts on the ranks of the node, and the others do not come. Save regularly "
-            "(`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
-        )

@@ -120,6 +120,77 @@ def test_where_collectives_raise_by_themselves_no_rank_asks(soon):
     assert world.outcome(num_errors=1, limit_s=0) == {}
 
 
+class Unanswering:
+    """A store that leaves requests unanswered where `is_busy` says so, of how many there were."""
+
+    def __init__(self, is_busy):
+        self.is_busy, self.num_requests = is_busy, 0
+
+    def check(self, keys):
+        self.num_requests += 1
+        if self.is_busy(self.num_requests):
+            raise TimeoutError("no answer")
+        return False
+
+    def set(self, key, value):
+        self.num_requests += 1
+        raise TimeoutError("no answer")
+
+    def compare_set(self, key, expected, value):
+        time.sleep(0.3)
+        return value.encode()
+
+
+def watchdog_of(store, errors):
+    one = Watchdog(store=store, rank=1, world_size=2, watched=Watched(WAITING, 10.0, errors, 1))
+    one._poll_s = 0.01
+    return one
+
+
+@pytest.mark.parametrize(("is_busy", "is_error"), [(lambda num: num % 2, False), (lambda num: num > 4, True)])
+def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(monkeypatch, is_busy, is_error):
+    monkeypatch.setattr(watchdog, "store_port", lambda: None)  # there is no process group
+    store, errors = Unanswering(is_busy), {}
+    one = watchdog_of(store, errors)
+    one.start()
+    end_s = time.monotonic() + 20
+    while not errors and store.num_requests < 6 * watchdog.PATIENCE and time.monotonic() < end_s:
+        time.sleep(0.01)
+    one.leave()
+    assert bool(errors) == is_error
+    assert store.num_requests >= 2 * watchdog.PATIENCE
+
+
+def test_a_store_that_is_gone_is_asked_once_and_not_again_at_the_end(monkeypatch):
+    """Each request may take its limit, and a rank at its end has several."""
+    monkeypatch.setattr(watchdog, "store_port", lambda: None)
+    store = Unanswering(lambda num: True)
+    one = watchdog_of(store, {})
+    for _ in range(2):
+        assert "does not answer: rank 0, or the launcher that keeps it" in one.collect_status("rank 1 failed")
+    one.leave()
+    assert store.num_requests == 1
+
+
+def test_an_error_of_all_ranks_that_is_known_is_not_asked_for_again():
+    """Rank 0, which has the store, leaves once all have read it."""
+    store = dist.HashStore()
+    one = watchdog_of(store, {})
+    first = one.raise_alarm("comm: rank 1 gave up")
+    one._store = Unanswering(lambda num: True)
+    assert one.collect_status("rank 1 failed") == first
+
+
+def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(monkeypatch):
+    one = watchdog_of(Unanswering(bool), {})
+    assert one.compare("bucket", "contents") == "contents"
+    monkeypatch.setattr(watchdog, "COMPARE_LIMIT_S", 0.1)
+    with pytest.raises(TimeoutError, match=r"within 0\.1 s"):
+        one.compare("bucket", "contents")
+    monkeypatch.undo()
+    assert watchdog.COMPARE_LIMIT_S >= watchdog.PATIENCE * watchdog.STORE_LIMIT_S
+
+
 def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
     def after_s(rank, num_asked):
         asks = presence.Presence(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
+from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
 from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.held import growth
@@ -123,6 +124,23 @@ def test_plans_that_differ_are_refused_on_every_rank(four_ranks):
         "524288 on rank 1. "
     )
     assert all(text.startswith(message) for text in four_ranks.run(with_another_plan))
+
+
+def with_other_software():
+    found = consensus.software()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(consensus, "software", lambda: found | {"torch": "2.5.0"})
+        try:
+            engine_over(((0, 1),), CommPlan())
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_software_that_differs_is_refused_on_every_rank(two_ranks):
+    message = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on rank 0 and '2.5.0' on r"
+    assert all(text.startswith(message) for text in two_ranks.run(with_other_software))
 
 
 # ---- dead and absent -------------------------------------------------------------------------------------------------
@@ -325,7 +343,15 @@ def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
 AT_TWO = RankStatus(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
 OUTSIDE = RankStatus(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
 INSIDE_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
-IDLE_TWO = RankStatus(num_submitted=2, order="b", place=IDLE, recent=("x", "y"))
+IN_HOOK, IN_LOADER, IN_BARRIER, IN_GATHER = (
+    RankStatus(num_submitted=2, order="b", place=f"{IDLE}, in {where}", recent=("x", "y"), is_inside="called" in where)
+    for where in (
+        "`hook` (a.py:3)",
+        "`load` (b.py:5)",
+        "`barrier`, called by `c` (c.py:7)",
+        "`x`, called by `d` (d.py:9)",
+    )
+)
 AT_ONE = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
 OTHER_BUCKET = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
 LONG_AGO = RankStatus(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
@@ -342,13 +368,22 @@ LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
         ([INSIDE_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
         ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
         ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
-        ([OUTSIDE, OUTSIDE], "every rank answers, so the network between them is the cause"),
+        ([OUTSIDE, OUTSIDE], "every rank answers, and none is in a collective: ranks 0, 1: bucket 1 waiting for"),
         ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where ranks 0, 1 handed over y"),
         ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
-        ([IDLE_TWO, IDLE_TWO], "every rank answers and has averaged the same buckets: one that is slow, or hangs,"),
-        ([AT_TWO, IDLE_TWO], "every rank answers, so the network"),
-        ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (rank 0: bucket 1 in stage"),
+        ([IN_HOOK, IN_LOADER], "every rank answers, and none is in a collective: rank 0: with no bucket in flight, in"),
+        (
+            [IN_BARRIER, IN_HOOK],
+            "rank 1 does not come to the collective in which others wait; now with no bucket in fl",
+        ),
+        (
+            [IN_BARRIER, IN_GATHER],
+            "ranks wait in different collectives: rank 0: with no bucket in flight, in `barrier`",
+        ),
+        ([IN_BARRIER, IN_BARRIER], "every rank answers, so the network between them is the cause (ranks 0, 1: with no"),
+        ([AT_TWO, IN_HOOK], "every rank answers, so the network"),
+        ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (ranks 0, 1: bucket 1 in st"),
     ],
 )
 def test_the_diagnosis_names_the_cause(statuses, words):

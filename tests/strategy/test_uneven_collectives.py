@@ -1,0 +1,120 @@
+"""What ranks see differently never decides whether a collective is entered: one rank differs at each such place."""
+
+from __future__ import annotations
+
+import os
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.callbacks import (
+    KeepEpochMetrics,
+    NumericsMonitor,
+    StopOnSignal,
+    TrainingMetrics,
+    numerics,
+)
+from tests import toy
+
+LIMIT_S = 40.0  # a deadlock lasts as long as the pool's groups wait: 45 s
+
+
+class FailsOnRankOne(toy.Toy):
+    """An error of the user's in the second batch, on one rank."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and dist.get_rank() == 1:
+            raise FloatingPointError("of the user")
+        self.log("train/loss", self.loss(batch), on_epoch=True, on_step=False)
+        return super().training_step(batch, batch_idx)
+
+
+class NanOnRankOne(toy.Toy):
+    def loss(self, batch):
+        return super().loss(batch) * (float("nan") if dist.get_rank() == 1 else 1.0)
+
+
+class StepsOfItsOwn(toy.Toy):
+    """Manual optimization, which need not return a loss: rank one returns none."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss, optimizer = self.loss(batch), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach() if dist.get_rank() == 0 else None
+
+
+class SignalOnRankOne(toy.Toy):
+    """Rank one has heard of a signal, and something else ends it as a signal would."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and dist.get_rank() == 1:
+            self.trainer.callbacks[0]._asked = 15
+            raise SIGTERMException
+        return super().training_step(batch, batch_idx)
+
+
+def local_steps_with_nan(folder):
+    """Nodes of one rank each: one skips its steps, and the other none."""
+    strategy = HybridAllReduceStrategy(ranks_per_node=1, sync_across_nodes_every=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "PROBE_AFTER", 2)
+        fit = toy.trainer(strategy=strategy, precision="16-true", max_epochs=3, callbacks=[NumericsMonitor()]).fit
+        return toy.error_of(fit, NanOnRankOne(), toy.loader())
+
+
+def saved_on_exception(folder):
+    callbacks = [KeepEpochMetrics(), ModelCheckpoint(folder, save_on_exception=True)]
+    fit = toy.trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=True).fit
+    return toy.error_of(fit, FailsOnRankOne(), toy.loader())
+
+
+def loss_of_one_rank(folder):
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_end(self, trainer, module):
+            seen.append(sorted(trainer.logged_metrics))
+
+    metrics = TrainingMetrics(skip_steps=0)
+    toy.trainer(max_epochs=1, log_every_n_steps=1, callbacks=[metrics, Looks()]).fit(StepsOfItsOwn(), toy.loader())
+    return "; ".join(seen[0])
+
+
+def signal_of_one_rank(folder):
+    fit = toy.trainer(max_epochs=1, callbacks=[StopOnSignal(dirpath=folder)]).fit
+    try:
+        fit(SignalOnRankOne(), toy.loader())
+    except (RuntimeError, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_node_that_skips_steps_of_its_own_asks_no_other(two_ranks, tmp_path):
+    assert two_ranks.run(local_steps_with_nan, str(tmp_path), timeout_s=LIMIT_S) == ["", ""]
+
+
+def test_a_rank_that_saves_its_end_waits_for_no_other(two_ranks, tmp_path):
+    other, own = two_ranks.run(saved_on_exception, str(tmp_path), timeout_s=LIMIT_S)
+    assert own.startswith("FloatingPointError: of the user")
+    assert "comm: rank 1 gave up: FloatingPointError: of the user" in other
+
+
+def test_the_loss_of_a_step_is_that_of_the_ranks_that_return_one(two_ranks, tmp_path):
+    one, other = two_ranks.run(loss_of_one_rank, str(tmp_path), timeout_s=LIMIT_S)
+    assert "train/loss" in one
+    assert one == other
+
+
+def test_a_signal_that_the_ranks_have_not_agreed_on_saves_nothing(two_ranks, tmp_path):
+    other, own = two_ranks.run(signal_of_one_rank, str(tmp_path), timeout_s=LIMIT_S)
+    assert "comm: rank 1 gave up: it received SIGTERM" in other
+    assert own.startswith("SIGTERMException")
+    assert not os.listdir(tmp_path)
