@@ -1,6 +1,6 @@
 """What must not stand in the source, what is loaded, and what a run writes: ways in for others, the tracker's key.
 
-What listens, and where: `strategy/test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
+What listens: `strategy/test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
         return os.stat_result([*found[:4], found.st_uid + (path == theirs), *found[5:10]])
 
     monkeypatch.setattr(Path, "stat", stat_)
-    with pytest.warns(UserWarning) if whose == "folder" else nullcontext():
+    with pytest.warns(UserWarning, match="must be yours") if whose == "folder" else nullcontext():
         assert answer() == 1
 
 
