@@ -16,6 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.checks import require_choice
 from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.strategy.launcher import let_ranks_report, refuse_notebook
+from lightning_hybrid.strategy.registration import PIPELINE_NAME, STRATEGY_NAME
 
 # Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
@@ -209,7 +211,13 @@ class RendezvousMixin:
     def __init__(self, *, timeout: timedelta | float, start_method: str, **kwargs: Any) -> None:
         why = "it is how the ranks of a node are started. Leave `strategy.start_method` out for 'popen'"
         require_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"), why)
+        self._starts_script = start_method == "popen"
         super().__init__(timeout=timeout_from(timeout), start_method=start_method, **kwargs)  # type: ignore[call-arg]
+
+    def _configure_launcher(self) -> None:
+        if self._starts_script:
+            refuse_notebook(PIPELINE_NAME if hasattr(self, "num_stages") else STRATEGY_NAME)
+        super()._configure_launcher()  # type: ignore[misc]
 
     def setup_distributed(self) -> None:
         """Set up as the Trainer's DDP, with the store of `meet`.
@@ -251,3 +259,4 @@ class RendezvousMixin:
                 "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
                 "the host's name. Has every process descriptors enough (`ulimit -n`)?"
             ) from error
+        let_ranks_report()
