@@ -206,7 +206,8 @@ class FailureReportMixin:
                 exception.add_note(f"{RULE}\n{here}: {summary_of(exception)}")
             # The error may be only a consequence, such as the device's own after its communicators were aborted.
             cause = "" if self._engine is None else self._engine.failure
-            if cause and cause not in str(exception):
+            is_own = cause.startswith(f"comm: rank {self.global_rank} gave up:")
+            if cause and not is_own and cause not in str(exception):
                 exception.add_note(cause)
         elif (index := getattr(exception, "error_index", None)) is not None:  # of a rank that this process has started
             rank = self.node_rank * self.num_processes + index
