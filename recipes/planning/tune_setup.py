@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
+import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -94,6 +96,18 @@ def configured_work(cfg: DictConfig) -> StepWorkload:
 def strategy(timeout_s: float) -> DDPStrategy:
     """Make the strategy that starts or joins the ranks, and does not wait for ever."""
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
+
+
+def end_with_parent() -> None:
+    """Let a rank that another process has started end within a second of it: it would wait for ranks that are gone."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def connect(fabric: Fabric, asked: Measurement) -> Topology:

@@ -195,6 +195,32 @@ def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is
     assert sum(numel for numel, _ in bare.gradients) == sum(p.numel() for p in model.parameters())
 
 
+ORPHAN = """
+import os, subprocess, sys, time
+from recipes.planning import tune_setup
+if len(sys.argv) > 1:
+    tune_setup.end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(120)
+subprocess.Popen([sys.executable, __file__, "child"], env=os.environ | {"LOCAL_RANK": "1"})
+time.sleep(120)
+"""
+
+
+@pytest.mark.long
+def test_a_rank_ends_with_the_process_that_has_started_it(tmp_path):
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "orphan.py")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)
+        parent.kill()
+        assert parent.stdout.read() == "", "the pipe closes when the last that holds it has ended"
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
 # ---- whole -----------------------------------------------------------------------------------------------------------
 
 
