@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -213,12 +214,11 @@ def test_a_rank_ends_with_the_process_that_has_started_it(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "orphan.py")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        os.kill(child, 0)
+        assert int(parent.stdout.readline()) != parent.pid
         parent.kill()
-        assert parent.stdout.read() == "", "the pipe closes when the last that holds it has ended"
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+        before_s = time.monotonic()
+        parent.stdout.read()  # the pipe closes when the last that holds it has ended
+    assert time.monotonic() - before_s < 60, "the child would sleep for two minutes"
 
 
 # ---- whole -----------------------------------------------------------------------------------------------------------
