@@ -38,7 +38,7 @@ def let_ranks_report() -> None:
     """
     for thread in threading.enumerate():
         if isinstance(thread, lightning_types(_OBSERVER)) and "_run" not in vars(thread):
-            thread._run = partial(_look_again, thread._child_processes, thread._run)  # type: ignore[attr-defined]
+            thread._run = partial(_look_again, thread._child_processes, thread._run)
 
 
 def _look_again(processes: list[Any], look: Any) -> bool:
