@@ -127,8 +127,8 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
         raise ValueError(
             f"`world` (={fabric.world_size} ranks) must be able to connect: {str(error).splitlines()[0]}. Are all "
             f"ranks started, within measure.timeout_s={asked.timeout_s:g} s of each other? Do they reach each other on "
-            "the interface that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the host's "
-            "name?"
+            "the interface that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the "
+            "host's name?"
         ) from error
     check_same_on_all_ranks(answers)
     validate(topology)
