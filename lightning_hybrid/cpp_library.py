@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class CppSource:
     def load(self, compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
         """Load the functions from `folder`; build them first if they are not there.
 
-        Where `folder` cannot be written, a private temporary folder is used and removed.
+        Where `folder` cannot be written, or others could have, a private temporary folder is used and removed.
 
         Raises:
             CannotBuildError: The compiler fails.
@@ -65,8 +66,16 @@ class CppSource:
         name = f"{self.fingerprint(compiler, flags)}.so"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_users_own(folder):
+                cure = f"`chmod go-w {folder}` lets it be used, or remove it where it is not yours"
+                warnings.warn(
+                    f"`{folder}` must be yours, and writable by no other: code is loaded from it. Its library "
+                    f"is built for this process alone, in seconds; {cure}.",
+                    stacklevel=2,
+                )
+                raise PermissionError(folder)
             place = folder / name
-            if place.exists():
+            if place.exists() and _is_users_own(place):
                 with suppress(OSError):  # a damaged library: build it again
                     return self._open(place)
             self._build(compiler, flags, place)
@@ -88,6 +97,7 @@ class CppSource:
         # The processes of a node may build at once: each loads a whole file, its own or another's.
         with atomic_path(place, has_rivals=True) as part:
             _run([*compiler, *flags, "-o", str(part), str(self.files[0])])
+            part.chmod(0o700)
 
     def _open(self, place: Path) -> ctypes.CDLL:
         opened = ctypes.CDLL(str(place))
@@ -111,9 +121,15 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def cache_dir() -> Path:
-    """Return our folder in the user's cache: `$XDG_CACHE_HOME` or `~/.cache`; on macOS `~/Library/Caches`."""
+    """Return our folder in the user's cache: of `$XDG_CACHE_HOME` or `~/.cache`; on macOS of `~/Library/Caches`."""
     default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid" / "cpp"
+
+
+def _is_users_own(place: Path) -> bool:
+    found = place.stat()
+    # Windows has neither owner nor mode, and a folder of the user's there is the user's.
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
 def _run(command: list[str]) -> str:

@@ -24,6 +24,7 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
     if cfg.samples is not None:
         return True, *tune_setup.read_measurements(cfg.samples)
     asked = instantiate(cfg.measure)
+    tune_setup.end_with_parent()
     fabric = Fabric(strategy=tune_setup.strategy(asked.timeout_s), **cfg.world)
     launched.append(fabric)
     topology = tune_setup.connect(fabric, asked)

@@ -1,16 +1,21 @@
-"""What must not stand in the source, nor in what a run writes: ways in for others, and the tracker's key.
+"""What must not stand in the source, what is loaded, and what a run writes: ways in for others, the tracker's key.
 
-What listens, and where: `test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
+What listens: `strategy/test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
 """
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import os
+import stat
+import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
+from lightning_hybrid import cpp_library
 from tests.checkout import ROOT, tracked_files
 
 SOURCES = [*tracked_files("lightning_hybrid/*.py"), *tracked_files("recipes/*.py")]
@@ -123,6 +128,67 @@ def test_the_walk_sees_what_it_should(source):
 )
 def test_the_walk_lets_through_what_is_right(source):
     assert not faults_of(source)
+
+
+# ---- the cache of C++ libraries --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(tmp_path):
+    """A library of one function, which writes 1, and how to load it; in the cache is one that writes 2."""
+    compiler, flags = cpp_library.find_compiler(), ("-shared", "-fPIC")
+    folder, sources = tmp_path / "cache", [tmp_path / "one.cpp", tmp_path / "two.cpp"]
+    folder.mkdir(mode=0o700)
+    for value, file in enumerate(sources, start=1):
+        file.write_text(f'extern "C" void answer(double* place) {{ *place = {value}; }}')
+    source = cpp_library.CppSource(files=(sources[0],), functions={"answer": (cpp_library.ADDRESS,)})
+    planted = folder / f"{source.fingerprint(compiler, flags)}.so"
+    subprocess.run([*compiler, *flags, "-o", planted, sources[1]], check=True)
+    planted.chmod(0o700)
+
+    def answer():
+        found = ctypes.c_double()
+        source.load(compiler, flags, folder).answer(ctypes.byref(found))
+        return found.value
+
+    return planted, answer
+
+
+def test_a_library_in_the_users_own_cache_is_loaded(answers):
+    """So that the others are known to meet the planted one."""
+    assert answers[1]() == 2
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_library_in_a_folder_that_others_may_write_is_not_loaded(answers, mode):
+    planted, answer = answers
+    planted.parent.chmod(mode)
+    before = planted.read_bytes()
+    with pytest.warns(UserWarning, match=r"must be yours, and writable by no other.*`chmod go-w"):
+        assert answer() == 1
+    assert [*planted.parent.iterdir()] == [planted], "nothing is put there either"
+    assert planted.read_bytes() == before
+
+
+def test_a_library_that_others_may_write_is_built_again(answers):
+    planted, answer = answers
+    planted.chmod(0o777)
+    assert answer() == 1
+    assert stat.S_IMODE(planted.stat().st_mode) == 0o700, "with an open umask it would be built at each start"
+
+
+@pytest.mark.parametrize("whose", ["folder", "file"])
+def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
+    planted, answer = answers
+    theirs, original = planted.parent if whose == "folder" else planted, Path.stat
+
+    def stat_(path, **kwargs):
+        found = original(path, **kwargs)
+        return os.stat_result([*found[:4], found.st_uid + (path == theirs), *found[5:10]])
+
+    monkeypatch.setattr(Path, "stat", stat_)
+    with pytest.warns(UserWarning, match="must be yours") if whose == "folder" else nullcontext():
+        assert answer() == 1
 
 
 # ---- the tracker's key -----------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ _ZERO_BUBBLE = (
 )
 
 
-def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts: Sequence[int] | None) -> None:
+def check_options(
+    *, num_stages: int, num_microbatches: int, schedule: str, cuts: Sequence[int] | None, of: str = "net"
+) -> None:
     """Check the options of a pipeline that need no module.
 
     Raises:
@@ -67,10 +69,13 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
             f"(=num_microbatches // num_stages = {rounds}) in an interleaved schedule, which takes them in rounds of "
             f"equal size. Set strategy.num_microbatches={num_stages * rounds}."
         )
-    total = num_stages * STAGES_PER_RANK[schedule]
-    if cuts is not None and (list(cuts) != sorted(set(cuts)) or len(cuts) != total - 1 or min(cuts, default=1) < 1):
+    if not isinstance(of, str):
+        raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: set strategy.of=net.")
+    total, numbers = num_stages * STAGES_PER_RANK[schedule], cuts if isinstance(cuts, Sequence) else ["none"]
+    is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(numbers) == sorted(set(numbers))
+    if cuts is not None and not (is_right and len(cuts) == total - 1):
         raise ValueError(
-            f"`cuts` (={list(cuts)}) must be {total - 1} ascending places, the first block of each stage after the "
+            f"`cuts` (={cuts!r}) must be {total - 1} ascending places, the first block of each stage after the "
             f"first: {num_stages} ranks hold {total} stages. Leave strategy.cuts out to balance them."
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_hybrid.checks import require_choice
 from lightning_hybrid.comm import CommEngine, CommTrace, HookState, average_bucket
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
@@ -86,7 +87,9 @@ class HybridPipelineMixin(DataRanksMixin):
         checkpoint_activations: bool = False,
         **options: Any,
     ) -> None:
-        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
+        why = "it is a switch. Leave strategy.checkpoint_activations out for False"
+        require_choice("checkpoint_activations", checkpoint_activations, (True, False), why)
         check_data_options(options)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations

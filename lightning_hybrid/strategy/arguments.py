@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -230,6 +231,19 @@ def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float
             "link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where it is not known."
         )
     return float(setting)
+
+
+def folder_from(name: str, setting: str | os.PathLike[str] | None) -> str | None:
+    """Return the folder that the option of this name says.
+
+    Raises:
+        ValueError: it is neither a path nor None.
+    """
+    if setting is not None and not isinstance(setting, str | os.PathLike):
+        raise ValueError(
+            f"`{name}` (={setting!r}) must be the path of a folder, or None. Leave `strategy.{name}` out for None."
+        )
+    return None if setting is None else os.fspath(setting)
 
 
 def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:

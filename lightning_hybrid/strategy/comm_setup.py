@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
 from lightning_hybrid.comm.adasum_hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
@@ -75,6 +76,8 @@ class CommSetupMixin:
         refuse_unknown_options(ddp_kwargs, own=own)
         for_ddp = dict(ddp_kwargs)
         bucket_bytes = one_bucket_size(bucket_bytes, for_ddp)
+        if ranks_per_node is not None:
+            require_whole("ranks_per_node", ranks_per_node, "leave `strategy.ranks_per_node` out to find out")
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
         self._comm_dtype = dtype_from(comm_dtype)

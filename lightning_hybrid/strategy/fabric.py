@@ -57,7 +57,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             their noise is that of the sums since the run began, as Fabric counts no steps.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
-        timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
+        timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
+            an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: as in Fabric's `DDPStrategy`.
         **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is on unless set.
@@ -86,7 +87,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         checkpoint_io: Any | None = None,
         precision: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:

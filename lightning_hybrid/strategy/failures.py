@@ -28,6 +28,7 @@ from lightning_hybrid.comm.health.watchdog import Watchdog, failed_wait, is_of_a
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
 from lightning_hybrid.strategy.arguments import with_own_names
+from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -163,6 +164,8 @@ class FailureReportMixin:
     precision_plugin: Any
     lightning_module: Any
     global_rank: int
+    node_rank: int
+    num_processes: int
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
@@ -232,11 +235,21 @@ class FailureReportMixin:
             here = f"On rank {self.global_rank} (host {host_identity()[0]})"
             has_place = "comm: " in str(exception) or any(here in note for note in getattr(exception, "__notes__", ()))
             if not has_place:
-                exception.add_note(f"{here}.")
+                exception.add_note(f"{RULE}\n{here}: {summary_of(exception)}")
             # The error may be only a consequence, such as the device's own after its communicators were aborted.
             cause = "" if self._engine is None else self._engine.failure
-            if cause and cause not in str(exception):
+            is_own = cause.startswith(f"comm: rank {self.global_rank} gave up:")
+            if cause and not is_own and cause not in str(exception):
                 exception.add_note(cause)
+        elif (index := getattr(exception, "error_index", None)) is not None:  # of a rank that this process has started
+            rank = self.node_rank * self.num_processes + index
+            exception.add_note(f"{RULE}\nOn rank {rank} (host {host_identity()[0]}): {summary_of(exception)}")
+        # Through autograd it comes with a stack of threads of ours below it, which says nothing to a user.
+        said, has_stack, _ = str(exception).partition("\n\nAt:\n")
+        if has_stack and "comm: " in said:
+            exception.args = (said[said.index("comm: ") :],)
+        if cure := shared_memory_cure(exception):
+            exception.add_note(cure)
         super().on_exception(exception)  # type: ignore[misc]
         # DDPStrategy has added its advice on unused parameters, in which it names itself.
         if exception.args and isinstance(exception.args[0], str):
@@ -309,4 +322,5 @@ def reason_of(exception: BaseException) -> str:
         return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by Ctrl-C"
-    return f"{type(exception).__name__}: {exception}"
+    first, _, where = summary_of(exception).partition("\n  ")
+    return f"{first} ({where})" if where else first

@@ -20,6 +20,7 @@ from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
     bucket_caps_for_ddp,
+    folder_from,
     rate_from,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
@@ -90,7 +91,8 @@ class HybridAllReduceMixin(
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
         sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps from one average of nodes' weights to
             the next, the step from which, `lr` and `momentum` of a step between averages; see README.md.
-        timeout: for every collective, and for ranks to meet; a peer that died or never came is an error after this.
+        timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
+            an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
@@ -127,7 +129,7 @@ class HybridAllReduceMixin(
         checkpoint_io: Any | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
@@ -148,7 +150,7 @@ class HybridAllReduceMixin(
             shard_update=shard_update,
             local_steps=(sync_across_nodes_every, sync_across_nodes_from_step, outer_step),
         )
-        self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), trace_dir
+        self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), folder_from("trace_dir", trace_dir)
         self._shard_update = shard_update_from(shard_update)
         sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
         is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks

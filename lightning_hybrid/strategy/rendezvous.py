@@ -14,7 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_hybrid.checks import require_choice
 from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.strategy.launcher import let_ranks_report, refuse_notebook
+from lightning_hybrid.strategy.registration import PIPELINE_NAME, STRATEGY_NAME
 
 # Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
@@ -85,6 +88,25 @@ def listening_address(address: str) -> str:
         return str(ipaddress.ip_address(address))
     except ValueError:
         return ""
+
+
+def timeout_from(setting: timedelta | float) -> timedelta:
+    """Return how long ranks wait for one another; a number is in seconds.
+
+    Raises:
+        ValueError: it is no time above zero.
+
+    >>> timeout_from(60), timeout_from(timedelta(minutes=1)) == timeout_from(60.0)
+    (datetime.timedelta(seconds=60), True)
+    """
+    seconds = setting.total_seconds() if isinstance(setting, timedelta) else setting
+    # A year at most: what torch makes of it is counted in milliseconds and nanoseconds.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 366 * 86400:
+        raise ValueError(
+            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta: so long do ranks wait "
+            "for one another, to meet and in each collective. Write timeout=1800, or leave `strategy.timeout` out."
+        )
+    return timedelta(seconds=seconds)
 
 
 # ---- rank zero -------------------------------------------------------------------------------------------------------
@@ -186,6 +208,17 @@ class RendezvousMixin:
 
     # As Lightning's own methods (2.6), but for the store.
 
+    def __init__(self, *, timeout: timedelta | float, start_method: str, **kwargs: Any) -> None:
+        why = "it is how the ranks of a node are started. Leave `strategy.start_method` out for 'popen'"
+        require_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"), why)
+        self._starts_script = start_method == "popen"
+        super().__init__(timeout=timeout_from(timeout), start_method=start_method, **kwargs)  # type: ignore[call-arg]
+
+    def _configure_launcher(self) -> None:
+        if self._starts_script:
+            refuse_notebook(PIPELINE_NAME if hasattr(self, "num_stages") else STRATEGY_NAME)
+        super()._configure_launcher()  # type: ignore[misc]
+
     def setup_distributed(self) -> None:
         """Set up as the Trainer's DDP, with the store of `meet`.
 
@@ -226,3 +259,4 @@ class RendezvousMixin:
                 "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
                 "the host's name. Has every process descriptors enough (`ulimit -n`)?"
             ) from error
+        let_ranks_report()

@@ -18,7 +18,7 @@ import re
 import types
 import typing
 from collections import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, cast
@@ -26,7 +26,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 T = TypeVar("T")
@@ -165,7 +164,7 @@ def made(kind: type[T], given: Any, key: str) -> T:
         raise errors[0].get("ctx", {}).get("error") or _refusal(errors, given, f"{key}.", "") from None
 
 
-def _refusal(errors: list[ErrorDetails], values: Any, prefix: str, why: str) -> WrongValueError:
+def _refusal(errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str) -> WrongValueError:
     """Return, of the errors of one argument, the deepest within its value, in our words."""
     places = [_place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]]
     key, value = max(places, key=lambda place: len(place[0]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
+import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +98,18 @@ def strategy(timeout_s: float) -> DDPStrategy:
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
 
 
+def end_with_parent() -> None:
+    """Let a rank that another process has started end within a second of it: it would wait for ranks that are gone."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def connect(fabric: Fabric, asked: Measurement) -> Topology:
     """Start or join the ranks; return which ranks share a node.
 
@@ -112,8 +126,9 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
     except RuntimeError as error:
         raise ValueError(
             f"`world` (={fabric.world_size} ranks) must be able to connect: {str(error).splitlines()[0]}. Are all "
-            f"ranks started, within {asked.timeout_s:g} s of each other? Do they reach each other on the interface "
-            "that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the host's name?"
+            f"ranks started, within measure.timeout_s={asked.timeout_s:g} s of each other? Do they reach each other on "
+            "the interface that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the "
+            "host's name?"
         ) from error
     check_same_on_all_ranks(answers)
     validate(topology)

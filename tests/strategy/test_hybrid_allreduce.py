@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -246,6 +248,15 @@ def test_registered_names_are_ddps_names():
         ({"link_bytes_per_s": "fast"}, r"`link_bytes_per_s` \(='fast'\)"),
         ({"link_bytes_per_s": float("inf")}, r"`link_bytes_per_s` \(=inf\)"),
         ({"link_bytes_per_s": True}, r"`link_bytes_per_s` \(=True\)"),
+        ({"ranks_per_node": "two"}, r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more"),
+        ({"trace_dir": 5}, r"`trace_dir` \(=5\) must be the path of a folder, or None"),
+        ({"tune_cache_dir": True}, r"`tune_cache_dir` \(=True\) must be the path of a folder, or None"),
+        ({"timeout": "1 min"}, r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta"),
+        ({"timeout": True}, r"`timeout` \(=True\) must be a number of seconds"),
+        ({"timeout": None}, r"`timeout` \(=None\) must be a number of seconds"),
+        ({"timeout": timedelta(0)}, r"`timeout` \(=.*timedelta\(0\)\) must be a number of seconds"),
+        ({"timeout": float("inf")}, r"`timeout` \(=inf\) must be a number of seconds"),
+        ({"start_method": "thread"}, r"`start_method` \(='thread'\) must be one of 'popen', 'spawn', 'fork', 'forkse"),
         ({"loss_scale": 1000}, r"`loss_scale` \(=1000.0\) must be a power of two"),
         ({"ddp_comm_hook": print}, r"`ddp_comm_hook` .* it is the communication hook"),
         ({"device_ids": [0]}, r"`device_ids` cannot be given"),
@@ -254,6 +265,12 @@ def test_registered_names_are_ddps_names():
 def test_bad_options_are_refused_when_the_object_is_made(options, message):
     with pytest.raises(ValueError, match=message):
         HybridAllReduceStrategy(**options)
+
+
+def test_a_timeout_is_seconds_and_a_folder_any_path(tmp_path):
+    assert HybridAllReduceStrategy(timeout=60)._timeout == timedelta(minutes=1)
+    assert HybridAllReduceStrategy(timeout=timedelta(hours=1))._timeout == timedelta(hours=1)
+    assert HybridAllReduceStrategy(trace_dir=Path("traces"))._trace_dir == "traces"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "torch.float16", torch.float16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, Trai
 from lightning_hybrid.models import slice_exchange
 from lightning_hybrid.models.sliced import SlicedHead
 from lightning_hybrid.run_status import run_status
-from lightning_hybrid.strategy.layer_slices import refusals
+from lightning_hybrid.strategy.layer_slices import refusals, sliced_layers
 from lightning_hybrid.strategy.layer_slices.sliced_layers import SlicedLayers
 from tests import toy
 from tests.strategy import sliced
@@ -519,6 +520,45 @@ def late():
 def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
     for error in two_ranks.run(late):
         assert error.startswith("RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged")
+
+
+class TakesState(pl.Callback):
+    """Takes the module's state on both ranks, the second a little later, and then on rank zero alone."""
+
+    def __init__(self, folder):
+        self.ended = Path(folder, "ended")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        time.sleep(0.2 * dist.get_rank())
+        self.shape = pl_module.state_dict()["net.fc6.weight"].shape
+        if trainer.is_global_zero:
+            pl_module.state_dict()
+        end_s = time.monotonic() + 30
+        while (
+            not self.ended.exists() and time.monotonic() < end_s
+        ):  # no process ends here, which would end a collective
+            time.sleep(0.05)
+        raise FloatingPointError("rank zero has ended" if self.ended.exists() else "rank zero waits")
+
+
+def state_on_rank_zero(folder):
+    sliced_layers.STATE_LIMIT_S, before = 1.0, sliced_layers.STATE_LIMIT_S
+    callback = TakesState(folder)
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[callback])
+    error = toy.error_of(trainer.fit, Module(sgd, looks=False), loader(1))
+    sliced_layers.STATE_LIMIT_S = before
+    callback.ended.touch()
+    return callback.shape, error
+
+
+def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path):
+    zero, one = two_ranks.run(state_on_rank_zero, str(tmp_path))
+    assert zero[0] == one[0] == (16, 10), "whole, where all ranks call it"
+    assert zero[1].startswith(
+        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
+    )
+    assert "rank 1 did not call it within 1 s" in zero[1]
+    assert one[1].startswith("FloatingPointError: rank zero has ended")
 
 
 def uneven_training():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_the_yaml_of_the_page_trains_with_its_options(tmp_path):
     assert trainer.strategy._plan.algorithm == "hierarchical"
     assert trainer.precision_plugin.loss_scale.value == 1024.0
     assert trainer.global_step == 2
+
+
+def test_a_timeout_is_seconds_and_a_wrong_type_is_refused_by_name(capsys):
+    strategy = "--trainer.strategy=lightning_hybrid.HybridAllReduceStrategy"
+    for given in ("60", "0:01:00"):
+        trainer = fitted(strategy, f"--trainer.strategy.timeout={given}")
+        assert trainer.strategy._timeout == timedelta(minutes=1)
+    for option in ("timeout=soon", "trace_dir=[5]"):
+        with pytest.raises(SystemExit):
+            fitted(strategy, f"--trainer.strategy.{option}")
+        assert option.partition("=")[0] in capsys.readouterr().err
 
 
 def test_the_name_is_enough():

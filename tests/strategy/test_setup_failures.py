@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -177,5 +178,10 @@ def error_in_validation():
 
 
 def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
-    (message,) = two_ranks.run(error_in_validation)[1]
-    assert message.startswith("On rank 1 (host ")
+    here, there = two_ranks.run(error_in_validation)
+    (box,) = there
+    line, first, place = box.splitlines()
+    assert not line.strip("-")
+    assert re.fullmatch(r"On rank 1 \(host .+\): FloatingPointError: of the user", first)
+    assert re.fullmatch(r'  File ".+test_setup_failures.py", line \d+, in validation_step', place)
+    assert not here or f"comm: rank 1 gave up: FloatingPointError: of the user ({place.strip()})." in here[0]

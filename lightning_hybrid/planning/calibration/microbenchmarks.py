@@ -91,7 +91,7 @@ class Measurement:
         max_bytes: The largest message or sum.
         dtype: dtype of the sums, torch's name: that of gradients on the wire.
         algorithms: Algorithms to time, next to the backend's own.
-        timeout_s: Limit of every wait.
+        timeout_s: Limit of every wait for another rank, the first included, in which each imports torch.
     """
 
     limit_s: float = 60.0
@@ -100,7 +100,7 @@ class Measurement:
     max_bytes: int = 64 * MIB
     dtype: str = "float16"
     algorithms: Sequence[str] = ALGORITHMS
-    timeout_s: float = 30.0
+    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         require_positive("limit_s", self.limit_s, "it is the time that measuring may take, in seconds")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -14,12 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.health.diagnosis import name_ranks
+from lightning_hybrid.comm.health.watchdog import private_store
 from lightning_hybrid.placement import Part
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.skipped_steps import parameters_of
 from lightning_hybrid.strategy.layer_slices.gradient_average import SliceGradients
 
 _BROADCAST_BYTES = 25 * 2**20
+
+# How long the ranks of a node may come to a user's `state_dict()` one after another. Our choice: what they do between
+# two collectives takes less, and a call on one rank alone is to be an error before its user looks for another cause.
+STATE_LIMIT_S = 20.0
 
 
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
@@ -107,6 +114,14 @@ class SlicedLayers:
             module, [*(self._ignored_before or ()), *ignored]
         )
         self._gradients: SliceGradients | None = None
+        self.is_saving = False  # the strategy, which does so on all ranks, however late one is
+        self._num_states = 0
+        fits = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
+        self._store = private_store(f"lightning_hybrid/slices/{fits}")
+        # Not bound methods, which a copy of a layer would copy with the groups that they hold.
+        self._meetings = [
+            layer.register_state_dict_pre_hook(lambda layer, *_: self._meet(layer)) for layer in self._all_layers
+        ]
 
     def __contains__(self, key: object) -> bool:
         """Return whether the parameter of this `id` is cut."""
@@ -179,6 +194,22 @@ class SlicedLayers:
             for layer in self._all_layers:
                 layer.is_own_state = False
 
+    def _meet(self, layer: Any) -> None:
+        # Before ranks gather a state for a user, who may have called it on one of them alone.
+        if self.is_saving or layer.is_own_state:
+            return
+        self._num_states += 1
+        self._store.set(f"{self._num_states}/{self.topology.rank}", "")
+        missing, end_s = list(self.topology.node), monotonic() + STATE_LIMIT_S
+        while missing := [rank for rank in missing if not self._store.check([f"{self._num_states}/{rank}"])]:
+            if monotonic() > end_s:
+                raise RuntimeError(
+                    f"`state_dict()` must be called on all ranks: layers of `node_slices` (={self.names}) are cut over "
+                    f"the ranks of a node, and {name_ranks(missing)} did not call it within {STATE_LIMIT_S:g} s. Call "
+                    "it outside of `if self.trainer.is_global_zero:` and use it there, or `trainer.save_checkpoint`."
+                )
+            sleep(0.005)
+
     def whole_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return a state dict of `optimizer` with whole tensors, on every rank. Collective."""
         return self._changed(state, optimizer, self._whole_entry)
@@ -217,6 +248,8 @@ class SlicedLayers:
         """Give module and optimizers back what was taken; with `is_whole` both are whole again. Collective then."""
         if self._gradients is not None:
             self._gradients.remove()
+        for handle in self._meetings:
+            handle.remove()
         self.drop()
         try:
             if is_whole:

@@ -137,7 +137,12 @@ class SlicesMixin:
         """Return the module's state, with whole layers on every rank. Collective where layers are cut."""
         if self._slices is not None:
             self._refuse_to_save_alone("`node_slices`", "layers are cut over the ranks of the node")
-        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+            self._slices.is_saving = True
+        try:
+            state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        finally:
+            if self._slices is not None:
+                self._slices.is_saving = False
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def test_the_name_changes_with_source_flags_compiler_and_processor(monkeypatch, 
 
 def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cpp_library.cache_dir() == tmp_path / "lightning_hybrid"
+    assert cpp_library.cache_dir() == tmp_path / "lightning_hybrid" / "cpp"
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""What is imported is declared: a package that only comes with another one can go with its next release."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
+# The same Lightning by another name, which only a program that imports it by that name needs; a made-up one of a test;
+# and what is imported by another name than a distribution's, where it may not be installed.
+OTHERS = {"pytorch_lightning", "lightning_fabric", "strange_lightning"}
+NAMES = {"nvidia": "nvidia-dali-cuda130", "simplejpeg": "simplejpeg", "triton": "triton", "optuna": "optuna"}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared() -> dict[str, set[str]]:
+    """Distributions by where they are declared: always, or in which extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {
+        extra: {canonical(re.match(r"[\w.-]+", requirement)[0]) for requirement in requirements}
+        for extra, requirements in groups.items()
+    }
+
+
+def imported(*folders: str) -> dict[str, str]:
+    """Top-level names that are imported, each with one file that does so."""
+    found = {}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            found |= {name.partition(".")[0]: str(path.relative_to(ROOT)) for name in names}
+    return {name: path for name, path in found.items() if name not in {*OURS, *OTHERS, *sys.stdlib_module_names}}
+
+
+def missing(names: dict[str, str], distributions: set[str]) -> dict[str, str]:
+    of = packages_distributions()
+    return {
+        name: path
+        for name, path in names.items()
+        if not {canonical(one) for one in ([NAMES[name]] if name in NAMES else of.get(name, [name]))} & distributions
+    }
+
+
+def test_every_import_is_declared():
+    groups = declared()
+    assert not missing(imported("lightning_hybrid", "recipes"), set().union(*groups.values()) - groups["dev"])
+    assert not missing(imported("tests"), set().union(*groups.values()) - groups["dev"])
+    assert missing({"scipy": "somewhere.py"}, groups[""] - {"scipy"}) == {"scipy": "somewhere.py"}
+
+
+def test_the_tests_of_extras_run_where_the_tests_extra_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = next(one for one in project["optional-dependencies"]["test"] if one.startswith("lightning-hybrid["))
+    # DALI has wheels of its own for each CUDA, and no test on a machine without a GPU.
+    assert set(re.search(r"\[(.*)\]", own)[1].split(",")) == {*project["optional-dependencies"]} - {
+        "dali",
+        "test",
+        "dev",
+    }
