@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
