@@ -12,14 +12,19 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.engine.engine import GIVE_UP_AT
 from lightning_hybrid.comm.health import tcp_info
+from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all
+from lightning_hybrid.comm.health.device_waits import DeviceWaits
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog, is_of_a_collective, private_store, short
 from lightning_hybrid.comm.topology import host_identity
@@ -46,12 +51,14 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 class SetupWatchdog:
     """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective.
 
-    `give_up_after_s`: after which a wait is a failure; None: when the backend says so.
+    `give_up_after_s`: after which a wait is a failure; None: when the backend says so. `device`: where tensors are; on a
+    GPU waiting is the device's, and a failure aborts its communicators.
     """
 
     # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
 
-    def __init__(self, *, give_up_after_s: float | None = None) -> None:
+    def __init__(self, *, device: torch.device, give_up_after_s: float | None = None) -> None:
+        self._device_waits = DeviceWaits(device) if device.type == "cuda" else None
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside = 0
         places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
@@ -78,11 +85,13 @@ class SetupWatchdog:
         return RankStatus(num_submitted=0, order="", place=INSIDE if is_inside else OUTSIDE, is_inside=is_inside)
 
     def stalled_s(self) -> float:
-        """Return 0: no bucket is in flight."""
-        return 0.0
+        """Return how long the device has been at one thing; 0 on a CPU, where no bucket is in flight."""
+        return 0.0 if self._device_waits is None else self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Do nothing: the backend's wait cannot be called off."""
+        """End the waits of a GPU; Gloo's cannot be called off."""
+        if self._device_waits is not None:
+            abort_all(limit_s=ABORT_LIMIT_S)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -157,6 +166,8 @@ class FailureReportMixin:
     precision_plugin: Any
     lightning_module: Any
     global_rank: int
+    root_device: torch.device
+    _timeout: timedelta | None
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
@@ -169,7 +180,11 @@ class FailureReportMixin:
             self._setup_watchdog = self._new_watchdog()
 
     def _new_watchdog(self) -> SetupWatchdog:
-        return SetupWatchdog()
+        # Over Gloo a collective that waits for long fails by itself.
+        limit = self._timeout if self.root_device.type == "cuda" else None
+        return SetupWatchdog(
+            device=self.root_device, give_up_after_s=None if limit is None else GIVE_UP_AT * limit.total_seconds()
+        )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait as DDP, where the watchdog sees it."""

@@ -15,8 +15,8 @@ from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels, words_o
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.health.consensus import OrderError
-from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus
-from lightning_hybrid.comm.health.watchdog import Watchdog
+from lightning_hybrid.comm.health.diagnosis import BEHIND_DEVICE, IDLE, RankStatus
+from lightning_hybrid.comm.health.watchdog import STALL_S, Watchdog
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.trace import CommTrace
@@ -216,7 +216,7 @@ class FailureLatch:
     Attributes:
         error: that of all ranks; empty while there is none. `cause`: the exception behind it, if it was raised here.
         lock: protects what is in flight, `error` and the order of submits. Nothing that waits runs under it.
-        look: sees how far the device is, before that is asked; on CUDA only.
+        look: sees how far the device is, before that is asked, and for how long it waits; on CUDA only.
         give_up: ends the communication of buckets that a failure has lost. Run once for each `trip`, without the lock.
     """
 
@@ -224,10 +224,11 @@ class FailureLatch:
         self.error = ""
         self.cause: BaseException | None = None
         self.lock = threading.Lock()
-        self.look: Callable[[], None] = _nothing
+        self.look: Callable[[], float] = lambda: 0.0
         self.give_up: Callable[[Sequence[InFlightBucket]], None] = _nothing
         self.in_flight: dict[InFlightBucket, None] = {}  # in the order of submits
         self._order = order
+        self._device_s = 0.0  # for how long the device has been at one thing
 
     def remove(self, bucket: InFlightBucket) -> bool:
         """Take out a bucket that is averaged; returns False where a failure was first."""
@@ -259,20 +260,21 @@ class FailureLatch:
         """Return where this rank stands, for the diagnosis of a failure."""
         with self.lock:
             oldest = next(iter(self.in_flight), None)
+            is_behind_device = oldest is None and self._device_s > STALL_S
             return RankStatus(
                 num_submitted=self._order.num_submitted,
                 order=f"{self._order.value:016x}",
-                place=IDLE if oldest is None else oldest.place,
+                place=(BEHIND_DEVICE if is_behind_device else IDLE) if oldest is None else oldest.place,
                 recent=tuple(self._order.recent),
-                is_inside=oldest is not None and oldest.is_inside,
+                is_inside=is_behind_device if oldest is None else oldest.is_inside,
             )
 
     def stalled_s(self) -> float:
-        """Return how long the oldest bucket has been in flight; 0 where none is."""
-        self.look()
+        """Return how long the oldest bucket has been in flight, or the device waits outside of one; else 0."""
+        self._device_s = self.look()
         with self.lock:
             oldest = next(iter(self.in_flight), None)
-            return 0.0 if oldest is None else monotonic() - oldest.submitted_s
+            return self._device_s if oldest is None else monotonic() - oldest.submitted_s
 
 
 def _nothing(*_: object) -> None:

@@ -12,6 +12,9 @@ from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, m
 # The place of a rank that waits for no other, as far as the engine knows.
 IDLE = "with no bucket in flight"
 
+# That of one whose device waits, or is busy for long, outside of any bucket.
+BEHIND_DEVICE = "waiting for its device, with no bucket in flight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:

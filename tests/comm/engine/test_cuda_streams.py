@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm.engine import cuda_streams, order_check, stages
 from lightning_hybrid.comm.engine import engine as engines
+from lightning_hybrid.comm.health import device_waits
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from tests.comm.engine.recording_cuda import CUDA, Cuda
@@ -456,6 +457,34 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
     monkeypatch.undo()
 
 
+def test_what_torch_itself_aborts_fails_the_engine_until_it_is_closed(fake_world, cuda, monkeypatch):
+    told, taken_back = {}, []
+    monkeypatch.setattr(cuda_streams, "on_abort", lambda group, tell: told.update({group: tell}))
+    monkeypatch.setattr(cuda_streams, "end_on_abort", taken_back.append)
+    engine = engine_of("two_level")
+    assert set(told) == set(engine._groups.by_stage.values())
+    next(iter(told.values()))()
+    with pytest.raises(RuntimeError, match="rank 0 saw NCCL give up"):
+        engine.submit(torch.zeros(8), bucket_index=0)
+    assert len(fake_world) == 1
+    engine.close()
+    assert set(taken_back) == set(told)
+
+
+def test_a_device_that_waits_outside_of_a_bucket_counts_and_is_said(fake_world, cuda):
+    engine = engine_of("flat")
+    cuda.hang()
+    assert engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside  # not yet for long
+    engine._carrier._waits._since_s -= 5.0
+    assert engine._latch.stalled_s() > 4.0
+    assert engine._latch.status().place == "waiting for its device, with no bucket in flight"
+    assert engine._latch.status().is_inside
+    cuda.go_on()
+    assert engine._latch.stalled_s() == 0.0
+    assert engine._latch.status().place == "with no bucket in flight"
+    engine.close()
+
+
 def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(fake_world, cuda, monkeypatch):
     engine = engine_of("flat")
     cuda.hang()
@@ -479,7 +508,7 @@ def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(fake_world
     cuda.hang()
     step(engine, [torch.zeros(8)])
     may_go_on, began_s = threading.Event(), time.monotonic()
-    monkeypatch.setattr(cuda_streams, "LOOK_LIMIT_S", 0.05)
+    monkeypatch.setattr(device_waits, "LOOK_LIMIT_S", 0.05)
     monkeypatch.setattr(engine._carrier._issued[0].done, "query", lambda: may_go_on.wait(30))
     assert engine._latch.stalled_s() > 0.0
     engine._latch.trip("comm: a test")
