@@ -41,6 +41,12 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
+# Environment variable of NCCL: 1 has communicators that are in use at the same time take turns in the host's order, which
+# is that of all ranks. Nothing changes for a single one.
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+_OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY, LAUNCH_ORDER: "1"}
+
 INSIDE = "in a collective of Lightning's or torch's"
 OUTSIDE = "in no collective: in a hook of the module, the data or a callback"
 
@@ -161,7 +167,7 @@ class FailureReportMixin:
     _setup_watchdog: SetupWatchdog | None = None
     _sigterm: SigtermOnAnyRank | None = None
     _ended_by: BaseException | None = None
-    _has_set_error_handling = False
+    _has_set: tuple[str, ...] = ()
     parallel_devices: Any
     precision_plugin: Any
     lightning_module: Any
@@ -173,8 +179,8 @@ class FailureReportMixin:
         """Set up as DDP; from here on a missing rank is named."""
         on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
         # Before the process group is made, when torch reads it; a value of the user's stays.
-        if on_cuda and ERROR_HANDLING not in os.environ:
-            os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
+        self._has_set = tuple(name for name in _OF_NCCL if on_cuda and name not in os.environ)
+        os.environ.update({name: _OF_NCCL[name] for name in self._has_set})
         super().setup_environment()  # type: ignore[misc]
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._setup_watchdog = self._new_watchdog()
@@ -252,9 +258,9 @@ class FailureReportMixin:
         # failed, the module here never met its trainer.
         if ended_by is not None and self.lightning_module._trainer is not None:
             say_where_it_stopped(self.lightning_module.trainer, ended_by)
-        if self._has_set_error_handling:
-            os.environ.pop(ERROR_HANDLING, None)
-            self._has_set_error_handling = False
+        for name in self._has_set:
+            os.environ.pop(name, None)
+        self._has_set = ()
 
 
 def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:

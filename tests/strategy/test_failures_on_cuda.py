@@ -14,7 +14,7 @@ from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy import comm_setup
-from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
+from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, LAUNCH_ORDER
 
 CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
 
@@ -39,6 +39,21 @@ def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_t
     strategy.teardown()
     assert seen == [expected]
     assert os.environ.get(ERROR_HANDLING) == of_the_user
+
+
+@pytest.mark.parametrize(("device_type", "of_the_user", "expected"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)])
+def test_communicators_take_turns_in_the_hosts_order_before_any_is_made(monkeypatch, device_type, of_the_user, expected):
+    seen = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(LAUNCH_ORDER)))
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    monkeypatch.delenv(LAUNCH_ORDER, raising=False)
+    if of_the_user is not None:
+        monkeypatch.setenv(LAUNCH_ORDER, of_the_user)
+    strategy = strategy_on(device_type)
+    strategy.setup_environment()
+    strategy.teardown()
+    assert seen == [expected]
+    assert os.environ.get(LAUNCH_ORDER) == of_the_user
 
 
 def failed_engine(device_type):

@@ -22,6 +22,13 @@ class TritonPasses:
     def __init__(self, bits: int, signs: Tensor | None) -> None:
         self._most, self._signs = most_code(bits), signs
 
+    def try_out(self, device: torch.device) -> None:
+        """Compile and launch both kernels on one block; where that fails, let Triton's error pass."""
+        flat, ids = torch.zeros(256, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        message = torch.zeros(1, 2 + 256, dtype=torch.uint8, device=device)
+        self.encode(flat, ids, (0, 0, 0, 0), message[0], None)
+        self.add(message, flat)
+
     def encode(
         self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
     ) -> None:

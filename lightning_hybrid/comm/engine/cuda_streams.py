@@ -43,7 +43,7 @@ from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, Stage, run_stage, stage_scopes, stages_by_name
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
-from lightning_hybrid.comm.health.device_waits import DeviceWaits
+from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_capturing
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
@@ -122,11 +122,16 @@ class CudaStreams:
         self._groups.keep(self._stages)
 
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into chunks: several only where there are two streams to overlap."""
+        """Cut a bucket into the chunks of its plan."""
+        if is_capturing():
+            raise RuntimeError(
+                "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order is "
+                "compared, and its failures are told, step by step. Capture forward and backward without "
+                "DistributedDataParallel's hook (`no_sync`), or leave the capture out."
+            )
         # No short tail for the checksum: on a device a copy costs less than one message more.
-        num_chunks = bucket.plan.num_chunks if len(stages_by_name(bucket.plan.algorithm)) > 1 else 1
         alignment = self._alignment // SHARD_ALIGNMENT * BLOCK if bucket.is_coded else self._alignment
-        bucket.split(job, num_chunks, checksum=checksum, alignment=alignment, has_short_tail=False)
+        bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=alignment, has_short_tail=False)
 
     def accept(self, bucket: InFlightBucket) -> None:
         """Do nothing: the thread that submits also puts the bucket on the streams."""
@@ -214,6 +219,8 @@ class CudaStreams:
     def look(self, *, places: bool = False) -> None:
         """See which buckets the device is through with, and where the oldest other one is. Never waits for it."""
         different = None
+        if not self._issued or is_capturing():
+            return
         with self._lock:
             try:
                 while self._issued and not self._has_failed and self._issued[0].done.query():

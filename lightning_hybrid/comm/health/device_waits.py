@@ -51,8 +51,11 @@ class DeviceWaits:
 
 
 def is_capturing() -> bool:
-    """Return whether `torch.cuda.graph` captures: by default CUDA then forbids other threads to ask for an event."""
-    stream = getattr(torch.cuda.graph, "default_capture_stream", None)
+    """Return whether the current stream is captured, or that of `torch.cuda.graph`, in any thread."""
+    # By default CUDA forbids all threads to ask for an event meanwhile, and ends the capture.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    stream = torch.cuda.graph.default_capture_stream
     if stream is None:
         return False
     with torch.cuda.stream(stream):

@@ -11,7 +11,7 @@ from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from tests.comm.engine.recording_cuda import Cuda
 from tests.comm.engine.test_coded_sum import BITS, expected_sum
-from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # noqa: F401  fixtures
+from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world, in_small_pieces  # noqa: F401  fixtures
 from tests.comm.layouts import engine_over, integers, name, reals
 
 
@@ -23,6 +23,7 @@ def torch_passes(device, codec):
 def sums_by_streams(algorithm, nodes, bits, numels):
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)
+        in_small_pieces(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
         flats = [integers(dist.get_rank(), numel, torch.float32) for numel in numels]
