@@ -42,12 +42,8 @@ NUM_BUCKETS_ACROSS_NODES = 16
 
 # No chunk is made smaller than this: its messages would cost more than they hide.
 LEAST_CHUNK_BYTES = 64 * KIB
-
-# On CUDA every piece costs three launches of NCCL and as many turns of Python in backward's thread, so that only large
-# buckets are cut, into few: in the 99 pieces of 256 KiB times nodes a ResNet-50 took 7.5 ms or more on two HGX H200 by
-# the planner's model, in DDP's whole buckets 0.8.
-CUDA_CHUNK_BYTES = 16 * MIB
-MOST_CUDA_CHUNKS = 4
+# On CUDA a chunk costs three launches: by the model 99 took a ResNet-50 7.5 ms on 2 HGX H200, whole buckets 0.8.
+CUDA_CHUNK_BYTES, MOST_CUDA_CHUNKS = 16 * MIB, 4
 
 MAX_BYTES = 2**50
 
@@ -179,9 +175,7 @@ class CommPlan:
             index=index, numel=numel, num_bytes=num_bytes, dtype=dtype, algorithm=algorithm, num_chunks=num_chunks
         )
 
-    def num_chunks_for(
-        self, num_bytes: int, algorithm: Algorithm, topology: NodeShape, *, on_cuda: bool = False
-    ) -> int:
+    def num_chunks_for(self, num_bytes: int, algorithm: Algorithm, topology: NodeShape, on_cuda: bool = False) -> int:
         """Return into how many chunks a bucket is cut: one where there are no two stages to overlap."""
         if algorithm == "flat" or topology.world_size == 1:
             return 1

@@ -154,7 +154,9 @@ def _sum_block_(block: Sequence[MasterPair]) -> None:
     gradients = [pair.low.grad for pair in block if pair.low.grad is not None]
     gradients_fp32 = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
     torch._foreach_copy_(gradients_fp32, gradients)
-    known = [(pair._sum, gradient) for pair, gradient in zip(block, gradients_fp32, strict=True) if pair._sum is not None]
+    known = [
+        (pair._sum, gradient) for pair, gradient in zip(block, gradients_fp32, strict=True) if pair._sum is not None
+    ]
     if known:
         torch._foreach_add_([total for total, _ in known], [gradient for _, gradient in known])
     for pair, gradient in zip(block, gradients_fp32, strict=True):

@@ -41,8 +41,8 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
-# Environment variable of NCCL: 1 has communicators that are in use at the same time take turns in the host's order, which
-# is that of all ranks. Nothing changes for a single one.
+# Environment variable of NCCL: 1 has communicators that are in use at the same time take turns in the host's order,
+# which is that of all ranks. Nothing changes for a single one.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 _OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY, LAUNCH_ORDER: "1"}
@@ -57,8 +57,8 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 class SetupWatchdog:
     """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective.
 
-    `give_up_after_s`: after which a wait is a failure; None: when the backend says so. `device`: where tensors are; on a
-    GPU waiting is the device's, and a failure aborts its communicators.
+    `give_up_after_s`: after which a wait is a failure; None: when the backend says so. `device`: where tensors are;
+    on a GPU waiting is the device's, and a failure aborts its communicators.
     """
 
     # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
-
 # The files with tests of `-m gpu`: collecting all tests takes as long as these, and asks for Hydra.
 TESTS = (
     "tests/callbacks/test_tensor_hash.py",

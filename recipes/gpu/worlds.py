@@ -210,9 +210,7 @@ def _lost_rank(given: Given, by: signal.Signals) -> Details:
     return {"message": f"{backend}: every other rank named the dead one within {slowest_s} s", "table": table}
 
 
-def _loses_a_rank(
-    setup: Details, killed: Path, by: signal.Signals, given: Given, rank: int, num_ranks: int
-) -> Details:
+def _loses_a_rank(setup: Details, killed: Path, by: signal.Signals, given: Given, rank: int, num_ranks: int) -> Details:
     count = [0]
 
     def die(grad: Tensor) -> None:

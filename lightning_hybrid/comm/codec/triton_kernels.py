@@ -93,9 +93,7 @@ def encode_block(
 
 
 @triton.jit
-def add_block(
-    messages, num_messages, stride, num_blocks, row_blocks, row_bytes, numel, signs, to, MOST: tl.constexpr
-):
+def add_block(messages, num_messages, stride, num_blocks, row_blocks, row_bytes, numel, signs, to, MOST: tl.constexpr):
     """Write the sum of a block over messages, in their order, into `to`, float32; rows are those of `encode_block`."""
     block = tl.program_id(0)
     inside = tl.arange(0, _BLOCK)

@@ -125,8 +125,8 @@ class CudaStreams:
         """Cut a bucket into the chunks of its plan."""
         if is_capturing():
             raise RuntimeError(
-                "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order is "
-                "compared, and its failures are told, step by step. Capture forward and backward without "
+                "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order "
+                "is compared, and its failures are told, step by step. Capture forward and backward without "
                 "DistributedDataParallel's hook (`no_sync`), or leave the capture out."
             )
         # No short tail for the checksum: on a device a copy costs less than one message more.

@@ -67,9 +67,9 @@ class OptionTables:
         if columns != self._columns:
             if is_capturing():
                 raise RuntimeError(
-                    "A rate or another option of `param_groups` changed inside a CUDA-graph capture: replays would read "
-                    "the old host memory of it. Do one step with these options before the capture, and make `lr` a "
-                    "tensor (`capturable` schedules write into it) where it is to change between replays."
+                    "`lr` or another option of `param_groups` changed inside a CUDA-graph capture: replays would read host "
+                    "memory that is gone. Do a step with these options before the capture; an `lr` that is to change "
+                    "between replays must be a tensor."
                 )
             on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
             for (_, _, indices), some, part in zip(self._tables, columns, self._parts(on_host), strict=True):

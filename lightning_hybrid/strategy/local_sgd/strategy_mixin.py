@@ -315,7 +315,9 @@ class LocalSGDMixin:
                 self._averages_first = None
                 nodes.node_engine.close()
                 # On CUDA a failure has aborted all communicators.
-                has_aborted = self.root_device.type == "cuda" and bool(nodes.node_engine.failure or self._engine.failure)
+                has_aborted = self.root_device.type == "cuda" and bool(
+                    nodes.node_engine.failure or self._engine.failure
+                )
                 (forget if has_aborted else destroy)(nodes.group)
         finally:
             super().teardown()  # type: ignore[misc]

@@ -84,7 +84,14 @@ def test_the_kernels_compile_for_a_gpu(bits):
     most = {"MOST": 2 ** (bits - 1) - 1}
     numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
     of_encode = {"flat": "*fp32", "numel": "i32", "ids": "*i32", "signs": "*fp32", "key": "i64", "sender": "i64"}
-    of_encode |= {"turn": "i32", "scales": "*i16", "codes": "*u8", "row_blocks": "i32", "row_bytes": "i32", "num_blocks": "i32"}
+    of_encode |= {
+        "turn": "i32",
+        "scales": "*i16",
+        "codes": "*u8",
+        "row_blocks": "i32",
+        "row_bytes": "i32",
+        "num_blocks": "i32",
+    }
     of_add = {"messages": "*u8", "num_messages": "i32", "stride": "i32", "num_blocks": "i32", "row_blocks": "i32"}
     of_add |= {"row_bytes": "i32", "numel": "i32"}
     of_add |= {"signs": "*fp32", "to": "*fp32"}

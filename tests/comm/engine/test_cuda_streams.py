@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hybrid.comm import plan as plans
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm import plan as plans
 from lightning_hybrid.comm.engine import cuda_streams, order_check, process_groups, stages
 from lightning_hybrid.comm.engine import engine as engines
 from lightning_hybrid.comm.health import device_waits

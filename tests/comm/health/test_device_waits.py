@@ -73,7 +73,8 @@ def stalled_pipeline():
 
 def test_a_pipelines_stage_that_hangs_on_a_gpu_is_named_within_the_limit_and_all_are_freed(two_ranks):
     (first, error), (second, same) = two_ranks.run(stalled_pipeline)
-    assert first and second
+    assert first
+    assert second
     assert error == same
     assert "rank 1 does not come to the collective in which others wait; now stage 1, forward of micro-batch 2" in error
     assert "rank 0 has waited 3 s, now stage 0, backward of micro-batch 2" in error

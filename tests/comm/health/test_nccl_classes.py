@@ -69,7 +69,11 @@ def said(no_gpu, name, **variables):
     environment = os.environ | {"LD_PRELOAD": str(no_gpu / "no_gpu.so"), "LD_LIBRARY_PATH": str(no_gpu), **variables}
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"  # as the strategy sets it
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, name], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", CHILD, name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
@@ -78,7 +82,8 @@ def said(no_gpu, name, **variables):
 @pytest.mark.parametrize("name", CLASSES)
 def test_each_class_of_nccl_is_found_aborted_once_and_ends(no_gpu, name):
     text = said(no_gpu, name)
-    assert "ENDED" in text and "TOLD 0" in text
+    assert "ENDED" in text
+    assert "TOLD 0" in text
     if name != "ProcessGroupNCCL":
         assert text.count("NCCL aborts") == 1
         assert "REFUSED" in text
@@ -87,5 +92,7 @@ def test_each_class_of_nccl_is_found_aborted_once_and_ends(no_gpu, name):
 @pytest.mark.skipif("ProcessGroupNCCL2" not in CLASSES, reason="this torch has one class of NCCL")
 def test_what_torch_aborts_after_its_time_limit_is_told_and_the_process_lives(no_gpu):
     text = said(no_gpu, "ProcessGroupNCCL2", HANG="1")
-    assert "TOLD 1" in text and "ENDED" in text and "REFUSED" in text
+    assert "TOLD 1" in text
+    assert "ENDED" in text
+    assert "REFUSED" in text
     assert text.count("NCCL aborts") == 1

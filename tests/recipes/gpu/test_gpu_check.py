@@ -158,7 +158,10 @@ def test_what_was_found_is_written_at_once_and_a_second_start_goes_on_where_the_
         if (report := tmp_path / "report.json").exists():
             written.append([each["name"] for each in json.loads(report.read_text())["checks"]])
         return runner.CheckOutcome(
-            name=check.name, status={"is_slow": "SLOW", "is_wrong": "FAIL"}.get(check.name, "PASS"), seconds=0, message=""
+            name=check.name,
+            status={"is_slow": "SLOW", "is_wrong": "FAIL"}.get(check.name, "PASS"),
+            seconds=0,
+            message="",
         )
 
     monkeypatch.setattr(runner, "run_one", run_one)
