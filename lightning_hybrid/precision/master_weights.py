@@ -36,7 +36,7 @@ NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.
 
 _BROADCAST_BYTES = 25 * 2**20
 
-# Elements whose gradients are in fp32 beside their sums at a time, on CUDA: 256 MiB.
+# Elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB.
 _SUMMED_NUMEL = 1 << 26
 
 

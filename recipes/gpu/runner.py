@@ -46,8 +46,8 @@ class Check:
     """Question about this machine.
 
     `run` returns what it found, as JSON can hold it: `message`, a line for people, any tables, and `status` where
-    that is not PASS: speed is FAST or SLOW, not right or wrong. It raises where the answer is no, or `NotHere`. On a CPU
-    it has as long as on a GPU.
+    that is not PASS: speed is FAST or SLOW, not right or wrong. It raises where the answer is no, or `NotHere`. On a
+    CPU it has as long as on a GPU.
     """
 
     name: str

@@ -182,8 +182,8 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             warnings.warn(
                 f"`comm_dtype_across_nodes` (='int{bits}') on CUDA needs kernels that triton can build, and a first "
                 f"one failed ({type(error).__name__}: {error!s:.300}): operations of torch do the same, bit for bit, "
-                "several times slower. It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev) "
-                "and a GPU of its list.",
+                "several times slower. It needs triton, a C compiler (`apt install gcc`), Python's headers "
+                "(python3-dev) and a GPU of its list.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -43,7 +43,7 @@ from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, Stage, run_stage, stage_scopes, stages_by_name
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
-from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_capturing
+from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
@@ -123,7 +123,7 @@ class CudaStreams:
 
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
         """Cut a bucket into the chunks of its plan."""
-        if is_capturing():
+        if is_any_captured():
             raise RuntimeError(
                 "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order "
                 "is compared, and its failures are told, step by step. Capture forward and backward without "
@@ -219,7 +219,7 @@ class CudaStreams:
     def look(self, *, places: bool = False) -> None:
         """See which buckets the device is through with, and where the oldest other one is. Never waits for it."""
         different = None
-        if not self._issued or is_capturing():
+        if not self._issued or is_any_captured():
             return
         with self._lock:
             try:

@@ -84,7 +84,7 @@ def on_abort(group: dist.ProcessGroup | None, tell: Callable[[], None]) -> None:
     with suppress(RuntimeError, AttributeError):  # no backend for GPUs, or one that cannot say it
         backend: Any = group._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
         if backend.supports_abort_hooks:
-            # A thread, as what is told aborts all groups, and this one waits for its hooks.
+            # A thread, as the failure that follows aborts all groups, and this one waits for its hooks.
             backend.register_abort_hook(_HOOK_ID, lambda: threading.Thread(target=tell, daemon=True).start())
 
 

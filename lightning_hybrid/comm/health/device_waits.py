@@ -1,6 +1,6 @@
 """How long the device of this rank has been at what it does, seen by events that nothing waits for.
 
-A kernel of NCCL that waits for a lost rank spins, whoever launched it: a bucket's sum, a stage of a pipeline, a metric.
+A kernel of NCCL that waits for a lost rank spins, be it of a bucket's sum, a stage of a pipeline or a metric.
 So the watchdog's thread records an event behind what the training thread has launched, and asks four times a second
 whether the device is through; while it is not, it computes for long, or waits.
 """
@@ -39,7 +39,7 @@ class DeviceWaits:
 
     def _look(self) -> None:
         try:
-            if is_capturing():
+            if is_any_captured():
                 return
             if self._event is None or self._event.query():
                 event, self._since_s = torch.cuda.Event(), monotonic()
@@ -50,7 +50,7 @@ class DeviceWaits:
         self._also()
 
 
-def is_capturing() -> bool:
+def is_any_captured() -> bool:
     """Return whether the current stream is captured, or that of `torch.cuda.graph`, in any thread."""
     # By default CUDA forbids all threads to ask for an event meanwhile, and ends the capture.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -67,8 +67,8 @@ class OptionTables:
         if columns != self._columns:
             if is_capturing():
                 raise RuntimeError(
-                    "`lr` or another option of `param_groups` changed inside a CUDA-graph capture: replays would read host "
-                    "memory that is gone. Do a step with these options before the capture; an `lr` that is to change "
+                    "`lr` or another option of `param_groups` changed inside a CUDA-graph capture: replays would read "
+                    "host memory that is gone. Do a step with these options before it; an `lr` that is to change "
                     "between replays must be a tensor."
                 )
             on_host = torch.zeros(self._memory.shape, dtype=torch.float64)

@@ -316,7 +316,7 @@ class LocalSGDMixin:
                 nodes.node_engine.close()
                 # On CUDA a failure has aborted all communicators.
                 has_aborted = self.root_device.type == "cuda" and bool(
-                    nodes.node_engine.failure or self._engine.failure
+                    nodes.node_engine.failure or (self._engine is not None and self._engine.failure)
                 )
                 (forget if has_aborted else destroy)(nodes.group)
         finally:

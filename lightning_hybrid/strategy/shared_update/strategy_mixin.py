@@ -37,6 +37,7 @@ class SharedUpdateMixin:
     _ddp_kwargs: dict[str, Any]
     _hook_state: HookState
     root_device: torch.device
+    _plan: CommPlan
 
     def _check_sharing(self) -> bool:
         # Whether the update is shared. Where the topology is known, before anything is built.

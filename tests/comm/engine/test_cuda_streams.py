@@ -582,13 +582,13 @@ def test_no_bucket_goes_into_a_captured_graph(fake_world, cuda, monkeypatch):
     step(engine, [torch.zeros(8)])
     cuda.hang()
     step(engine, [torch.zeros(8)])
-    monkeypatch.setattr(cuda_streams, "is_capturing", lambda: True)
+    monkeypatch.setattr(cuda_streams, "is_any_captured", lambda: True)
     num_queries = cuda.num_queries
     with pytest.raises(RuntimeError, match="inside a CUDA-graph capture"):
         engine.submit(torch.zeros(8), bucket_index=0)
     engine.raise_if_failed()
     assert cuda.num_queries == num_queries  # which would end the capture
-    monkeypatch.setattr(cuda_streams, "is_capturing", lambda: False)
+    monkeypatch.setattr(cuda_streams, "is_any_captured", lambda: False)
     cuda.go_on()
     engine.close()
 
