@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, HookState, Topology
+from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
 from lightning_hybrid.comm.coded_plan import plan_for_owners
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.precision.master_weights import MasterWeights
