@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hybrid import MasterWeightPrecision
 from lightning_hybrid.optim import LARS
 from tests import toy
+from tests.optim.fused.cuda.fake_cuda import Launches
 
 CUDA = torch.device("cuda", 0)
 OPTIMIZERS = {
@@ -50,6 +51,14 @@ def on_cuda(module):
         for name, buffer in child.named_buffers(recurse=False):
             child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
     return module
+
+
+class Deep(toy.Toy):
+    """Many layers."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers)))
 
 
 def set_up(optimizer, precision="16-true", *, module=None, **settings):
@@ -116,6 +125,20 @@ def test_gradients_of_several_batches_are_summed_where_they_are():
     plugin.masters.return_sums()
     assert {parameter.grad.device for parameter in half} == {CUDA}
     plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
+
+
+def test_summing_the_gradients_of_a_batch_is_a_number_of_launches_that_does_not_grow_with_tensors(fake):
+    launches = []
+    for num_layers in (2, 20):
+        module, plugin, _ = set_up("adamw_fused", module=Deep(num_layers))
+        for _ in range(2):
+            backward(module)
+            with Launches() as counted:
+                plugin.masters.sum_gradients()
+        launches.append(counted.names)
+        assert all(pair.low.grad is None for pair in plugin.masters.pairs.values())
+    assert launches[0] == launches[1]
+    assert len(launches[0]) <= 2
 
 
 def test_gradients_that_outlive_a_step_go_back_to_the_scale_where_they_are():

@@ -1,4 +1,4 @@
-"""The plan of sums that a codec carries between nodes."""
+"""The plans of what needs sums within nodes: codecs between them, and a shared update."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
         "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
         "send as many bytes. Leave `strategy.algorithm` and such a `strategy.plan` out, or set it to hierarchical."
     )
+
+
+def plan_for_owners(plan: CommPlan, *, on_cuda: bool) -> CommPlan:
+    """Return a plan that can leave out the gather of gradients where the ranks of a node share the update.
+
+    On CUDA `auto` is `flat`, which averages everything on all ranks: gathering the weights would come on top.
+
+    >>> plan_for_owners(CommPlan(), on_cuda=True).algorithm, plan_for_owners(CommPlan(), on_cuda=False).algorithm
+    ('two_level', 'auto')
+    """
+    return replace(plan, algorithm="two_level") if on_cuda and plan.algorithm == "auto" else plan
 
 
 def adds_up_in_nodes(plan: CommPlan, topology: NodeShape) -> bool:

@@ -71,7 +71,8 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         )
     if not isinstance(of, str):
         raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: set strategy.of=net.")
-    total, numbers = num_stages * STAGES_PER_RANK[schedule], cuts if isinstance(cuts, Sequence) else ["none"]
+    total = num_stages * STAGES_PER_RANK[schedule]
+    numbers: Sequence[Any] = cuts if isinstance(cuts, Sequence) else ["none"]
     is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(numbers) == sorted(set(numbers))
     if cuts is not None and not (is_right and len(cuts) == total - 1):
         raise ValueError(

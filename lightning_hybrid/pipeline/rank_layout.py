@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.health.abort import forget
+from lightning_hybrid.comm.engine.process_groups import own_group
+from lightning_hybrid.comm.health.abort import destroy, forget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,24 +86,16 @@ class PipelineGroups:
 
     def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
         # Messages have a group of their own: Gloo matches by order of arrival.
-        self.pipe = self._new(ranks.pipelines, ranks.data_rank, timeout, "stages")
-        self.agree = self._new(ranks.pipelines, ranks.data_rank, timeout, "agreement", backend="gloo")
+        self.pipe = own_group(ranks.pipelines, timeout=timeout, desc="pipeline stages")
+        self.agree = own_group(ranks.pipelines, timeout=timeout, desc="pipeline agreement", backend="gloo")
         # Made also where each stage has one rank: a torchmetric then counts over that one rank alone.
-        self.data = self._new(ranks.replicas, ranks.position, timeout, "data")
-
-    def _new(self, sets: Sequence[tuple[int, ...]], own: int, timeout: timedelta, name: str, **options: Any) -> Any:
-        made = [dist.new_group(list(each), timeout=timeout, group_desc=f"pipeline {name}", **options) for each in sets]
-        return made[own]
+        self.data = own_group(ranks.replicas, timeout=timeout, desc="pipeline data")
 
     def destroy(self, *, are_aborted: bool = False) -> None:
         """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
         for group in (self.pipe, self.agree, self.data):
-            if are_aborted and group is not self.agree:  # which is over host memory
-                forget(group)
-                continue
-            with suppress(ValueError):  # the default group is gone, and took them with it
-                if dist.is_initialized():
-                    dist.destroy_process_group(group)
+            # `agree` is over host memory.
+            (forget if are_aborted and group is not self.agree else destroy)(group)
 
 
 class OtherStages:

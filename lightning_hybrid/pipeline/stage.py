@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lightning_hybrid.models.activation_checkpointing import checkpointed
 from lightning_hybrid.pipeline.shapes import Boundary
-from lightning_hybrid.precision.master_weights import MasterPair
+from lightning_hybrid.precision.master_weights import MasterPair, sum_gradients_
 
 
 class StageBody(nn.Module):
@@ -164,8 +164,7 @@ class CheckedStage(PipelineStage):
         with torch.autocast(self._setting.device.type, enabled=False):  # as Lightning runs backward
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         if not last_backward:
-            for pair in self._setting.pairs:
-                pair.sum_gradient()
+            sum_gradients_(self._setting.pairs)
         return result
 
     def _check(self, boundary: Boundary, tensor: Any, what: str) -> None:

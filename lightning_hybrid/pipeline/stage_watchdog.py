@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.comm.health.abort import abort_all
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of
 from lightning_hybrid.strategy.failures import SetupWatchdog
@@ -30,9 +29,6 @@ _LOOK_S = 0.2
 
 # Of the timeout: a wait of this length is a failure, before the backend makes it its own.
 GIVE_UP_AT = 0.9
-
-# How long the communicators of a GPU may take to end after a failure.
-_ABORT_LIMIT_S = 5.0
 
 
 class StageWatchdog(SetupWatchdog):
@@ -52,7 +48,7 @@ class StageWatchdog(SetupWatchdog):
         self._error = ""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        super().__init__(give_up_after_s=GIVE_UP_AT * timeout.total_seconds())
+        super().__init__(device=device, give_up_after_s=GIVE_UP_AT * timeout.total_seconds())
 
     # ---- where this rank is ------------------------------------------------------------------------------------------
 
@@ -81,7 +77,7 @@ class StageWatchdog(SetupWatchdog):
     def stalled_s(self) -> float:
         """Return how long this rank has waited for another."""
         began_s = self._began_s
-        return 0.0 if began_s is None else monotonic() - began_s
+        return super().stalled_s() if began_s is None else monotonic() - began_s
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
@@ -142,8 +138,7 @@ class StageWatchdog(SetupWatchdog):
         """End the waits of this rank with the error of all ranks."""
         self._error = self._error or error
         self.on_failure(error)
-        if self._device.type == "cuda":
-            abort_all(limit_s=_ABORT_LIMIT_S)
+        super().trip(error, cause)
 
     def leave(self) -> None:
         """End; may be called again."""

@@ -52,7 +52,7 @@ class Candidate:
 
     def __str__(self) -> str:
         plan = self.plan
-        if self.on_cuda:  # there buckets are not cut, and `auto` is flat
+        if self.on_cuda:  # there `chunk_bytes` hardly matters, and `auto` is flat
             return f"{'flat' if plan.algorithm == 'auto' else plan.algorithm}, {_buckets(plan, on_cuda=True)}"
         change = f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)" if plan.algorithm == "auto" else ""
         pieces = f"chunks of {plan.chunk_bytes / KIB:g} KiB, {plan.num_parallel_groups} groups"
@@ -114,7 +114,7 @@ def candidates(
         base = plan_for_codec(base, cluster, bits=bits, on_cuda=on_cuda)
     ask = {"itemsize": itemsize, "on_cuda": on_cuda, "wire": wire}
     coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)  # type: ignore[arg-type]
-    # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA buckets are not cut.
+    # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA few buckets are cut.
     refined = [
         replace(candidate.plan, chunk_bytes=chunk, num_parallel_groups=groups)
         for candidate in coarse[:NUM_REFINED]

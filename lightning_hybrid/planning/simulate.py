@@ -136,7 +136,7 @@ def simulate(
         cluster: Where the step runs.
         plan: The buckets and algorithms.
         itemsize: Bytes of an element on the wire.
-        on_cuda: Buckets are not cut, and go one after another, as on one CUDA stream.
+        on_cuda: Chunks go one after another, as on one CUDA stream; that the engine has two is left out.
         algorithm: None: the plan's. Else one of `cluster.PEERS` or `cluster.OURS` for every bucket, in one chunk.
         cuts: See `buckets_of`.
         num_columns: Collectives that run at the same time; None: as the plan says, one on CUDA.
@@ -150,8 +150,6 @@ def simulate(
         plan = plan_for_codec(plan, cluster, bits=bits, on_cuda=on_cuda)
     numels = [numel for numel, _ in work.gradients]
     buckets = buckets_of(numels, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, cuts=cuts)
-    if on_cuda:
-        buckets = tuple(replace(bucket, num_chunks=1) for bucket in buckets)
 
     def columns(bucket: BucketPlan) -> int:
         if num_columns is not None or on_cuda or algorithm is not None:

@@ -18,6 +18,7 @@ from lightning_hybrid.comm.adasum_hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
+from lightning_hybrid.comm.engine.process_groups import own_group
 from lightning_hybrid.comm.health.abort import forget
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
@@ -162,9 +163,7 @@ class CommSetupMixin:
         """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
         sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
         if sharing and self.world_size > self._topology.num_nodes:
-            nodes = [list(node) for node in self._topology.nodes]
-            group: Any = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)[0]
-            self._work_group = group
+            self._work_group = own_group(self._topology.nodes, timeout=self._timeout, desc="orthogonal work")
             for one in sharing:
                 one.work_group = self._work_group  # type: ignore[attr-defined]
 

@@ -14,14 +14,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.engine.engine import GIVE_UP_AT
 from lightning_hybrid.comm.health import tcp_info
+from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all
+from lightning_hybrid.comm.health.device_waits import DeviceWaits
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of, place_of_error
 from lightning_hybrid.comm.health.watchdog import Watchdog, failed_wait, is_of_a_collective, private_store, short
@@ -40,6 +45,12 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # limit. Here it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
+# Environment variable of NCCL: 1 has communicators that are in use at the same time take turns in the host's order,
+# which is that of all ranks. Nothing changes for a single one.
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+_OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY, LAUNCH_ORDER: "1"}
+
 INSIDE, OUTSIDE = "in a collective of Lightning's or torch's", "in no collective"
 
 _SIGNALS = "pytorch.trainer.connectors.signal_connector"
@@ -49,12 +60,14 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 class SetupWatchdog:
     """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective.
 
-    `give_up_after_s`: after which a wait is a failure; None: when the backend says so.
+    `give_up_after_s`: after which a wait is a failure; None: when the backend says so. `device`: where tensors are;
+    on a GPU waiting is the device's, and a failure aborts its communicators.
     """
 
     # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
 
-    def __init__(self, *, give_up_after_s: float | None = None) -> None:
+    def __init__(self, *, device: torch.device, give_up_after_s: float | None = None) -> None:
+        self._device_waits = DeviceWaits(device) if device.type == "cuda" else None
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside, self._waited, self._caller = 0, "", threading.get_ident()
         places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
@@ -83,11 +96,13 @@ class SetupWatchdog:
         return RankStatus(num_submitted=0, order="", place=place, is_inside=is_inside)
 
     def stalled_s(self) -> float:
-        """Return 0: no bucket is in flight."""
-        return 0.0
+        """Return how long the device has been at one thing; 0 on a CPU, where no bucket is in flight."""
+        return 0.0 if self._device_waits is None else self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Do nothing: the backend's wait cannot be called off."""
+        """End the waits of a GPU; Gloo's cannot be called off."""
+        if self._device_waits is not None:
+            abort_all(limit_s=ABORT_LIMIT_S)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -158,7 +173,7 @@ class FailureReportMixin:
     _setup_watchdog: SetupWatchdog | None = None
     _sigterm: SigtermOnAnyRank | None = None
     _ended_by: BaseException | None = None
-    _has_set_error_handling = False
+    _has_set: tuple[str, ...] = ()
     _handled_before: BaseException | None = None  # that the caller is handling, while it sets up
     parallel_devices: Any
     precision_plugin: Any
@@ -166,20 +181,26 @@ class FailureReportMixin:
     global_rank: int
     node_rank: int
     num_processes: int
+    root_device: torch.device
+    _timeout: timedelta | None
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
         self._handled_before = sys.exc_info()[1]
         on_cuda = any(device.type == "cuda" for device in self.parallel_devices or ())
         # Before the process group is made, when torch reads it; a value of the user's stays.
-        if on_cuda and ERROR_HANDLING not in os.environ:
-            os.environ[ERROR_HANDLING], self._has_set_error_handling = CLEAN_UP_ONLY, True
+        self._has_set = tuple(name for name in _OF_NCCL if on_cuda and name not in os.environ)
+        os.environ.update({name: _OF_NCCL[name] for name in self._has_set})
         super().setup_environment()  # type: ignore[misc]
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._setup_watchdog = self._new_watchdog()
 
     def _new_watchdog(self) -> SetupWatchdog:
-        return SetupWatchdog()
+        # Over Gloo a collective that waits for long fails by itself.
+        limit = self._timeout if self.root_device.type == "cuda" else None
+        return SetupWatchdog(
+            device=self.root_device, give_up_after_s=None if limit is None else GIVE_UP_AT * limit.total_seconds()
+        )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait as DDP; not on a rank that an error ends, as others do not come."""
@@ -282,9 +303,9 @@ class FailureReportMixin:
         # failed, the module here never met its trainer.
         if ended_by is not None and self.lightning_module._trainer is not None:
             say_where_it_stopped(self.lightning_module.trainer, ended_by)
-        if self._has_set_error_handling:
-            os.environ.pop(ERROR_HANDLING, None)
-            self._has_set_error_handling = False
+        for name in self._has_set:
+            os.environ.pop(name, None)
+        self._has_set = ()
 
 
 def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:

@@ -12,7 +12,17 @@ import torch
 
 from lightning_hybrid.callbacks.run_report.environment import code_state
 
-PACKAGES = ("torch", "lightning", "triton", "numpy", "torchmetrics", "pytest", "simplejpeg", "nvidia-nccl-cu12")
+PACKAGES = (
+    "torch",
+    "lightning",
+    "triton",
+    "numpy",
+    "torchmetrics",
+    "pytest",
+    "simplejpeg",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:

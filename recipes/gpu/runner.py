@@ -11,13 +11,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 Details = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = [f"recipes.gpu.{name}" for name in ("fits", "speed", "waits", "worlds")]
+
+
+NO_TIME = "no time left: give more `minutes`"
 
 
 class NotHere(Exception):  # noqa: N818  no error
@@ -42,8 +45,9 @@ class Given:
 class Check:
     """Question about this machine.
 
-    `run` returns what it found, as JSON can hold it: `message`, a line for people, and any tables. It raises where the
-    answer is no, or `NotHere`. On a CPU it has as long as on a GPU.
+    `run` returns what it found, as JSON can hold it: `message`, a line for people, any tables, and `status` where
+    that is not PASS: speed is FAST or SLOW, not right or wrong. It raises where the answer is no, or `NotHere`. On a
+    CPU it has as long as on a GPU.
     """
 
     name: str
@@ -56,7 +60,7 @@ class CheckOutcome:
     """Result of a check; `message` is a line, the reason of a SKIP; `details` all that was found."""
 
     name: str
-    status: Literal["PASS", "FAIL", "SKIP"]
+    status: Literal["PASS", "FAIL", "SKIP", "FAST", "SLOW"]
     seconds: float
     message: str
     details: Details = field(default_factory=dict)
@@ -78,16 +82,15 @@ def run_checks(
     limit_s: float,
     on_outcome: Callable[[CheckOutcome], None],
 ) -> list[CheckOutcome]:
-    """Run one check after the other; skip the rest when `limit_s` is over."""
+    """Run one check after the other; skip the rest, and the one that is cut, when `limit_s` is over."""
     end_s, outcomes = time.monotonic() + limit_s, list[CheckOutcome]()
     for check in checks:
-        left_s = min(check.limit_s, end_s - time.monotonic())
-        if left_s <= 0:
-            outcome = CheckOutcome(
-                name=check.name, status="SKIP", seconds=0.0, message="no time left: give more `minutes`"
-            )
-        else:
-            outcome = run_one(check, device, out / check.name, limit_s=left_s)
+        left_s = end_s - time.monotonic()
+        outcome = CheckOutcome(name=check.name, status="SKIP", seconds=0.0, message=NO_TIME)
+        if left_s > 0:
+            found = run_one(check, device, out / check.name, limit_s=min(check.limit_s, left_s))
+            is_cut = found.status == "FAIL" and left_s < check.limit_s and found.seconds >= left_s
+            outcome = replace(outcome, seconds=found.seconds) if is_cut else found
         on_outcome(outcome)
         outcomes.append(outcome)
     return outcomes
@@ -134,7 +137,8 @@ def _be(run: Callable[[Given], Details], given: Given) -> None:
         os.dup2(log.fileno(), 2)
     try:
         details = run(given)
-        result: Details = {"status": "PASS", "message": details.pop("message", ""), "details": details}
+        said = {"status": details.pop("status", "PASS"), "message": details.pop("message", "")}
+        result: Details = {**said, "details": details}
     except NotHere as reason:
         result = {"status": "SKIP", "message": str(reason)}
     except BaseException as error:
@@ -154,7 +158,7 @@ def _be(run: Callable[[Given], Details], given: Given) -> None:
 
 
 def keys_from(given: Sequence[str]) -> dict[str, str]:
-    """Return `out`, `minutes` and `only` of the command line.
+    """Return `out`, `minutes`, `only` and `again` of the command line.
 
     >>> keys_from(["out=here", "minutes=2"])
     {'out': 'here', 'minutes': '2'}
@@ -164,12 +168,12 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
     """
     keys = dict(each.partition("=")[::2] for each in given)
     for key in keys:
-        if key not in ("out", "minutes", "only"):
-            raise ValueError(f"`{key}` is not known: give out=DIR, minutes=8 or only=NAME,NAME.")
+        if key not in ("out", "minutes", "only", "again"):
+            raise ValueError(f"`{key}` is not known: give out=DIR, minutes=12, only=NAME,NAME or again=NAME,NAME.")
     return keys
 
 
-def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
+def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Check]:
     """Return the checks whose names are in `only`, separated by commas; all where it is empty.
 
     Raises:
@@ -179,7 +183,7 @@ def chosen(only: str, checks: Sequence[Check]) -> list[Check]:
     known = {check.name: check for check in checks}
     for name in names:
         if name not in known:
-            raise ValueError(f"`only` (={name}) must be a check: {', '.join(known)}.")
+            raise ValueError(f"`{key}` (={name}) must be a check: {', '.join(known)}.")
     return [known[name] for name in names] or list(checks)
 
 
@@ -190,7 +194,20 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
     """Write everything that was found, with the versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
-    path.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n")
+    unfinished = path.with_suffix(".tmp")  # a machine may be taken back at any time
+    unfinished.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n")
+    unfinished.rename(path)
+
+
+def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
+    """Return what passed on this machine, with the same versions and unchanged code, as `write_outcomes` wrote it."""
+    try:
+        content = json.loads(path.read_text())
+        known = [CheckOutcome(**each) for each in content["checks"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    is_same = content["environment"] == environment and not environment.get("has_changes")
+    return [each for each in known if is_same and each.status not in ("FAIL", "SKIP")]
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
@@ -216,13 +233,13 @@ def tables(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:
-    """Count passed, failed and skipped checks.
+    """Count passed, failed and skipped checks, and those of speed.
 
     >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
-    '1 passed, 0 failed, 0 skipped.'
+    '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
     """
-    counts = [sum(outcome.status == status for outcome in outcomes) for status in ("PASS", "FAIL", "SKIP")]
-    return "{} passed, {} failed, {} skipped.".format(*counts)
+    counts = [sum(each.status == status for each in outcomes) for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW")]
+    return "{} passed, {} failed, {} skipped; of speed {} fast, {} slow.".format(*counts)
 
 
 def num_failures(outcomes: Sequence[CheckOutcome]) -> int:

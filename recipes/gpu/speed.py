@@ -31,6 +31,11 @@ HEAD_START_CYCLES = 400_000_000  # 0.2 s at 2 GHz, in which the host enqueues al
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
 
+def verdict(given: Given, *, is_fast: bool) -> str:
+    """Return FAST or SLOW for a GPU; on a CPU, where nothing is measured, PASS."""
+    return "PASS" if not given.on_cuda else "FAST" if is_fast else "SLOW"
+
+
 def updates(given: Given) -> Details:
     """Time fused updates and torch's on the device; compare with their bytes at the rate of a copy.
 
@@ -49,12 +54,10 @@ def updates(given: Given) -> Details:
         table.append(row | {"GB/s": round(num_bytes * numel(shapes) / device_s / 1e9, 1)})
         table[-1]["x bytes over bandwidth"] = round(device_s / floor_s, 2)
     ratios = {row["arm"]: row["x bytes over bandwidth"] for row in table}
-    if given.on_cuda:
-        for arm in ("lars_fused", "lamb_fused"):
-            message = f"{arm} must take at most {UPDATE_BOUND} times its bytes over the bandwidth of a copy"
-            assert ratios[arm] <= UPDATE_BOUND, f"{message} ({rate / 1e9:.0f} GB/s), and takes {ratios[arm]}; {table}"
+    is_fast = all(ratios[arm] <= UPDATE_BOUND for arm in ("lars_fused", "lamb_fused"))
     message = ", ".join(f"{arm} {ratio}" for arm, ratio in ratios.items())
     return {
+        "status": verdict(given, is_fast=is_fast),
         "message": f"copy {rate / 1e9:.0f} GB/s; times its bytes: {message}",
         "table": table,
         "copy_bytes_per_s": rate,
@@ -176,8 +179,8 @@ def resnet50(given: Given) -> Details:
     rows = {arm: [round(sample, 1) for sample in samples] for arm, samples in rates.items()}
     table = [{"arm": arm, "images/s, median": statistics.median(row), "rounds": row} for arm, row in rows.items()]
     message = f"{ours:.0f} images/s, Lightning's mixed precision {theirs:.0f}: {ours / theirs:.2f} times"
-    assert not given.on_cuda or ours > theirs, f"ours must be faster: {message}; {rows}"
     return {
+        "status": verdict(given, is_fast=ours > theirs),
         "message": message if given.on_cuda else f"{message} (a tiny network: no measurement)",
         "table": table,
         "size": size,

@@ -8,6 +8,20 @@ from importlib.util import find_spec
 
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
+# The files with tests of `-m gpu`: collecting all tests takes as long as these, and asks for Hydra.
+TESTS = (
+    "tests/callbacks/test_tensor_hash.py",
+    "tests/checkpoint/test_host_copy.py",
+    "tests/comm/codec/test_triton.py",
+    "tests/comm/engine/test_engine.py",
+    "tests/data/images/test_dali.py",
+    "tests/data/images/test_decode_threads.py",
+    "tests/data/test_prefetch.py",
+    "tests/optim/fused/cuda/test_kernels.py",
+    "tests/optim/fused/cuda/test_on_gpu.py",
+    "tests/precision/test_optimizer_protocol.py",
+)
+
 
 def gpu_tests(given: Given) -> Details:
     """Run `pytest -m gpu`; none may fail."""
@@ -17,7 +31,7 @@ def gpu_tests(given: Given) -> Details:
         raise NotHere("the tests are not in an installed package: run this in a checkout of the repository")
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     print(done.stdout, done.stderr, sep="\n")
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]

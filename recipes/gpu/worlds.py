@@ -72,6 +72,21 @@ def nccl(given: Given) -> Details:
     return _all_algorithms(given, backend="nccl", num_ranks=num_ranks, devices_per_host=num_ranks)
 
 
+def nccl_of_the_other_class(given: Given) -> Details:
+    """Run it by the class of NCCL that `"nccl"` does not name in this torch."""
+    _use_other_class(given)
+    return nccl(given)
+
+
+def _use_other_class(given: Given) -> None:
+    _num_gpus_for_ranks(given)
+    if not hasattr(dist, "ProcessGroupNCCL2"):
+        raise NotHere("this torch has one class of NCCL")
+    # torch 2.14 has the second where it is asked for, 2.15 has the first so.
+    is_default = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    os.environ["TORCH_DIST_USE_NCCL2"] = "0" if is_default else "1"
+
+
 def _num_gpus_for_ranks(given: Given) -> int:
     num_gpus = min(8, torch.cuda.device_count() // 2 * 2) if given.on_cuda else 0
     if num_gpus < 2:
@@ -160,11 +175,27 @@ def _weights(tensor: Tensor) -> Tensor:
 
 def dead_rank(given: Given) -> Details:
     """Send `kill -9` to one of two ranks in backward: the other ends in an error that names it, in seconds."""
+    return _lost_rank(given, signal.SIGKILL)
+
+
+def dead_rank_of_the_other_class(given: Given) -> Details:
+    """Do the same by the other class of NCCL."""
+    _use_other_class(given)
+    return dead_rank(given)
+
+
+def stopped_rank(given: Given) -> Details:
+    """Stop one of two ranks, as a debugger does: over NCCL nothing breaks, and yet the others name it."""
+    _num_gpus_for_ranks(given)
+    return _lost_rank(given, signal.SIGSTOP)
+
+
+def _lost_rank(given: Given, by: signal.Signals) -> Details:
     num_ranks = _num_gpus_for_ranks(given) if given.on_cuda else 2
     backend = "nccl" if given.on_cuda else "gloo"
     setup = {"backend": backend, "devices_per_host": num_ranks}
     killed = given.folder / "killed_s"
-    run = partial(_loses_a_rank, setup, killed)
+    run = partial(_loses_a_rank, setup, killed, by)
     limit_s = 0.9 * given.limit_s
     answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, may_die=(KILLED_RANK,))
     killed_s, table = float(killed.read_text()), []
@@ -179,14 +210,14 @@ def dead_rank(given: Given) -> Details:
     return {"message": f"{backend}: every other rank named the dead one within {slowest_s} s", "table": table}
 
 
-def _loses_a_rank(setup: Details, killed: Path, given: Given, rank: int, num_ranks: int) -> Details:
+def _loses_a_rank(setup: Details, killed: Path, by: signal.Signals, given: Given, rank: int, num_ranks: int) -> Details:
     count = [0]
 
     def die(grad: Tensor) -> None:
         count[0] += 1
         if count[0] == KILLED_AT:
             killed.write_text(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
 
     module = Small("lars", on_hidden=die if rank == KILLED_RANK else None)
     try:
@@ -229,8 +260,9 @@ def run_world(
         for process in processes:
             process.start()
         end_s = time.monotonic() + limit_s
-        for process in processes:
-            process.join(max(0.0, end_s - time.monotonic()))
+        for rank, process in enumerate(processes):
+            if rank not in may_die:  # it may be stopped
+                process.join(max(0.0, end_s - time.monotonic()))
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:

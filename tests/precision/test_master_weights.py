@@ -9,6 +9,7 @@ import torchmetrics
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from lightning_hybrid.precision import master_weights
 from lightning_hybrid.precision.master_weights import MasterWeights
 
 F16 = torch.float16
@@ -214,3 +215,27 @@ def test_low_tensors_are_back_although_the_step_raised():
     with pytest.raises(RuntimeError, match="in step"), masters.swapped_in(optimizer):
         raise RuntimeError("in step")
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == low
+
+
+def test_lists_sum_gradients_to_the_bits_of_one_tensor_after_the_other(monkeypatch):
+    """The lists are for CUDA; here both are given the CPU's tensors, one of which has no gradient at first."""
+    sums = []
+    for in_lists in (False, True):
+        pairs = [
+            master_weights.MasterPair(
+                low=torch.zeros(numel, dtype=torch.float16), master=torch.zeros(numel), original_dtype=torch.float32
+            )
+            for numel in (5, 7, 1)
+        ]
+        generator = torch.Generator().manual_seed(0)
+        for turn in range(3):
+            for index, pair in enumerate(pairs):
+                if turn or index:
+                    pair.low.grad = torch.randn(pair.low.shape, generator=generator).half()
+            ready = [pair for pair in pairs if pair.has_gradient_to_sum]
+            (master_weights._sum_block_ if in_lists else master_weights.sum_gradients_)(ready)
+            assert all(pair.low.grad is None for pair in pairs)
+        sums.append([pair._sum for pair in pairs])
+    for one, other in zip(*sums, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.equal(one, other)

@@ -14,7 +14,8 @@ from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy import comm_setup
-from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING
+from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, LAUNCH_ORDER
+from lightning_hybrid.strategy.local_sgd import strategy_mixin as local_steps
 
 CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
 
@@ -39,6 +40,25 @@ def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_t
     strategy.teardown()
     assert seen == [expected]
     assert os.environ.get(ERROR_HANDLING) == of_the_user
+
+
+@pytest.mark.parametrize(
+    ("device_type", "of_the_user", "expected"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)]
+)
+def test_communicators_take_turns_in_the_hosts_order_before_any_is_made(
+    monkeypatch, device_type, of_the_user, expected
+):
+    seen = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(LAUNCH_ORDER)))
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    monkeypatch.delenv(LAUNCH_ORDER, raising=False)
+    if of_the_user is not None:
+        monkeypatch.setenv(LAUNCH_ORDER, of_the_user)
+    strategy = strategy_on(device_type)
+    strategy.setup_environment()
+    strategy.teardown()
+    assert seen == [expected]
+    assert os.environ.get(LAUNCH_ORDER) == of_the_user
 
 
 def failed_engine(device_type):
@@ -91,3 +111,18 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)
     assert seen == [("work", ended), ("pipe", ended), ("agree", "destroyed"), ("data", ended)]  # words go over Gloo
+
+
+@pytest.mark.parametrize(("device_type", "failure"), [("cuda", "comm: rank 1 died"), ("cuda", ""), ("cpu", "comm: x")])
+def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(monkeypatch, device_type, failure):
+    freed = []
+    for name in ("forget", "destroy"):
+        monkeypatch.setattr(local_steps, name, lambda group, name=name: freed.append((name, group)))
+    engine = SimpleNamespace(failure=failure, close=lambda: None)
+    strategy = local_steps.LocalSGDMixin()
+    strategy._nodes = SimpleNamespace(node_engine=engine, group="nodes")
+    strategy._engine, strategy.root_device = SimpleNamespace(failure=""), torch.device(device_type)
+    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
+    with pytest.raises(AttributeError, match="teardown"):  # there is no DDPStrategy behind it
+        strategy.teardown()
+    assert freed == [("forget" if device_type == "cuda" and failure else "destroy", "nodes")]

@@ -28,7 +28,7 @@ def explained_on_rank_zero(where, folder):
         while not explained.exists() and time.monotonic() < end_s:
             time.sleep(0.05)
 
-    watchdog = SetupWatchdog()
+    watchdog = SetupWatchdog(device=torch.device("cpu"))
     message = ""
     dist.barrier()
     if dist.get_rank() == 0:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.comm import CommPlan
+from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.stats.link_bytes import traffic_of
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.strategy.shared_update import part_exchange
@@ -345,3 +346,22 @@ def test_the_verdict_on_overflow_travels_with_the_norms(two_ranks, optimizer):
     kwargs = {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}
     for found, skipped in two_ranks.run(both, LAYERWISE[optimizer], "16-true", kwargs):
         assert (found, skipped) == (ALL_SAME, 2)
+
+
+def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
+    """There `auto` is flat, which leaves no gather of gradients out: the weights' would come on top."""
+    strategy = HybridAllReduceStrategy(shard_update="node")
+    topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=4)
+    strategy._topology, strategy.parallel_devices = topology, [torch.device("cuda", 0)]
+    strategy._precision_plugin = MasterWeightPrecision("16-true")
+    assert strategy._check_sharing()
+    for numel in (2**12, 2**24):
+        planned = strategy._plan.bucket(
+            index=0, numel=numel, dtype="float16", num_bytes=2 * numel, topology=topology, on_cuda=True
+        )
+        assert planned.num_chunks == (1 if numel == 2**12 else 2)
+        own, gather = (traffic_of(each, topology, 2 * numel) for each in (planned.algorithm, "node_gather"))
+        # The gather of gradients is left out of `two_level` alone: half of what stays in the node.
+        inside = own.inside / (2 if planned.algorithm == "two_level" else 1) + gather.inside
+        two_level = traffic_of("two_level", topology, 2 * numel)
+        assert own.across + inside <= two_level.across + two_level.inside

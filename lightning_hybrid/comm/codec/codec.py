@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -110,7 +110,26 @@ class Coder:
         """Write the sum of `messages`, one in each row, in their order and in float32, into `to` (1-D, float32)."""
         self._passes.add(messages, to)
 
+    def decode(self, rows: Tensor, to: Tensor) -> None:
+        """Write into `to` (1-D, float32) what each row holds of it, as `Blocks.encode` wrote them."""
+        if hasattr(self._passes, "decode"):  # all by one kernel
+            self._passes.decode(rows, to)
+            return
+        for _, part, message in self._cut(to, rows):
+            self._passes.add(message[None], part)
+
+    def _cut(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        # The first block, the elements and the message of each row, of which the last may be shorter.
+        numel = rows.shape[-1] // self.codec.message_bytes(BLOCK) * BLOCK
+        for begin, row in zip(range(0, flat.numel(), numel), rows, strict=False):
+            part = flat[begin : begin + numel]
+            yield begin // BLOCK, part, row[: self.codec.message_bytes(part.numel())]
+
     def _encode(self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor) -> None:
+        if message.dim() == 2 and not hasattr(self._passes, "decode"):
+            for first, part, row in self._cut(flat, message):
+                self._encode(part, ids[first : first + num_blocks_of(part.numel())], key, row)
+            return
         is_own = key is None or key[2] != OF_A_SUM
         noise = torch.zeros(2, dtype=torch.float64) if self._measures and is_own else None
         self._passes.encode(flat, ids, key, message, noise)
@@ -136,7 +155,10 @@ class Blocks:
         return replace(self, ids=self.ids[begin // BLOCK :]) if begin else self
 
     def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
-        """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8)."""
+        """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8).
+
+        A matrix holds in each row the message of as many blocks as have room there, of the last fewer.
+        """
         if self.feedback is not None and sender != OF_A_SUM and len(self.ids) > 0:
             self.feedback.encode(flat, self.ids, message, self.coder)
             return
@@ -153,9 +175,18 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         try:
             from lightning_hybrid.comm.codec.triton_passes import TritonPasses  # needs triton
 
-            return TritonPasses(bits, signs)
-        except ImportError:
-            return TorchPasses(bits, signs)
+            passes = TritonPasses(bits, signs)
+            passes.try_out(device)
+            return passes
+        except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
+            warnings.warn(
+                f"`comm_dtype_across_nodes` (='int{bits}') on CUDA needs kernels that triton can build, and a first "
+                f"one failed ({type(error).__name__}: {error!s:.300}): operations of torch do the same, bit for bit, "
+                "several times slower. It needs triton, a C compiler (`apt install gcc`), Python's headers "
+                "(python3-dev) and a GPU of its list.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     if device.type == "cpu":
         from lightning_hybrid.comm.codec.cpp_passes import CppPasses  # here: it may build
 

@@ -69,7 +69,7 @@ class Residual:
             rest = values.add_(flat)
         coder.encode_nearest(rest, ids, message)
         decoded = torch.empty_like(rest)
-        coder.add(message[None], decoded)
+        coder.decode(message.view(-1, message.shape[-1]), decoded)
         rest.sub_(decoded)
         # Rotated blocks have noise in what fills them up, which is sent and belongs to no gradient.
         if self._padding:

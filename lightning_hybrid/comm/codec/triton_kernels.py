@@ -46,13 +46,23 @@ def encode_block(
     turn,
     scales,
     codes,
+    row_blocks,
+    row_bytes,
+    num_blocks,
     MOST: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     LEAST: tl.constexpr,
     IS_NEAREST: tl.constexpr,
 ):
-    """Write scale and codes of a block of `flat`, float32. `key`: the seed, and the step from bit 32 on."""
+    """Write scale and codes of a block of `flat`, float32. `key`: the seed, and the step from bit 32 on.
+
+    Each `row_blocks` blocks are a message of their own, `row_bytes` behind the one before; the last may have fewer.
+    """
     block = tl.program_id(0)
+    row = block // row_blocks
+    in_row = block - row * row_blocks
+    scales += row.to(tl.int64) * (row_bytes // 2) + in_row
+    codes += row.to(tl.int64) * row_bytes + 2 * tl.minimum(num_blocks - row * row_blocks, row_blocks)
     inside = tl.arange(0, _BLOCK)
     at = block.to(tl.int64) * _BLOCK + inside
     y = tl.load(flat + at, mask=at < numel, other=0.0)
@@ -73,34 +83,36 @@ def encode_block(
     else:
         fixed += _addends(ids, block, key, sender, turn)
     code = fixed >> 23
-    tl.store(scales + block, tl.where(is_finite, upper, 0x7FC0).to(tl.int16))
+    tl.store(scales, tl.where(is_finite, upper, 0x7FC0).to(tl.int16))
     if MOST == 7:
         lower, higher = tl.split(tl.permute(tl.reshape(code, [2, _BLOCK // 2]), (1, 0)))
         packed = (lower & 15) | ((higher & 15) << 4)
-        tl.store(codes + block.to(tl.int64) * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2), packed.to(tl.uint8))
+        tl.store(codes + in_row.to(tl.int64) * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2), packed.to(tl.uint8))
     else:
-        tl.store(codes + at, code.to(tl.uint8))
+        tl.store(codes + in_row.to(tl.int64) * _BLOCK + inside, code.to(tl.uint8))
 
 
 @triton.jit
-def add_block(messages, num_messages, stride, num_blocks, numel, signs, to, MOST: tl.constexpr):
-    """Write the sum of a block over messages, in their order, into `to`, float32."""
+def add_block(messages, num_messages, stride, num_blocks, row_blocks, row_bytes, numel, signs, to, MOST: tl.constexpr):
+    """Write the sum of a block over messages, in their order, into `to`, float32; rows are those of `encode_block`."""
     block = tl.program_id(0)
     inside = tl.arange(0, _BLOCK)
     total = tl.zeros([_BLOCK], tl.float32)
-    message = messages
+    row = block // row_blocks
+    in_row = block - row * row_blocks
+    message = messages + row.to(tl.int64) * row_bytes
     for _ in range(num_messages):
-        scale_at = message + 2 * block
+        scale_at = message + 2 * in_row
         upper = tl.load(scale_at).to(tl.int32) | (tl.load(scale_at + 1).to(tl.int32) << 8)
         scale = (upper << 16).to(tl.float32, bitcast=True)
-        codes = message + 2 * num_blocks
+        codes = message + 2 * tl.minimum(num_blocks - row * row_blocks, row_blocks)
         if MOST == 7:
             half = tl.arange(0, _BLOCK // 2)
-            packed = tl.load(codes + block.to(tl.int64) * (_BLOCK // 2) + half).to(tl.int32)
+            packed = tl.load(codes + in_row.to(tl.int64) * (_BLOCK // 2) + half).to(tl.int32)
             both = tl.permute(tl.join(packed << 28, packed << 24), (1, 0))
             code = tl.reshape(both, [_BLOCK]) >> 28  # of the sign too
         else:
-            code = tl.load(codes + block.to(tl.int64) * _BLOCK + inside).to(tl.int8, bitcast=True).to(tl.int32)
+            code = tl.load(codes + in_row.to(tl.int64) * _BLOCK + inside).to(tl.int8, bitcast=True).to(tl.int32)
         total += code.to(tl.float32) * scale
         message += stride
     if MOST == 7:

@@ -69,12 +69,18 @@ def adasum_(
         # A row for each set of nodes that combine theirs: one sum over all nodes serves them all, as 0 + x is exact.
         table = torch.zeros(size >> (level + 1), len(numels), 3, dtype=torch.float64, device=flat.device)
         products = table[me >> (level + 1)]
-        for index, part in _parts(bounds, begin, end):
+        segments = _segments(bounds, begin, end, flat.device) if _takes_segments(flat) else None
+        if segments is not None:
+            products.copy_(inner_products_of_segments(lower, upper, segments)[:-1])
+        for index, part in _parts(bounds, begin, end) if segments is None else ():
             products[index] = inner_products(lower[part], upper[part])
         sum_(table.view(-1), group)
         factors = adasum_factors(products)
         if me > partner:
             factors = factors.flip(-1)
+        if segments is not None:
+            combine_segments_(own, other, factors, segments)
+            continue
         for index, part in _parts(bounds, begin, end):
             own[part].mul_(factors[index, 0]).addcmul_(other[part].to(own.dtype), factors[index, 1])
         rest = slice(max(begin, bounds[-1]) - begin, end - begin)
@@ -96,6 +102,41 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
         x, y = x.double(), y.double()
         total += torch.stack([x.dot(x), y.dot(y), x.dot(y)])
     return total
+
+
+def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
+    """Return `inner_products` of each segment, by as many kernels whatever their number; `segments`: their lengths.
+
+    >>> a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 0.5, 1.0])
+    >>> inner_products_of_segments(a, b, torch.tensor([2, 0, 1])).tolist()
+    [[5.0, 9.25, 4.0], [0.0, 0.0, 0.0], [9.0, 1.0, 3.0]]
+    """
+    a, b = a.double(), b.double()
+    # `unsafe`: else the host would read the lengths back to check their sum.
+    sums = [torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True) for x, y in ((a, a), (b, b), (a, b))]
+    return torch.stack(sums, -1)
+
+
+def combine_segments_(own: Tensor, other: Tensor, factors: Tensor, segments: Tensor) -> None:
+    """Combine the segments of two tensors in place of the first, by their factors (shape `[segments - 1, 2]`).
+
+    The last segment is summed.
+    """
+    each = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(own.dtype)
+    own_factor, other_factor = torch.repeat_interleave(each, segments, dim=0, output_size=own.numel()).unbind(-1)
+    own.mul_(own_factor).addcmul_(other.to(own.dtype), other_factor)
+
+
+def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device) -> Tensor:
+    # The elements of each tensor between `begin` and `end`, and last of what follows them.
+    ends = [min(max(bound, begin), end) for bound in (*bounds, end)]
+    on_host = torch.tensor([high - low for low, high in pairwise(ends)])
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+
+def _takes_segments(flat: Tensor) -> bool:
+    # On a CPU one tensor after the other, in blocks that stay in the cache, is faster.
+    return flat.is_cuda
 
 
 def adasum_factors(products: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ def _sum_by_parts_(values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sen
     departures, arrivals, sums = (
         _messages(name, size, lengths[0], values.device, by_backend) for name in ("departures", "arrivals", "messages")
     )
-    for rank, part in enumerate(parts):
+    if by_backend:  # by one kernel, whatever the number of ranks
+        blocks.encode(values, departures, sender=sender)
+    for rank, part in enumerate(parts if not by_backend else []):
         if part.numel():
             blocks.since(rank * numel).encode(part, departures[rank, : lengths[rank]], sender=sender)
     _scatter(departures, arrivals, me, lengths, group, by_backend)
@@ -62,7 +64,9 @@ def _sum_by_parts_(values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sen
         coder.add(arrivals[:, : lengths[me]], parts[me])
         blocks.since(me * numel).encode(parts[me], sums[me, : lengths[me]], sender=OF_A_SUM)
     _gather(sums, me, lengths, group, by_backend)
-    for rank, part in enumerate(parts):
+    if by_backend:
+        coder.decode(sums, values)
+    for rank, part in enumerate(parts if not by_backend else []):
         if part.numel():
             coder.add(sums[rank : rank + 1, : lengths[rank]], part)
 

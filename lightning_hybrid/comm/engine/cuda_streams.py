@@ -30,6 +30,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,22 +41,17 @@ from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlight
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, Stage, run_stage, stage_scopes, stages_by_name
-from lightning_hybrid.comm.health.abort import abort_all
+from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
+from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
 HIGH_PRIORITY = -1
 
-# How long a failure waits for communicators to end; they go on ending afterwards.
-ABORT_LIMIT_S = 5.0
-
 # The trace gets the times of a step's buckets together, but of this many at most: a step may have no end.
 MOST_UNREPORTED = 64
-
-# How long the watchdog waits for a look at the device: a driver that hangs must not keep it from answering.
-LOOK_LIMIT_S = 1.0
 
 
 @dataclass
@@ -103,28 +99,39 @@ class CudaStreams:
         self._issued: deque[_Issued] = deque()
         self._done: list[_Issued] = []
         self._lock = threading.Lock()  # of looks; taken before the engine's, never after it
-        self._looking: threading.Thread | None = None
         self._anchor: tuple[torch.cuda.Event, float] | None = None
         self._aborting = threading.Lock()
         self._has_failed = False
         self._stuck: list[str] = []
-        latch.look, latch.give_up = self.look_within_limit, self._give_up
+        self._waits = DeviceWaits(device, also=partial(self.look, places=True))
+        latch.look, latch.give_up = self._waits.stalled_s, self._give_up
         trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
         """Use these algorithms from now on. There is one set of groups: more would only share the streams."""
         self._stages = tuple(stage_scopes(columns))
+        for group in self._groups.by_stage.values():
+            on_abort(group, self._was_aborted)
+
+    def _was_aborted(self) -> None:
+        if not self._has_failed:
+            self._latch.trip(self._watchdog.collect_status(f"rank {self._groups.topology.rank} saw NCCL give up"))
 
     def free_unused(self) -> None:
         """Free the communicators that the algorithms in use do not need. Collective."""
         self._groups.keep(self._stages)
 
     def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into chunks: several only where there are two streams to overlap."""
+        """Cut a bucket into the chunks of its plan."""
+        if is_any_captured():
+            raise RuntimeError(
+                "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order "
+                "is compared, and its failures are told, step by step. Capture forward and backward without "
+                "DistributedDataParallel's hook (`no_sync`), or leave the capture out."
+            )
         # No short tail for the checksum: on a device a copy costs less than one message more.
-        num_chunks = bucket.plan.num_chunks if len(stages_by_name(bucket.plan.algorithm)) > 1 else 1
         alignment = self._alignment // SHARD_ALIGNMENT * BLOCK if bucket.is_coded else self._alignment
-        bucket.split(job, num_chunks, checksum=checksum, alignment=alignment, has_short_tail=False)
+        bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=alignment, has_short_tail=False)
 
     def accept(self, bucket: InFlightBucket) -> None:
         """Do nothing: the thread that submits also puts the bucket on the streams."""
@@ -212,6 +219,8 @@ class CudaStreams:
     def look(self, *, places: bool = False) -> None:
         """See which buckets the device is through with, and where the oldest other one is. Never waits for it."""
         different = None
+        if not self._issued or is_any_captured():
+            return
         with self._lock:
             try:
                 while self._issued and not self._has_failed and self._issued[0].done.query():
@@ -230,17 +239,6 @@ class CudaStreams:
         if different is not None and not self._has_failed:
             error = OrderError("the order of buckets in the step before was not the same")
             self._watchdog.report(different.failed_in("order", error), error)
-
-    def look_within_limit(self) -> None:
-        """Look from a thread of its own, which is left alone where the driver does not come back."""
-        if not self._issued:
-            return
-        looking = self._looking
-        if looking is None or not looking.is_alive():
-            looking = threading.Thread(target=self.look, kwargs={"places": True}, name="comm-look", daemon=True)
-            looking.start()
-            self._looking = looking  # once started: the watchdog's thread may come here at the same time
-        looking.join(LOOK_LIMIT_S)
 
     def _report_times(self) -> None:
         done, self._done = self._done, []
@@ -288,9 +286,11 @@ class CudaStreams:
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
         """Free the communicators when the device is done or `limit_s` over; returns what would not end, by name."""
         # After a failure nothing is waited for.
+        for group in self._groups.by_stage.values():
+            end_on_abort(group)
         # Not `synchronize`: after a rank is lost a kernel may never end, and the host would hang with it.
         while self._issued and not self._has_failed and limit_s() > 0:
-            self.look_within_limit()
+            self._waits.stalled_s()
             time.sleep(0.001)
         if self._issued and not self._has_failed:
             self._give_up([])

@@ -15,9 +15,9 @@ from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels, words_o
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
 from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.health.consensus import OrderError
-from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus
+from lightning_hybrid.comm.health.diagnosis import BEHIND_DEVICE, IDLE, RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of
-from lightning_hybrid.comm.health.watchdog import Watchdog
+from lightning_hybrid.comm.health.watchdog import STALL_S, Watchdog
 from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.trace import CommTrace
@@ -218,7 +218,7 @@ class FailureLatch:
     Attributes:
         error: that of all ranks; empty while there is none. `cause`: the exception behind it, if it was raised here.
         lock: protects what is in flight, `error` and the order of submits. Nothing that waits runs under it.
-        look: sees how far the device is, before that is asked; on CUDA only.
+        look: sees how far the device is, before that is asked, and for how long it waits; on CUDA only.
         give_up: ends the communication of buckets that a failure has lost. Run once for each `trip`, without the lock.
     """
 
@@ -226,12 +226,13 @@ class FailureLatch:
         self.error = ""
         self.cause: BaseException | None = None
         self.lock = threading.Lock()
-        self.look: Callable[[], None] = _nothing
+        self.look: Callable[[], float] = lambda: 0.0
         self.give_up: Callable[[Sequence[InFlightBucket]], None] = _nothing
         self.in_flight: dict[InFlightBucket, None] = {}  # in the order of submits
         self.waited = ""  # where a collective of the caller's failed: it waited for others
         self._order = order
         self._caller = threading.get_ident()
+        self._device_s = 0.0  # for how long the device has been at one thing
 
     def remove(self, bucket: InFlightBucket) -> bool:
         """Take out a bucket that is averaged; returns False where a failure was first."""
@@ -264,20 +265,26 @@ class FailureLatch:
         place, is_inside = place_of(self._caller)
         with self.lock:
             oldest = next(iter(self.in_flight), None)
+            if oldest is not None:
+                place, is_inside = oldest.place, oldest.is_inside
+            elif self._device_s > STALL_S:
+                place, is_inside = BEHIND_DEVICE, True
+            else:
+                place, is_inside = f"{IDLE}, {self.waited or place}", is_inside or bool(self.waited)
             return RankStatus(
                 num_submitted=self._order.num_submitted,
                 order=f"{self._order.value:016x}",
-                place=f"{IDLE}, {self.waited or place}" if oldest is None else oldest.place,
+                place=place,
                 recent=tuple(self._order.recent),
-                is_inside=is_inside or bool(self.waited) if oldest is None else oldest.is_inside,
+                is_inside=is_inside,
             )
 
     def stalled_s(self) -> float:
-        """Return how long the oldest bucket has been in flight; 0 where none is."""
-        self.look()
+        """Return how long the oldest bucket has been in flight, or the device waits outside of one; else 0."""
+        self._device_s = self.look()
         with self.lock:
             oldest = next(iter(self.in_flight), None)
-            return 0.0 if oldest is None else monotonic() - oldest.submitted_s
+            return self._device_s if oldest is None else monotonic() - oldest.submitted_s
 
 
 def _nothing(*_: object) -> None:

@@ -116,7 +116,8 @@ class ChecksummedCopy:
         """Return a 0-dim tensor on the device: 0 if the checksums of all ranks were that of `value`."""
         # The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
         own_is_zero = _ready_to_copy(_elements(~value), self._checksum).to(self._checksum.device, non_blocking=True)
-        return torch.dot(self._checksum, own_is_zero)  # no host has to wait for it here
+        # No host waits for it here. Not `torch.dot`: cuBLAS would take a workspace of its own for this stream.
+        return (self._checksum * own_is_zero).sum()
 
 
 class CopyPool:

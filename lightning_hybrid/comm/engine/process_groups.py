@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.health.abort import forget
+from lightning_hybrid.comm.health.abort import destroy, forget
 from lightning_hybrid.comm.topology import ReplicaSets, Scope, Topology
 
 
@@ -77,7 +76,7 @@ class CommGroups:
     def destroy(self) -> None:
         """Free the groups. May be called again, and after the default group is gone."""
         for group in self._give_up():
-            _destroy(group)
+            destroy(group)
 
     def forget(self) -> None:
         """Free groups that were aborted: nothing is waited for."""
@@ -98,7 +97,7 @@ class CommGroups:
             group = self._built.pop(ranks)
             if group is not None:
                 self._owned = [owned for owned in self._owned if owned is not group]
-                _destroy(group)
+                destroy(group)
 
     def destroy_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
@@ -106,7 +105,7 @@ class CommGroups:
         self._built = {ranks: each for ranks, each in self._built.items() if each is not group}  # no reference may stay
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]
-            _destroy(group)
+            destroy(group)
 
     def forget_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one) that is not in use; `add` may make it again."""
@@ -114,10 +113,12 @@ class CommGroups:
         del self.by_stage[stage], self._scopes[stage]
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    with suppress(ValueError):  # destroying the default group has already destroyed this one
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+def own_group(sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any) -> Any:
+    """Make a group for each of these sets, which divide the world; return that of this rank. Collective."""
+    if not options and _can_be_split():  # else each is a split of its own, in which all ranks take part
+        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout, group_desc=desc)
+    made = [dist.new_group(list(ranks), timeout=timeout, group_desc=desc, **options) for ranks in sets]
+    return next(group for ranks, group in zip(sets, made, strict=True) if dist.get_rank() in ranks)
 
 
 def _can_be_split() -> bool:

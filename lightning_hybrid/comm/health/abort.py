@@ -8,12 +8,21 @@ any group, DistributedDataParallel's own too, all groups are aborted. A process 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# How long a failure waits for communicators to end; they go on ending afterwards.
+ABORT_LIMIT_S = 5.0
+
+# What waits on the host. Everything else has kernels on a device: torch has given NCCL's backend several names.
+_ON_HOSTS = ("gloo", "mpi", "fake")
+
+_HOOK_ID = 0x4C48  # of ours among a group's
 
 
 def abort_all(*, limit_s: float) -> list[str]:
@@ -44,6 +53,13 @@ def forget(group: dist.ProcessGroup) -> None:
             dist.distributed_c10d._abort_process_group(group)
 
 
+def destroy(group: dist.ProcessGroup) -> None:
+    """Free a group, unless the default group is gone."""
+    with suppress(ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
 def _abort(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # it is being made, or gone
         group.abort()
@@ -53,6 +69,26 @@ def _on_devices() -> list[tuple[dist.ProcessGroup, str]]:
     found: list[tuple[dist.ProcessGroup, str]] = []
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError):  # no backend for GPUs
-            if group._get_backend(torch.device("cuda")).name() == "nccl":
+            backend = group._get_backend(torch.device("cuda"))
+            if not hasattr(backend, "name") or backend.name() not in _ON_HOSTS:  # one in Python may have no name
                 found.append((group, name))
     return found
+
+
+def on_abort(group: dist.ProcessGroup | None, tell: Callable[[], None]) -> None:
+    """Have `tell` called, in a thread of its own, when torch aborts this group, where it can say so (`nccl2`).
+
+    torch does so after a timeout or an error of NCCL. The device then goes on with sums that are none, and so does the
+    host until its next collective.
+    """
+    with suppress(RuntimeError, AttributeError):  # no backend for GPUs, or one that cannot say it
+        backend: Any = group._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        if backend.supports_abort_hooks:
+            # A thread, as the failure that follows aborts all groups, and this one waits for its hooks.
+            backend.register_abort_hook(_HOOK_ID, lambda: threading.Thread(target=tell, daemon=True).start())
+
+
+def end_on_abort(group: dist.ProcessGroup | None) -> None:
+    """Take back what `on_abort` asked for."""
+    with suppress(RuntimeError, AttributeError):
+        group._get_backend(torch.device("cuda")).unregister_abort_hook(_HOOK_ID)  # type: ignore[union-attr]

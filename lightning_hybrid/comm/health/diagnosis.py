@@ -12,6 +12,9 @@ from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, m
 # How the place of a rank begins that has nothing in its engine; what its caller does follows.
 IDLE = "with no bucket in flight"
 
+# That of one whose device waits, or is busy for long, outside of any bucket.
+BEHIND_DEVICE = "waiting for its device, with no bucket in flight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:

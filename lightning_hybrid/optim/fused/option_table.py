@@ -65,6 +65,12 @@ class OptionTables:
         # One comparison of Python numbers per step decides whether anything goes to the device at all.
         columns = [[options.column_of(group) for group in groups] for options, groups, _ in self._tables]
         if columns != self._columns:
+            if is_capturing():
+                raise RuntimeError(
+                    "`lr` or another option of `param_groups` changed inside a CUDA-graph capture: replays would read "
+                    "host memory that is gone. Do a step with these options before it; an `lr` that is to change "
+                    "between replays must be a tensor."
+                )
             on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
             for (_, _, indices), some, part in zip(self._tables, columns, self._parts(on_host), strict=True):
                 part.copy_(torch.tensor(some, dtype=torch.float64).T[:, indices])
@@ -93,6 +99,11 @@ class OptionTables:
             self._indices_on_device[place] = known
             to_device_(known, indices)
         return known
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 _LARS = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "trust_clip", "excluded_lr_mult")

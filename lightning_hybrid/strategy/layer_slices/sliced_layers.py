@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,8 @@ class SlicedLayers:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, wholes, _BROADCAST_BYTES, 0)
         self.topology, self.names = topology, names
-        self.node: Any = dist.new_subgroups_by_enumeration([list(node) for node in topology.nodes], timeout=timeout)[0]
+        nodes = [list(node) for node in topology.nodes]
+        self.node: Any = cast("Any", dist.new_subgroups_by_enumeration(nodes, timeout=timeout)[0])
         self.across: Any = None
         if topology.num_nodes > 1:
             places = [list(ranks) for ranks in topology.partition("across")]

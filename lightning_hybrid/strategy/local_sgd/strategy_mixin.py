@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -17,6 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
+from lightning_hybrid.comm.engine.process_groups import own_group
+from lightning_hybrid.comm.health.abort import destroy, forget
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
 from lightning_hybrid.precision.averaging import masters_of
@@ -91,7 +92,7 @@ class LocalSGDMixin:
         assert self._engine is not None
         assert self._timeout is not None
         nodes = [list(node) for node in self._topology.nodes]
-        group: Any = dist.new_subgroups_by_enumeration(nodes, timeout=self._timeout)[0]
+        group = own_group(nodes, timeout=self._timeout, desc="nodes")
         replicas = ReplicaSets(world=self._topology, sets=self._topology.nodes)
         node_engine = CommEngine(
             topology=replicas.own,
@@ -313,9 +314,11 @@ class LocalSGDMixin:
                     callbacks.remove(self._averages_first)
                 self._averages_first = None
                 nodes.node_engine.close()
-                with suppress(ValueError):  # destroying the default group has destroyed this one
-                    if dist.is_initialized():
-                        dist.destroy_process_group(nodes.group)
+                # On CUDA a failure has aborted all communicators.
+                has_aborted = self.root_device.type == "cuda" and bool(
+                    nodes.node_engine.failure or (self._engine is not None and self._engine.failure)
+                )
+                (forget if has_aborted else destroy)(nodes.group)
         finally:
             super().teardown()  # type: ignore[misc]
 

@@ -9,7 +9,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, HookState, Topology
+from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
+from lightning_hybrid.comm.coded_plan import plan_for_owners
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.strategy.shared_update.fit_parts import SharedUpdate
@@ -36,6 +37,7 @@ class SharedUpdateMixin:
     _ddp_kwargs: dict[str, Any]
     _hook_state: HookState
     root_device: torch.device
+    _plan: CommPlan
 
     def _check_sharing(self) -> bool:
         # Whether the update is shared. Where the topology is known, before anything is built.
@@ -49,6 +51,7 @@ class SharedUpdateMixin:
                 "out, or run several ranks on each node (`strategy.ranks_per_node` says which ranks share one)."
             )
             return False
+        self._plan = plan_for_owners(self._plan, on_cuda=self.root_device.type == "cuda")
         return True
 
     def _begin_sharing(self, masters: MasterWeights | None) -> None:

@@ -215,3 +215,24 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
         coder = Coder(Codec(bits=8), torch.device("cpu"))
     assert isinstance(coder._passes, TorchPasses)
     assert isinstance(codecs._passes_for(torch.device("meta"), Codec(bits=8)), TorchPasses)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_where_triton_is_there_and_cannot_build_torch_does_it_and_says_so(monkeypatch, bits):
+    """As in a container without a C compiler: triton imports, and fails with its first launch."""
+    triton_passes = pytest.importorskip("lightning_hybrid.comm.codec.triton_passes", reason="needs triton")
+
+    class NoCompiler:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton_passes.triton_kernels, "encode_block", NoCompiler())
+    monkeypatch.setattr(triton_passes.TritonPasses, "try_out", on_the_cpu(triton_passes.TritonPasses.try_out))
+    monkeypatch.setattr(Codec, "signs", lambda codec, device: None)
+    with pytest.warns(RuntimeWarning, match=rf"^`comm_dtype_across_nodes` \(='int{bits}'\) on CUDA needs .*C compiler"):
+        passes = codecs._passes_for(torch.device("cuda"), Codec(bits=bits))
+    assert isinstance(passes, TorchPasses)
+
+
+def on_the_cpu(try_out):
+    return lambda passes, device: try_out(passes, torch.device("cpu"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_hybrid.comm.codec.codec import Codec, Coder
 from tests.comm.codec.test_codec import BITS, KEY, encoded, gradients, passes_of, same
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
@@ -27,6 +28,13 @@ def test_what_follows_holds_in_the_interpreter():
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 6
+
+
+def coder_of(bits):
+    """That of the CPU in operations of torch, which writes one row after the other."""
+    coder = Coder(Codec(bits=bits), torch.device("cpu"))
+    coder._passes = passes_of(bits)
+    return coder
 
 
 @BITS
@@ -51,6 +59,16 @@ def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
         kernels.add(rows.to(device), sums[0])
         passes_of(bits).add(rows, sums[1])
         assert same(sums[0].cpu(), sums[1])
+        coder = coder_of(bits)
+        parts = torch.zeros(4, coder.codec.message_bytes(256 * max(1, -(-numel // 768))), dtype=torch.uint8)
+        in_turn = parts.clone()
+        kernels.encode(flat.to(device), ids, key, (there := parts.to(device)), None)
+        coder._encode(flat, ids.cpu(), key, in_turn)
+        assert torch.equal(there.cpu(), in_turn)
+        decoded = torch.empty(numel, device=device), torch.empty(numel)
+        kernels.decode(there, decoded[0])
+        coder.decode(in_turn, decoded[1])
+        assert same(decoded[0].cpu(), decoded[1])
 
 
 @not_interpreted
@@ -66,8 +84,16 @@ def test_the_kernels_compile_for_a_gpu(bits):
     most = {"MOST": 2 ** (bits - 1) - 1}
     numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
     of_encode = {"flat": "*fp32", "numel": "i32", "ids": "*i32", "signs": "*fp32", "key": "i64", "sender": "i64"}
-    of_encode |= {"turn": "i32", "scales": "*i16", "codes": "*u8"}
-    of_add = {"messages": "*u8", "num_messages": "i32", "stride": "i32", "num_blocks": "i32", "numel": "i32"}
+    of_encode |= {
+        "turn": "i32",
+        "scales": "*i16",
+        "codes": "*u8",
+        "row_blocks": "i32",
+        "row_bytes": "i32",
+        "num_blocks": "i32",
+    }
+    of_add = {"messages": "*u8", "num_messages": "i32", "stride": "i32", "num_blocks": "i32", "row_blocks": "i32"}
+    of_add |= {"row_bytes": "i32", "numel": "i32"}
     of_add |= {"signs": "*fp32", "to": "*fp32"}
     found = []
     for kernel, signature, constants in (

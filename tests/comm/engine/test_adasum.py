@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommPlan, HookState, Topology, traffic_of
@@ -14,6 +15,7 @@ from lightning_hybrid.comm.engine import adasum
 from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
 from tests.comm.engine.recording_cuda import CUDA, Cuda
 from tests.comm.layouts import engine_over, integers, name, reals
+from tests.optim.fused.cuda.fake_cuda import Launches
 from tests.reference.adasum import of_buckets
 from tests.toy import error_of
 
@@ -34,6 +36,7 @@ def combine(nodes, buckets, *, like_cuda=False):
         cuda = Cuda()
         if like_cuda:
             cuda.installed(patch)
+            patch.setattr(adasum, "_takes_segments", lambda flat: True)
         engine = engine_over(nodes, PLAN, **({"device": CUDA} if like_cuda else {}))
         buckets = [*buckets, (torch.ones(8), (8,))]  # with the checksum, which shifts where a bucket is halved
         last = len(buckets) - 1
@@ -68,6 +71,22 @@ def test_every_rank_holds_the_tree_of_the_formula_in_float64(rank_pool, nodes, d
         for bucket in found:
             assert torch.equal(bucket, per_rank[0][0])
             assert max(relative_errors(bucket, expected)) < bound
+
+
+def test_on_cuda_the_launches_of_a_level_do_not_grow_with_tensors(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(adasum, "_swap", lambda *args: None)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    counts = {}
+    for num_nodes, num_tensors in ((2, 2), (2, 200), (8, 200)):
+        monkeypatch.setattr(dist, "get_world_size", lambda group, num_nodes=num_nodes: num_nodes)
+        with FakeTensorMode(), Launches() as launches:
+            flat = torch.empty(1000 * num_tensors, dtype=torch.float16, device="cuda")
+            del launches.names[:]
+            adasum.adasum_(flat, [1000] * num_tensors, None, sum_=lambda table, group: None)
+        counts[num_nodes, num_tensors] = len(launches.names)
+    assert counts[2, 2] == counts[2, 200] <= 40
+    assert counts[8, 200] <= 3 * counts[2, 200]
 
 
 def test_between_two_nodes_halves_are_rounded_once(two_ranks):

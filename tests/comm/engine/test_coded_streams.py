@@ -7,11 +7,13 @@ import torch.distributed as dist
 from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.codec import codec as codecs
 from lightning_hybrid.comm.codec.block_format import BLOCK
-from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
+from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from tests.comm.engine.recording_cuda import Cuda
 from tests.comm.engine.test_coded_sum import BITS, expected_sum
-from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # noqa: F401  fixtures
+from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world, in_small_pieces  # noqa: F401  fixtures
 from tests.comm.layouts import engine_over, integers, name, reals
 
 
@@ -23,6 +25,7 @@ def torch_passes(device, codec):
 def sums_by_streams(algorithm, nodes, bits, numels):
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)
+        in_small_pieces(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
         flats = [integers(dist.get_rank(), numel, torch.float32) for numel in numels]
@@ -30,6 +33,61 @@ def sums_by_streams(algorithm, nodes, bits, numels):
             engine.submit(flat, bucket_index=index, is_last=index == len(flats) - 1).wait()
         engine.close()
     return flats
+
+
+class InOneLaunch(TorchPasses):
+    """As the kernels, which take all rows at once: one call, one launch."""
+
+    def __init__(self, bits, signs):
+        super().__init__(bits, signs)
+        self.by_row, self.calls = Coder.__new__(Coder), []  # its constructor would ask for passes again
+        self.by_row.codec, self.by_row._measures, self.by_row._passes = (
+            Codec(bits=bits),
+            False,
+            TorchPasses(bits, signs),
+        )
+
+    def encode(self, flat, ids, key, message, noise):
+        self.calls.append("encode")
+        self.by_row._encode(flat, ids, key, message)
+
+    def add(self, messages, to):
+        self.calls.append("add")
+        super().add(messages, to)
+
+    def decode(self, rows, to):
+        self.calls.append("decode")
+        self.by_row.decode(rows, to)
+
+
+def calls_of_a_sum(nodes, has_feedback):
+    made, numel = [], 40_001
+    with pytest.MonkeyPatch.context() as patch:
+        Cuda().installed(patch)
+        patch.setattr(
+            codecs, "_passes_for", lambda device, codec: made.append(InOneLaunch(codec.bits, None)) or made[-1]
+        )
+        engine = engine_of("hierarchical", nodes, dtype_across=Codec(bits=8, seed=3, error_feedback=has_feedback))
+        flat = reals(dist.get_rank(), numel, torch.float32)
+        feedback = None
+        if has_feedback:
+            padded = PaddedBucket([numel], [0], dtype=torch.float32, device=torch.device("cpu"))
+            feedback = BucketFeedback(padded, (), None, divisor=1, may_skip=False, on_cuda=True)
+        ids = torch.arange(-(-numel // BLOCK), dtype=torch.int32)
+        engine.submit(flat, bucket_index=0, is_last=True, block_ids=ids, feedback=feedback).wait()
+        engine.close()
+    return made[0].calls, flat
+
+
+@pytest.mark.parametrize("has_feedback", [False, True], ids=["by chance", "feedback"])
+def test_a_chunk_is_one_launch_for_each_direction_whatever_the_number_of_nodes(four_ranks, has_feedback):
+    nodes = ((0,), (1,), (2,), (3,))
+    own = ["encode", "decode"] if has_feedback else ["encode"]  # with feedback what was sent is read back
+    for calls, flat in (found := four_ranks.run(calls_of_a_sum, nodes, has_feedback)):
+        assert calls == [*own, "add", "encode", "decode"]
+        assert torch.equal(flat, found[0][1])
+        exact = sum(reals(rank, 40_001, torch.float32) for rank in range(4))
+        assert float((flat - exact).norm() / exact.norm()) < 0.05
 
 
 @BITS

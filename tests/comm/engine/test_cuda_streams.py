@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
-from lightning_hybrid.comm.engine import cuda_streams, order_check, stages
+from lightning_hybrid.comm import plan as plans
+from lightning_hybrid.comm.engine import cuda_streams, order_check, process_groups, stages
 from lightning_hybrid.comm.engine import engine as engines
+from lightning_hybrid.comm.health import device_waits
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from tests.comm.engine.recording_cuda import CUDA, Cuda
@@ -57,6 +59,11 @@ class FakeWatchdog(Watchdog):
         self._note("leave", None)
 
 
+def in_small_pieces(patch):
+    patch.setattr(plans, "CUDA_CHUNK_BYTES", 1)
+    patch.setattr(plans, "MOST_CUDA_CHUNKS", 7)
+
+
 @pytest.fixture
 def fake_world(monkeypatch):
     """Rank 0 of four whose collectives do nothing; what `torch` notes of groups is real."""
@@ -67,6 +74,7 @@ def fake_world(monkeypatch):
     monkeypatch.setattr(engines, "private_store", lambda prefix: dist.HashStore())
     monkeypatch.setattr(engines, "Watchdog", FakeWatchdog)
     monkeypatch.setattr(cuda_streams.ChecksummedCopy, "mismatch", lambda copy, value: copy.whole.isnan().sum() * 0)
+    in_small_pieces(monkeypatch)
     aborted = []
     monkeypatch.setattr(cuda_streams, "abort_all", lambda limit_s: aborted.append(limit_s) or [])
     yield aborted
@@ -227,7 +235,7 @@ def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(fake_world, cuda):
         if algorithm != "hierarchical":
             assert calls == ["c10d::allreduce_"]
     num_chunks = len(calls) // 3
-    assert num_chunks == 7
+    assert num_chunks == 6
     assert calls[:5] == ["c10d::reduce_", "c10d::allreduce_", "c10d::reduce_", "c10d::allreduce_", "c10d::broadcast_"]
     assert times["flat"] == 1.0
     assert times["hierarchical"] < 0.75 * 3 * num_chunks  # 2 calls of each 3 in the node, which overlap with the third
@@ -456,6 +464,34 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
     monkeypatch.undo()
 
 
+def test_what_torch_itself_aborts_fails_the_engine_until_it_is_closed(fake_world, cuda, monkeypatch):
+    told, taken_back = {}, []
+    monkeypatch.setattr(cuda_streams, "on_abort", lambda group, tell: told.update({group: tell}))
+    monkeypatch.setattr(cuda_streams, "end_on_abort", taken_back.append)
+    engine = engine_of("two_level")
+    assert set(told) == set(engine._groups.by_stage.values())
+    next(iter(told.values()))()
+    with pytest.raises(RuntimeError, match="rank 0 saw NCCL give up"):
+        engine.submit(torch.zeros(8), bucket_index=0)
+    assert len(fake_world) == 1
+    engine.close()
+    assert set(taken_back) == set(told)
+
+
+def test_a_device_that_waits_outside_of_a_bucket_counts_and_is_said(fake_world, cuda):
+    engine = engine_of("flat")
+    cuda.hang()
+    assert engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside  # not yet for long
+    engine._carrier._waits._since_s -= 5.0
+    assert engine._latch.stalled_s() > 4.0
+    assert engine._latch.status().place == "waiting for its device, with no bucket in flight"
+    assert engine._latch.status().is_inside
+    cuda.go_on()
+    assert engine._latch.stalled_s() == 0.0
+    assert engine._latch.status().place == "with no bucket in flight"
+    engine.close()
+
+
 def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(fake_world, cuda, monkeypatch):
     engine = engine_of("flat")
     cuda.hang()
@@ -479,7 +515,7 @@ def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(fake_world
     cuda.hang()
     step(engine, [torch.zeros(8)])
     may_go_on, began_s = threading.Event(), time.monotonic()
-    monkeypatch.setattr(cuda_streams, "LOOK_LIMIT_S", 0.05)
+    monkeypatch.setattr(device_waits, "LOOK_LIMIT_S", 0.05)
     monkeypatch.setattr(engine._carrier._issued[0].done, "query", lambda: may_go_on.wait(30))
     assert engine._latch.stalled_s() > 0.0
     engine._latch.trip("comm: a test")
@@ -517,6 +553,43 @@ def test_groups_of_a_scope_are_one_split_where_the_backend_can(fake_world, cuda,
     engine = engine_of("two_level")
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     engine._groups._owned.clear()
+    engine.close()
+
+
+def test_groups_outside_of_an_engine_are_one_split_as_well(fake_world, monkeypatch):
+    splits, made = [], []
+    monkeypatch.setattr(dist, "split_group", lambda **given: splits.append(given["split_ranks"]) or dist.group.WORLD)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append(ranks) or ranks)
+    for can_be_split in (True, False):
+        monkeypatch.setattr(process_groups, "_can_be_split", lambda answer=can_be_split: answer)
+        owned = process_groups.own_group([(2, 3), (0, 1)], timeout=timedelta(seconds=1), desc="a test")
+    assert (splits, made, owned) == ([[[2, 3], [0, 1]]], [[2, 3], [0, 1]], [0, 1])
+    monkeypatch.setattr(process_groups, "_can_be_split", lambda: True)
+    process_groups.own_group([(0, 1, 2, 3)], timeout=timedelta(seconds=1), desc="over host memory", backend="gloo")
+    assert len(made) == 3
+
+
+def test_the_order_is_compared_without_cublas_which_would_take_a_workspace(cuda):
+    copy = order_check.ChecksummedCopy(3, torch.float32, torch.device("cpu"))
+    copy.fill(torch.ones(3), 5)
+    assert not copy.mismatch(5)
+    assert copy.mismatch(4)
+    assert not {"aten::dot", "aten::mv", "aten::mm"} & {name for name, _ in cuda.operations}
+
+
+def test_no_bucket_goes_into_a_captured_graph(fake_world, cuda, monkeypatch):
+    engine = engine_of("flat")
+    step(engine, [torch.zeros(8)])
+    cuda.hang()
+    step(engine, [torch.zeros(8)])
+    monkeypatch.setattr(cuda_streams, "is_any_captured", lambda: True)
+    num_queries = cuda.num_queries
+    with pytest.raises(RuntimeError, match="inside a CUDA-graph capture"):
+        engine.submit(torch.zeros(8), bucket_index=0)
+    engine.raise_if_failed()
+    assert cuda.num_queries == num_queries  # which would end the capture
+    monkeypatch.setattr(cuda_streams, "is_any_captured", lambda: False)
+    cuda.go_on()
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -42,35 +43,78 @@ def test_what_does_not_end_is_named_and_not_waited_for():
     may_end.set()
 
 
+# What torch has given a name so far, looked at one by one: those on a host are not aborted.
+ON_DEVICES = {"nccl", "nccl-legacy", "nccl2", "nccl-lazy", "nccl4py", "ucc", "xccl"}
+ON_HOSTS = {"gloo", "mpi", "fake"}
+
+
+def names_in_torch():
+    by_device = dist.Backend.backend_capability.items()
+    registered = {each.name for each in entry_points(group="torch.distributed.backends")}
+    return registered | {name for name, devices in by_device if "cuda" in devices}
+
+
+def test_every_backend_that_this_torch_registers_is_known_here():
+    assert names_in_torch() <= ON_DEVICES | ON_HOSTS
+    assert "nccl" in names_in_torch()
+
+
+class Group:
+    """A group of a backend of this name; None: one in Python, which has none."""
+
+    supports_abort_hooks = True
+
+    def __init__(self, name):
+        self.is_aborted, self.hooks = False, {}
+        if name is not None:
+            self.name = lambda: name
+
+    def _get_backend(self, device):
+        assert device == torch.device("cuda")
+        return self
+
+    def abort(self):
+        self.is_aborted = True
+
+    def register_abort_hook(self, hook_id, hook):
+        self.hooks[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id):
+        del self.hooks[hook_id]
+
+
+def test_what_torch_aborts_by_itself_is_told_in_another_thread_until_that_is_taken_back():
+    group, told = Group("nccl2"), threading.Event()
+    abort.on_abort(group, lambda: threading.current_thread() is threading.main_thread() or told.set())
+    (hook,) = group.hooks.values()
+    hook()
+    assert told.wait(30)
+    abort.end_on_abort(group)
+    assert group.hooks == {}
+    group.supports_abort_hooks = False
+    for none in (group, None):
+        abort.on_abort(none, told.set)
+        assert group.hooks == {}
+
+
 def groups_that_would_be_aborted():
-    """Of the default group, one of Gloo's and one that says it has a backend for GPUs."""
-    other, aborted = dist.new_group([0, 1]), []
-
-    class OnDevice:
-        def name(self):
-            return "nccl"
-
-        def _get_backend(self, device):
-            assert device == torch.device("cuda")
-            return self
-
-        def abort(self):
-            aborted.append("on a device")
-
+    """Of the default group, one of Gloo's and one of each name that a backend may have."""
+    other = dist.new_group([0, 1])
+    groups = {name: Group(name) for name in [*sorted(ON_DEVICES | ON_HOSTS), None]}
     names = dist.distributed_c10d._world.pg_names
-    on_device = OnDevice()
-    names[on_device] = "on a device"
+    names.update({group: str(name) for name, group in groups.items()})
     try:
         assert abort.abort_all(limit_s=30) == []
     finally:
-        del names[on_device]
+        for group in groups.values():
+            del names[group]
     dist.all_reduce(torch.ones(1), group=other)  # Gloo's is left alone
     dist.destroy_process_group(other)
-    return aborted
+    return {name for name, group in groups.items() if group.is_aborted}
 
 
 def test_only_groups_with_communicators_on_a_device_are_aborted(two_ranks):
-    assert two_ranks.run(groups_that_would_be_aborted) == [["on a device"]] * 2
+    assert two_ranks.run(groups_that_would_be_aborted) == [ON_DEVICES | {None}] * 2
 
 
 def forgotten():

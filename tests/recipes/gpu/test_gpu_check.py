@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from recipes import gpu_check
-from recipes.gpu import runner, waits, worlds
+from recipes.gpu import runner, suite, waits, worlds
+from recipes.gpu import speed as fast
 from recipes.gpu.runner import Check, Given, NotHere
 from tests.without import environment_without
 
@@ -76,7 +78,7 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
     assert f"not done after {HANGS_AFTER_S} s" in found["hangs"].message
     assert found["is_elsewhere"].message == "there is no such thing here"
     assert found["is_well"].line().split() == ["PASS", "is_well", *found["is_well"].line().split()[2:]]
-    assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped."
+    assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped; of speed 0 fast, 0 slow."
 
 
 @pytest.mark.long
@@ -89,7 +91,7 @@ def test_nothing_that_a_hanging_check_started_is_left(outcomes):
 @pytest.mark.long
 def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_path):
     _, found = outcomes
-    path = tmp_path / "gpu_check.json"
+    path = tmp_path / "report.json"
     runner.write_outcomes(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.gpu_environment(ROOT))
     content = json.loads(path.read_text())
     assert content["environment"]["torch"] == torch.__version__
@@ -110,15 +112,81 @@ def test_a_check_for_which_no_time_is_left_is_skipped_and_says_so(tmp_path):
     assert (outcome.status, outcome.message) == ("SKIP", "no time left: give more `minutes`")
 
 
-def test_the_exit_code_is_the_number_of_failures(tmp_path, monkeypatch, capsys):
-    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, is_well, dies)]
+def sleeps(given):
+    time.sleep(60)
+
+
+def test_a_check_that_the_total_time_cuts_is_skipped_and_one_over_its_own_limit_fails(tmp_path):
+    cases = {"cut": (60, 1.0), "slow": (1, 60.0)}
+    found = {}
+    for name, (limit_s, total_s) in cases.items():
+        check = Check(name=name, run=sleeps, limit_s=limit_s)
+        (found[name],) = runner.run_checks([check], "cpu", tmp_path, limit_s=total_s, on_outcome=lambda _: None)
+    assert (found["cut"].status, found["cut"].message) == ("SKIP", runner.NO_TIME)
+    assert found["cut"].seconds >= 1
+    assert (found["slow"].status, runner.num_failures(list(found.values()))) == ("FAIL", 1)
+
+
+def is_slow(given):
+    return {"status": "SLOW", "message": "half as fast"}
+
+
+def test_the_exit_code_is_the_number_of_failures_and_speed_is_none(tmp_path, monkeypatch, capsys):
+    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, is_well, dies, is_slow)]
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
     assert gpu_check.main([f"out={tmp_path}", "--device", "cpu"]) == 2
-    assert gpu_check.main([f"out={tmp_path}", "only=is_well", "--device=cpu"]) == 0
     said = capsys.readouterr().out
     assert "FAIL  is_wrong" in said
-    assert "1 passed, 2 failed, 0 skipped." in said
-    assert [check["name"] for check in json.loads((tmp_path / "gpu_check.json").read_text())["checks"]] == ["is_well"]
+    assert "SLOW  is_slow" in said
+    assert "1 passed, 2 failed, 0 skipped; of speed 0 fast, 1 slow." in said
+    assert [fast.verdict(Given(device="cuda", folder=tmp_path, limit_s=1), is_fast=each) for each in (True, False)] == [
+        "FAST",
+        "SLOW",
+    ]
+
+
+def test_what_was_found_is_written_at_once_and_a_second_start_goes_on_where_the_first_ended(
+    tmp_path, monkeypatch, capsys
+):
+    clean = {"commit": "abc", "has_changes": False}
+    monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(clean))
+    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_well, is_slow, is_wrong)]
+    monkeypatch.setattr(gpu_check, "CHECKS", checks)
+    written = []
+
+    def run_one(check, *args, **kwargs):
+        if (report := tmp_path / "report.json").exists():
+            written.append([each["name"] for each in json.loads(report.read_text())["checks"]])
+        return runner.CheckOutcome(
+            name=check.name,
+            status={"is_slow": "SLOW", "is_wrong": "FAIL"}.get(check.name, "PASS"),
+            seconds=0,
+            message="",
+        )
+
+    monkeypatch.setattr(runner, "run_one", run_one)
+    command = [f"out={tmp_path}", "--device", "cpu"]
+    assert gpu_check.main(command) == 1
+    assert written == [["is_well"], ["is_well", "is_slow"]]
+    for more, num_run in (([], 1), (["again=is_well"], 2)):
+        del written[:]
+        assert gpu_check.main([command[0], *more, *command[1:]]) == 1
+        assert len(written) == num_run
+    assert "Passed here before, and not run again: is_well, is_slow." in capsys.readouterr().out
+    for other in ({"commit": "def"}, {"has_changes": True}):
+        del written[:]
+        monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root, other=other: clean | other)
+        gpu_check.main(command)
+        assert len(written) == 3
+
+
+def test_the_named_files_are_those_with_gpu_tests():
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", path.read_text(), re.M)
+    }
+    assert found == set(suite.TESTS)
 
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
@@ -173,7 +241,7 @@ def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     there = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=there)
     assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {check["name"]: check["status"] for check in content["checks"]} == dict.fromkeys(names, "PASS")
 
 

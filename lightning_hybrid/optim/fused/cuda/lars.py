@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
-from lightning_hybrid.optim.fused.option_table import OptionTable, lars_options, to_device_
+from lightning_hybrid.optim.fused.option_table import OptionTable, is_capturing, lars_options, to_device_
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.placement import Part
 
@@ -126,7 +126,7 @@ class KernelEngine:
         places = self._views.load(grads)
         if places == self._grad_addresses:
             return
-        if _is_capturing():
+        if is_capturing():
             raise RuntimeError(
                 "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
                 "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
@@ -198,7 +198,7 @@ class KernelLars(KernelEngine):
     def _knows_weights(self) -> bool:
         # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
         # raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it is computed.
-        if not self._are_masters or self._views.pairs or _is_capturing():
+        if not self._are_masters or self._views.pairs or is_capturing():
             return False
         return not self._views.changed()
 
@@ -223,7 +223,3 @@ def try_out(device: torch.device | str = "cuda") -> None:
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
     first_chunk, sums = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(2, device=device)
     lars_kernels.finalize[(1,)](sums, first_chunk, options, options[0], sums[0], numbers, 1, 0, IS_JOINT=False)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

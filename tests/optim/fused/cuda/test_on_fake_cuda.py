@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_hybrid.callbacks.tensor_hash import _BLOCK_ROWS_ON_CUDA, _ROW, Fingerprint
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.diagnostics import trust_ratios
+from lightning_hybrid.optim.fused import option_table
 from lightning_hybrid.placement import BLOCK, Part
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
@@ -81,6 +82,17 @@ def test_an_update_whose_rate_is_as_before_copies_nothing(rule, fake):
     before = fake.num_copies
     optimizer.step()
     assert fake.num_copies == before > 0
+
+
+@every_rule
+def test_a_rate_that_changes_inside_a_captured_graph_is_refused(rule, fake, monkeypatch):
+    optimizer = recipe(rule)
+    optimizer.step()
+    monkeypatch.setattr(option_table, "is_capturing", lambda: True)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(RuntimeError, match="changed inside a CUDA-graph capture"):
+        optimizer.step()
 
 
 @every_rule

@@ -1,0 +1,80 @@
+"""A device that waits outside of a bucket is seen as well, and so a pipeline's stage that never comes is named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.health import device_waits
+from lightning_hybrid.comm.health.device_waits import DeviceWaits
+from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
+from lightning_hybrid.strategy import failures
+from tests.comm.engine.recording_cuda import CUDA, Cuda
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    with Cuda().installed(monkeypatch) as cuda:
+        yield cuda
+
+
+def test_a_device_that_is_through_has_not_waited_and_one_that_hangs_waits_longer_and_longer(cuda):
+    seen = []
+    waits = DeviceWaits(CUDA, also=lambda: seen.append(1))
+    assert [waits.stalled_s(), waits.stalled_s()] == [0.0, 0.0]
+    cuda.hang()
+    first = waits.stalled_s()
+    assert 0 < first < waits.stalled_s()
+    cuda.go_on()
+    assert waits.stalled_s() == 0.0
+    assert len(seen) == 5
+    assert cuda.host_waits == []
+
+
+def test_no_event_is_asked_for_while_a_graph_is_captured(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", cuda.stream(CUDA))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.current is not cuda.compute)
+    waits = DeviceWaits(CUDA, also=lambda: pytest.fail("a look"))
+    assert waits.stalled_s() == 0.0
+    assert cuda.num_queries == cuda.number == 0
+
+
+def test_a_driver_that_does_not_come_back_does_not_hold_up_who_looks(cuda, monkeypatch):
+    monkeypatch.setattr(device_waits, "LOOK_LIMIT_S", 0.05)
+    may_end = threading.Event()
+    waits = DeviceWaits(CUDA, also=lambda: may_end.wait(30))
+    began_s = time.monotonic()
+    waits.stalled_s()
+    assert time.monotonic() - began_s < 15
+    may_end.set()
+
+
+def stalled_pipeline():
+    """Rank 0's device waits for a message of rank 1, which is in user code."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda, aborted, errors = Cuda().installed(patch), threading.Event(), []
+        patch.setattr(failures, "abort_all", lambda limit_s: aborted.set())
+        watchdog = StageWatchdog(timeout=timedelta(seconds=3), device=CUDA)
+        watchdog.on_failure = errors.append
+        if dist.get_rank() == 0:
+            watchdog.note("stage 0, backward of micro-batch 2", is_waiting=True)
+            watchdog.wait_for(cuda.hang)  # as NCCL's: the host goes on, and the device does not
+        else:
+            watchdog.note("stage 1, forward of micro-batch 2")
+        is_aborted = aborted.wait(30)
+        watchdog.leave()
+        return is_aborted, errors[0]
+
+
+def test_a_pipelines_stage_that_hangs_on_a_gpu_is_named_within_the_limit_and_all_are_freed(two_ranks):
+    (first, error), (second, same) = two_ranks.run(stalled_pipeline)
+    assert first
+    assert second
+    assert error == same
+    assert "rank 1 does not come to the collective in which others wait; now stage 1, forward of micro-batch 2" in error
+    assert "rank 0 has waited 3 s, now stage 0, backward of micro-batch 2" in error
