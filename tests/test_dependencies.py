@@ -7,9 +7,9 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.checkout import ROOT, tracked_files
+
 OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
 # The same Lightning by another name, which only a program that imports it by that name needs; a made-up one of a test;
 # and what is imported by another name than a distribution's, where it may not be installed.
@@ -34,7 +34,7 @@ def declared() -> dict[str, set[str]]:
 def imported(*folders: str) -> dict[str, str]:
     """Top-level names that are imported, each with one file that does so."""
     found = {}
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+    for path in (path for folder in folders for path in tracked_files(f"{folder}/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []

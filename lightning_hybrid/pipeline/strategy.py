@@ -60,9 +60,8 @@ class HybridPipelineMixin(DataRanksMixin):
         num_stages: ranks of a pipeline; divides the ranks.
         num_microbatches: parts into which the batch of a rank is cut, at least `num_stages`; four times as many and
             more keep the waiting part below 20 %.
-        schedule: `"gpipe"`: all forwards, then all backwards; keeps `num_microbatches` micro-batches in memory.
-            `"1f1b"`: backward as soon as it can; stage j keeps `num_stages - j`. `"interleaved"`: 1F1B with two stages
-            on each rank: half the waiting, twice the messages.
+        schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory. `"1f1b"`: backward as soon
+            as it can; stage j keeps `num_stages - j`. `"interleaved"`: two stages a rank: half the waiting.
         of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
         cuts: first block of each stage after the first; None balances the stages, by operations where the module has
             an `example_input_array` (the network's input), else by parameters.
@@ -88,8 +87,7 @@ class HybridPipelineMixin(DataRanksMixin):
         **options: Any,
     ) -> None:
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
-        why = "it is a switch. Leave strategy.checkpoint_activations out for False"
-        require_choice("checkpoint_activations", checkpoint_activations, (True, False), why)
+        require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
         check_data_options(options)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
@@ -128,18 +126,17 @@ class HybridPipelineMixin(DataRanksMixin):
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
-        with self._waiting_for_ranks():
-            compare_stages(
-                blocks,
-                num_stages=self.num_stages,
-                num_microbatches=self.num_microbatches,
-                schedule=self.schedule,
-                cuts=list(places[1:-1]),
-                checkpoint_activations=self.checkpoint_activations,
-                precision=self.precision_plugin.precision,
-            )
-            self._groups = PipelineGroups(ranks, timeout=self._timeout)
-            self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
+        compare_stages(
+            blocks,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            cuts=list(places[1:-1]),
+            checkpoint_activations=self.checkpoint_activations,
+            precision=self.precision_plugin.precision,
+        )
+        self._groups = PipelineGroups(ranks, timeout=self._timeout)
+        self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
         bodies = {stage: self._body_of(self._cut.stage(stage)) for stage in ranks.stages}
         self._stages = Stages(
             module=module,
@@ -321,9 +318,8 @@ class HybridPipelineMixin(DataRanksMixin):
         if self._data_engine is not None and self._data_engine.device.type == "cuda":
             self._data_engine.raise_if_failed()
         self._refuse_to_save_alone("A pipeline", "its stages are on several ranks")
-        with self._waiting_for_ranks():
-            group = None if self._groups is None else self._groups.agree  # None: after the fit
-            gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
+        group = None if self._groups is None else self._groups.agree  # None: after the fit
+        gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -339,8 +335,8 @@ class HybridPipelineMixin(DataRanksMixin):
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to all ranks; the sums in flight are given up."""
         if self._cut is not None:
-            own, num = self.pipeline_ranks.stages, self.pipeline_ranks.num_stages
-            add_cause(exception, stages=f"stage {' and '.join(map(str, own))} of {num}")
+            own = " and ".join(map(str, self.pipeline_ranks.stages))
+            add_cause(exception, stages=f"stage {own} of {self.pipeline_ranks.num_stages}")
         super().on_exception(exception)
         if self._data_engine is not None:
             self._data_engine.abort(f"{type(exception).__name__}: {exception}")

@@ -150,17 +150,16 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             half.follow_device(self.root_device)
             half.connect_averaging(self._averages)
         averaged, ignored = trained_parameters(module)
-        with self._waiting_for_ranks():
-            self._find_plan(module)
-            caps = bucket_caps_for_ddp(module, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
-            wrapped = DistributedDataParallel(
-                module, device_ids=self._determine_ddp_device_ids(), **(self._ddp_kwargs | caps)
-            )
-            # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
-            if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
-                assert half.masters is not None
-                half.masters.broadcast_(module, ignored)
-            engine = self._new_engine()
+        self._find_plan(module)
+        caps = bucket_caps_for_ddp(module, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
+        wrapped = DistributedDataParallel(
+            module, device_ids=self._determine_ddp_device_ids(), **(self._ddp_kwargs | caps)
+        )
+        # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
+        if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
+            assert half.masters is not None
+            half.masters.broadcast_(module, ignored)
+        engine = self._new_engine()
         state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=module.parameters())
         wrapped.register_comm_hook(state, self._bucket_hook)
         if not self._engines:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -226,7 +226,7 @@ class FailureReportMixin:
             )
 
     def _is_alone(self) -> bool:
-        # Callbacks hear of an error before the strategy, and may save (`save_on_exception`): the others are told first.
+        # Callbacks hear of an error before the strategy, and may save (`save_on_exception`): others learn of it first.
         trainer, error = getattr(getattr(self, "lightning_module", None), "_trainer", None), self._ending_error
         if trainer is None or trainer.state.status != "interrupted" or error is None:
             return False
@@ -234,9 +234,6 @@ class FailureReportMixin:
         if watchdog is not None and failed_wait(error) is None:
             watchdog.abort(reason_of(error))
         return True
-
-    def _waiting_for_ranks(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._setup_watchdog is None else self._setup_watchdog.waiting()
 
     def _end_setup_watchdog(self) -> None:
         watchdog, self._setup_watchdog = self._setup_watchdog, None

@@ -212,8 +212,7 @@ class HybridAllReduceMixin(
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
-        with self._waiting_for_ranks():
-            super().setup(trainer)
+        super().setup(trainer)
         if self._engine is not None:
             self._share_work(self.optimizers)
             self._connect_slices()

@@ -1,6 +1,7 @@
 """`error_feedback=True` in whole fits: resumed runs, skipped steps, other layouts and other numbers of nodes."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -164,6 +165,7 @@ class Saving:
 
 class FailingStrategy(FeedbackMixin, Saving):
     _feedback = object()
+    _ending_error = property(lambda self: sys.exc_info()[1])
 
 
 def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monkeypatch):

@@ -250,7 +250,6 @@ def test_registered_names_are_ddps_names():
         ({"link_bytes_per_s": True}, r"`link_bytes_per_s` \(=True\)"),
         ({"ranks_per_node": "two"}, r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more"),
         ({"trace_dir": 5}, r"`trace_dir` \(=5\) must be the path of a folder, or None"),
-        ({"tune_cache_dir": True}, r"`tune_cache_dir` \(=True\) must be the path of a folder, or None"),
         ({"timeout": "1 min"}, r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta"),
         ({"timeout": True}, r"`timeout` \(=True\) must be a number of seconds"),
         ({"timeout": None}, r"`timeout` \(=None\) must be a number of seconds"),

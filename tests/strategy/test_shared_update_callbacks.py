@@ -64,7 +64,7 @@ class Spoils(pl.Callback):
     @torch.no_grad()
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 0 and dist.get_rank() == self.rank:
-            weight = module.weights[-1]
+            weight = module.weights[6]
             if self.what == "master":
                 trainer.precision_plugin.masters.pair_of(weight).master[7] *= 1 + 2**-20
             if self.what == "momentum":
@@ -136,7 +136,7 @@ class Writes(pl.Callback):
     @torch.no_grad()
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 0:
-            module.weights[-1].clamp_(-0.125, 0.125)
+            module.weights[6].clamp_(-0.125, 0.125)
             module.weights[-2].data.mul_(0.5)
         if batch_idx == 1:
             module.load_state_dict(module.state_dict())

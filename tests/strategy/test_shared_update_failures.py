@@ -30,12 +30,12 @@ def adafactor(module):
 
 
 def orthogonal(module):
-    return LARS([module.weights[-1]], lr=0.1, direction="orthogonal")
+    return LARS([module.weights[6]], lr=0.1, direction="orthogonal")
 
 
 def two_over_one(module):
     module.automatic_optimization = False
-    return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD([module.weights[-1]], lr=0.1)]
+    return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD([module.weights[6]], lr=0.1)]
 
 
 def error_of_a_fit(optimizer=sgd, precision="32-true", world=None, **options):

@@ -342,8 +342,7 @@ class CommEngine:
 
     def explain(self, error: BaseException) -> str:
         """Say which rank is the cause of a foreign collective that failed here, then `error`; fail on every rank."""
-        # As `abort`, but with a diagnosis of the status that all ranks are asked for. An error that says already why
-        # the engine failed is left as it is.
+        # As `abort`, but with a diagnosis of all ranks. An error that already says why the engine failed stays.
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
@@ -353,9 +352,8 @@ class CommEngine:
 
     def close(self) -> None:
         """End the threads and free the groups; healthy, after what is in flight. May be called again."""
-        # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one that is still inside a collective
-        # then is left there, with its group, and a warning says so. On CUDA it then waits for nothing: the failure has
-        # aborted all communicators.
+        # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one still inside a collective then is
+        # left there with its group, and warned of. On CUDA it waits for nothing: all communicators are aborted.
         with self._latch.lock:
             if self._is_closed:
                 return

@@ -137,7 +137,7 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ended.set()
-        if self._is_cut_off:  # nobody can be told, and each request would take its limit
+        if self._is_cut_off:  # no rank can be reached, and each request would take its limit
             return
         if self._thread.ident is not None:  # it was started
             self._thread.join(STORE_LIMIT_S)

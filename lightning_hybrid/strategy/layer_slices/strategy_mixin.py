@@ -49,7 +49,6 @@ class SlicesMixin:
     _masters: Any
     _half: Any
     _discover_topology: Any
-    _waiting_for_ranks: Any
     model: Any
     optimizers: list[Optimizer]
     precision_plugin: Any
@@ -79,29 +78,28 @@ class SlicesMixin:
         )
         refuse_unknown_names(module, layers)
         refuse_callbacks(callbacks, cut=[module.get_submodule(name) for names in layers for name in names])
-        with self._waiting_for_ranks():
-            topology: Topology = self._discover_topology()
-            refuse_topology(topology)
-            if topology.ranks_per_node == 1:
-                rank_zero_warn(
-                    f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
-                    "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
-                    "share one)."
-                )
-                return
-            if not (layers := without_odd_heads(module, layers, num_slices=len(topology.node))):
-                return
-            refuse_layers(module, layers, num_slices=len(topology.node))
-            averaging = lightning_types("pytorch.callbacks.WeightAveraging")
-            averages = [one._average_model for one in callbacks if isinstance(one, averaging)]
-            self._slices = SlicedLayers(
-                module,
-                layers,
-                averages=[average.module for average in averages if average is not None],
-                topology=topology,
-                timeout=self._timeout,
-                is_synced=not self._ddp_kwargs.get("init_sync", True),
+        topology: Topology = self._discover_topology()
+        refuse_topology(topology)
+        if topology.ranks_per_node == 1:
+            rank_zero_warn(
+                f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
+                "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
+                "share one)."
             )
+            return
+        if not (layers := without_odd_heads(module, layers, num_slices=len(topology.node))):
+            return
+        refuse_layers(module, layers, num_slices=len(topology.node))
+        averaging = lightning_types("pytorch.callbacks.WeightAveraging")
+        averages = [one._average_model for one in callbacks if isinstance(one, averaging)]
+        self._slices = SlicedLayers(
+            module,
+            layers,
+            averages=[average.module for average in averages if average is not None],
+            topology=topology,
+            timeout=self._timeout,
+            is_synced=not self._ddp_kwargs.get("init_sync", True),
+        )
         rank_zero_info(f"slices: {', '.join(self._slices.names)} over the {len(topology.node)} ranks of each node")
         self._whole_in_validation = _whole_in_validation(self._slices)
         callbacks.append(self._whole_in_validation)  # last: an average is swapped in where validation begins

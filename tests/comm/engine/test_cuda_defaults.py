@@ -25,6 +25,7 @@ from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")
 
+from tests.checkout import tracked_in
 from tests.evidence.planner import defaults
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of
 
@@ -102,7 +103,7 @@ IN_PIECES += [CommPlan(algorithm="two_level", bucket_bytes=size * MIB, num_bucke
 @pytest.mark.parametrize("num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))])
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
     """On every cluster of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
-    numels, names = defaults.gradients(), [path.stem for path in sorted(CLUSTERS.glob("*.yaml"))]
+    numels, names = defaults.gradients(), [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
     clusters = [cluster for name in names if isinstance((cluster := cluster_of(name, num_nodes)).transport, Nccl)]
     assert len(clusters) > 6
     for cluster in clusters:

@@ -19,9 +19,9 @@ from recipes import gpu_check
 from recipes.gpu import runner, suite, waits, worlds
 from recipes.gpu import speed as fast
 from recipes.gpu.runner import Check, Given, NotHere
+from tests.checkout import ROOT, tracked_files
 from tests.without import environment_without
 
-ROOT = Path(__file__).resolve().parents[3]
 HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
 
 
@@ -183,7 +183,7 @@ def test_what_was_found_is_written_at_once_and_a_second_start_goes_on_where_the_
 def test_the_named_files_are_those_with_gpu_tests():
     found = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
+        for path in tracked_files("tests/*test_*.py")
         if re.search(r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", path.read_text(), re.M)
     }
     assert found == set(suite.TESTS)
