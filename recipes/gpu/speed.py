@@ -50,7 +50,7 @@ def updates(given: Given) -> Details:
         num_bytes = FLOOR_BYTES[arm]
         device_s, host_s = seconds_of(ARMS[arm](shapes, device), device)
         floor_s = num_bytes * numel(shapes) / rate
-        row = {"arm": arm, "parameters": case, "bytes per parameter": num_bytes}
+        row: Details = {"arm": arm, "parameters": case, "bytes per parameter": num_bytes}
         row |= {"device ms": round(1e3 * device_s, 4), "host ms": round(1e3 * host_s, 4)}
         table.append(row | {"GB/s": round(num_bytes * numel(shapes) / device_s / 1e9, 1)})
         table[-1]["x bytes over bandwidth"] = round(device_s / floor_s, 2)
