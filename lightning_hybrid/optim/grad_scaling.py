@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_hybrid.optim.foreach_ops import copied
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling:
@@ -40,7 +42,7 @@ class GradScaling:
 
     def scratch(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return where to compute the next values of `tensors`: clones if the step may be skipped, else themselves."""
-        return tensors if self.found_inf is None else [tensor.clone() for tensor in tensors]
+        return tensors if self.found_inf is None else copied(tensors)
 
     def commit_(self, tensors: list[Tensor], news: list[Tensor]) -> None:
         """Write `news`, rounded, to `tensors`, unless the step is skipped: then every bit stays.

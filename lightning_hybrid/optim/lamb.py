@@ -46,8 +46,9 @@ class LAMB(LayerwiseOptimizer):
     Dtypes, rounding, a tensor as `lr` and `foreach` are as in `LARS`, with |u| in place of the norm for "joint".
 
     `fused=True` is two passes over memory for the whole model: moments with |w| and |u|, then the update; three where
-    inf, nan or `max_grad_norm` need the gradients first. On the CPU they are C++, on CUDA Triton kernels, which have
-    never run on a GPU. Needs, rounding, protocol and default are those of `LARS`.
+    inf, nan or `max_grad_norm` need the gradients first. They are C++ and for the CPU; needs, rounding and protocol are
+    those of `LARS`. On CUDA there are none: `None` steps by lists there, with temporaries of some 16 bytes a parameter;
+    True is refused, and where the checkpoint of a CPU brings it, it is lists, too.
 
     `capturable=True` is as in `LARS`, and counts steps on the parameters' device. `differentiable` is refused.
 
@@ -62,6 +63,7 @@ class LAMB(LayerwiseOptimizer):
     tensor([3.0000, 3.5000], requires_grad=True)
     """
 
+    _fused_step_type = FusedLamb
     _clip_factor: Tensor | None = None  # of the step in progress
 
     def __init__(
@@ -126,9 +128,6 @@ class LAMB(LayerwiseOptimizer):
             )
         super().add_param_group(param_group)
 
-    def _new_fused(self) -> FusedLamb:
-        return FusedLamb()
-
     def _before_updates(self) -> None:
         # Any group has it: `add_param_group` refuses a bound that is not the optimizer's.
         bound = self.param_groups[0]["max_grad_norm"]
@@ -170,7 +169,7 @@ class LAMB(LayerwiseOptimizer):
             clip_factor = clip_factor.to(params[0].device)
         for some_grads, means, squares in in_blocks(grads, *self.state_lists(params, "exp_avg", "exp_avg_sq")):
             moments_(some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling)
-        return [self._next_step(param, group["capturable"]) for param in params]
+        return self._next_steps(params, group["capturable"])
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         lr, scaling = lr_of(group, params[0].device), self._scaling
@@ -205,21 +204,25 @@ class LAMB(LayerwiseOptimizer):
             if some_copies:
                 torch._foreach_copy_(some_copies[0], some_params)
 
-    def _next_step(self, param: Tensor, capturable: bool) -> float | Tensor:
-        """Count this step, unless it is skipped; return the count as `_corrections` takes it."""
-        state, found_inf = self.state[param], self._scaling.found_inf
-        if "step" not in state:
-            # On the CPU wherever the parameter is, so that reading it waits for nothing.
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        if found_inf is None and not capturable:
-            state["step"] += 1
-            return _count(state["step"], param.device)
-        # The host does not know whether this step is skipped, so the count moves to where `found_inf` is read.
-        if state["step"].device != param.device:
-            state["step"] = state["step"].to(param.device, non_blocking=True)
-        state["step"] += 1 if found_inf is None else (found_inf <= 0).to(torch.float32)
+    def _next_steps(self, params: list[Tensor], capturable: bool) -> list[Any]:
+        """Count this step, unless it is skipped; return the counts as `_corrections` takes them."""
+        device, found_inf = params[0].device, self._scaling.found_inf
+        reads_on_host = found_inf is None and not capturable
+        for state in (states := [self.state[param] for param in params]):
+            if "step" not in state:
+                # Where it is read: on the CPU, wherever the parameter is, that waits for nothing.
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if reads_on_host else device)
+            elif not reads_on_host and state["step"].device != device:
+                # The host does not know whether this step is skipped, so the count moves to where `found_inf` is read.
+                state["step"] = state["step"].to(device, non_blocking=True)
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1 if found_inf is None else [(found_inf <= 0).to(steps[0])] * len(steps))
+        if reads_on_host:
+            return [_count(step, device) for step in steps]
         # A skipped first step divides by 1 - beta ** 0; nothing comes of it, and nothing is written.
-        return state["step"].to(torch.float64)
+        wide = torch.empty(len(steps), dtype=torch.float64, device=device).unbind()
+        torch._foreach_copy_(wide, steps)
+        return list(wide)
 
 
 def moments_(
@@ -327,13 +330,24 @@ def _count(step: Tensor, device: torch.device) -> float | Tensor:
 
 
 def _corrections(steps: list[Any], group: dict[str, Any]) -> list[Any]:
-    return [1 - group["betas"][0] ** step if group["bias_correction"] else 1.0 for step in steps]
+    return _one_minus_powers(group["betas"][0], steps) if group["bias_correction"] else [1.0] * len(steps)
+
+
+def _one_minus_powers(beta: float, steps: list[Any]) -> list[Any]:
+    if not isinstance(steps[0], Tensor):
+        return [1 - beta**step for step in steps]
+    powers = torch._foreach_pow(beta, steps)
+    torch._foreach_sub_(powers, 1)
+    torch._foreach_neg_(powers)
+    return list(powers)
 
 
 def _denominators(exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]) -> list[Tensor]:
     # sqrt(V) + eps. The correction is divided out after the root, as in torch.optim.AdamW, for the same bits.
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:
-        torch._foreach_div_(denominators, [(1 - group["betas"][1] ** step) ** 0.5 for step in steps])
+        squares = _one_minus_powers(group["betas"][1], steps)
+        roots = torch._foreach_sqrt(squares) if isinstance(steps[0], Tensor) else [square**0.5 for square in squares]
+        torch._foreach_div_(denominators, roots)
     torch._foreach_add_(denominators, group["eps"])
     return denominators

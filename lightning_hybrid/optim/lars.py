@@ -104,6 +104,8 @@ class LARS(LayerwiseOptimizer, OrthogonalStep):
     tensor([3.0000, 3.5000], requires_grad=True)
     """
 
+    _fused_step_type = FusedLars
+
     def __init__(
         self,
         params: Any,
@@ -215,9 +217,6 @@ class LARS(LayerwiseOptimizer, OrthogonalStep):
             # From the weights as they are stored: after a skipped step this writes what was there.
             if some_copies is not None:
                 torch._foreach_copy_(some_copies, some_params)
-
-    def _new_fused(self) -> FusedLars:
-        return FusedLars()
 
 
 def lars_vectors(

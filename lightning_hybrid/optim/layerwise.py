@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.dtensor import ShardSums, check_placements, has_dtensors, local_shards
-from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
 from lightning_hybrid.optim.fused.step import FusedStep
 from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
 from lightning_hybrid.optim.gradients import dense_gradients, is_together, param_name, state_dtype
@@ -56,6 +55,7 @@ class LayerwiseOptimizer(Optimizer):
     add_up_: Callable[[Tensor], None]
     last_found_inf: Tensor | None = None
     shard_sums: ShardSums | None = None  # of a step on shards of DTensors, see `dtensor.local_shards`
+    _fused_step_type: type[FusedStep]
     _scaling = GradScaling()  # of the step in progress
     _part_norms: Mapping[Tensor, list[Tensor]] = {}  # in it, of whole tensors, of which a parameter is a part
 
@@ -96,7 +96,7 @@ class LayerwiseOptimizer(Optimizer):
             require_choice(name, group[name], (True, False), why)
         for name, why in (
             ("foreach", "None is one tensor at a time on the CPU, else lists"),
-            ("fused", "True is few passes over memory for the whole model, None that on CUDA"),
+            ("fused", "True is few passes over memory for the whole model, None that on CUDA where there are kernels"),
         ):
             require_choice(name, group[name], (None, True, False), why)
         if group["fused"] and group["foreach"]:
@@ -149,11 +149,11 @@ class LayerwiseOptimizer(Optimizer):
                     "float64: the trust ratio is a quotient of real norms. Give this parameter to another optimizer, "
                     "or store a complex one as its `torch.view_as_real`."
                 )
-            if common and param.device.type not in FUSED_DEVICES:
+            if common and param.device.type not in (devices := self._fused_step_type.devices):
                 self.param_groups.pop()
                 raise ValueError(
-                    f"`fused` (=True) needs parameters on {' or '.join(FUSED_DEVICES)}, not on `{param.device}`: there "
-                    "are no kernels for it. Use foreach=True, or torch.compile(optimizer.step)."
+                    f"`fused` (=True) needs parameters on {' or '.join(devices)}, not on `{param.device}`: there "
+                    f"{type(self).__name__} has no kernels. Use fused=None, or torch.compile(optimizer.step)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -304,28 +304,24 @@ class LayerwiseOptimizer(Optimizer):
 
     def _is_fused(self) -> bool:
         # Not where None chose the fused step: a default must not change what GradScaler sees.
-        types = {param.device.type for group in self.param_groups for param in group["params"]}
-        is_asked_for = bool(self.param_groups) and bool(self.param_groups[0]["fused"])
-        return is_asked_for and all(has_kernels(device_type) for device_type in types)
+        params = [param for group in self.param_groups for param in group["params"]]
+        return bool(params) and bool(self.param_groups[0]["fused"]) and self._fused_step_type.has_engines(params)
 
     def _asks_for_fused(self) -> bool:
         # None means on CUDA, unless `foreach` or `capturable` is set.
         if not self.param_groups or (fused := self.param_groups[0]["fused"]) is not None:
             return bool(self.param_groups) and fused
-        return all(
+        return "cuda" in self._fused_step_type.devices and all(
             group["foreach"] is None and not group["capturable"] and all(param.is_cuda for param in group["params"])
             for group in self.param_groups
         )
-
-    def _new_fused(self) -> FusedStep:
-        raise NotImplementedError
 
     def _fused_step(self, is_checked: bool) -> bool:
         if not self._asks_for_fused():
             return False
         # Made here and not in __init__: it holds addresses, and a copied or unpickled optimizer needs its own.
         if "_fused" not in self.__dict__:
-            self._fused = self._new_fused()
+            self._fused = self._fused_step_type()
         scaling = self._fused.step(self, self._scaling, is_checked=is_checked)
         if scaling is not None:
             self.last_found_inf = scaling.found_inf

@@ -183,9 +183,12 @@ class CommSetupMixin:
                 dist.destroy_process_group(group)
 
     def _note_plan(self, plan: CommPlan) -> None:
-        self.communication_plan = plan.describe(self._topology, on_cuda=self.root_device.type == "cuda")
+        on_cuda = self.root_device.type == "cuda"
+        self.communication_plan = plan.describe(self._topology, on_cuda=on_cuda)
         if self._bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
+        if on_cuda and (self._shares_update or plan.algorithms(self._topology, on_cuda=True) != ("flat",)):
+            self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:

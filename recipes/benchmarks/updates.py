@@ -230,9 +230,10 @@ def markdown(rows: Sequence[UpdateRow]) -> str:
     return markdown_table(HEADER, lines)
 
 
-FLOOR_BYTES = {"sgd_fused_fp32": 20, "lars_fused": 22, "adamw_fused_fp32": 28, "lamb_fused": 42}
+FLOOR_BYTES = {"sgd_fused_fp32": 20, "lars_fused": 22, "adamw_fused_fp32": 28, "lamb": 42, "lamb_fused": 42}
 """Bytes per parameter that the passes of an arm read and write. SGD reads g, w, v and writes w, v. LARS reads half
-gradients twice, once for norms, and w, v; it writes w, v and the half copy. LAMB reads w, m, v once more."""
+gradients twice, once for norms, and w, v; it writes w, v and the half copy. LAMB reads w, m, v once more, and by
+lists, which are all that it has on CUDA, more than is counted here."""
 
 
 def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:

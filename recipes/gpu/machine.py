@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_hybrid.callbacks.run_report.environment import code_state
 
@@ -35,14 +36,30 @@ def gpu_environment(root: Path) -> dict[str, Any]:
     found |= {package: _version(package) for package in PACKAGES} | {"torch": torch.__version__}
     code = code_state(root) or {}
     found |= {"cuda": torch.version.cuda, "commit": code.get("commit"), "has_changes": code.get("is_dirty")}
+    found["nccl_made_by"] = nccl_made_by()
     if torch.cuda.is_available():
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found["cudnn"] = torch.backends.cudnn.version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         found["gpus"] = [f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in devices]
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     return found
+
+
+def nccl_made_by() -> str | None:
+    """Return what makes a group of `"nccl"` in this torch: a class, or the function that makes one of several.
+
+    >>> nccl_made_by() in (None, "ProcessGroupNCCL", "_create_nccl_process_group", "_create_nccl2_process_group")
+    True
+    """
+    if not dist.is_nccl_available():
+        return None
+    # From torch 2.14 on it is registered when first asked for, by TORCH_DIST_USE_NCCL2 as it is then.
+    if hasattr(dist.Backend, "_ensure_backend_registered"):
+        dist.Backend._ensure_backend_registered("nccl")
+    plugin = dist.Backend._plugins.get("NCCL")
+    return "ProcessGroupNCCL" if plugin is None else plugin.creator_fn.__name__
 
 
 def _version(package: str) -> str | None:

@@ -167,7 +167,7 @@ def _short(filename: str) -> str:
 
 
 def who_waits(given: Given) -> Details:
-    """Check that in three steps with kernels no line of the library waits for the device; list all that do."""
+    """Check that in three steps no line of the library waits for the device; list all that do."""
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
         watch = _Watches(given)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.dtensor import ShardSums
-from lightning_hybrid.optim.fused.availability import has_kernels
+from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
 from lightning_hybrid.optim.fused.block_sums import BlockSums, add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
@@ -36,7 +36,7 @@ class Stepped(Protocol):
 
 
 class Engine(Protocol):
-    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` and `cuda.lamb` on CUDA."""
+    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` on CUDA."""
 
     block_sums: BlockSums | None  # what is added over ranks before an update; None: no tensor is a part
 
@@ -75,6 +75,8 @@ class TensorGroup:
 class FusedStep:
     """The state of an optimizer between fused steps: its tensors by tensor group, each with an engine. Abstract."""
 
+    devices: ClassVar[tuple[str, ...]] = FUSED_DEVICES  # types of those that have engines
+
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
         """Return the options of a parameter group that are compiled into its kernels."""
         raise NotImplementedError
@@ -90,6 +92,11 @@ class FusedStep:
     def is_needed(self, group: dict[str, Any]) -> bool:
         """Whether the rule needs the norms of gradients of the group, even if nothing looks for inf and nan."""
         raise NotImplementedError
+
+    @classmethod
+    def has_engines(cls, params: Iterable[Tensor]) -> bool:
+        """Whether all parameters are where the rule has engines; warns once where they cannot be built."""
+        return all(one in cls.devices and has_kernels(one) for one in {param.device.type for param in params})
 
     def before_update(self, optimizer: Stepped, scaling: GradScaling) -> GradScaling:
         """Return the scaling of the update, once all norms are there."""
@@ -177,7 +184,7 @@ class FusedStep:
         return [parts, *groups, *(None if grad is None else grad.dtype for grad in grads)]
 
     def _sort(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
-        if not all(has_kernels(device_type) for device_type in {param.device.type for param in params}):
+        if not self.has_engines(params):
             return False
         found: dict[Any, TensorGroup] = {}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
@@ -246,7 +253,9 @@ class FusedLars(FusedStep):
 
 
 class FusedLamb(FusedStep):
-    """The fused step of LAMB; its state are both moments and the step counts."""
+    """The fused step of LAMB on the CPU; its state are both moments and the step counts."""
+
+    devices = ("cpu", "meta")
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
         """Return nothing: LAMB compiles no option in."""
@@ -262,24 +271,18 @@ class FusedLamb(FusedStep):
 
     def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
         """Make the engine; see `FusedStep`."""
-        device = tensors.params[0].device
-        # The passes count on the tensors' device; a state that the lists have left is on the CPU.
         for param in tensors.params:
             state = optimizer.state[param]
-            state["step"] = state.get("step", torch.zeros(())).to(device, torch.float32)
+            # A state that the lists have left on a GPU.
+            state["step"] = state.get("step", torch.zeros(())).to("cpu", torch.float32)
         states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
-        lists = (tensors.params, states, tensors.copies)
-        if device.type == "cpu":
-            return NativeLamb(*lists, grad_dtype, parts=tensors.parts)
-        from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb  # needs triton
-
-        return KernelLamb(*lists, grad_dtype, parts=tensors.parts)
+        return NativeLamb(tensors.params, states, tensors.copies, grad_dtype, parts=tensors.parts)
 
     def before_update(self, optimizer: Stepped, scaling: GradScaling) -> GradScaling:
         """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound; take them into the moments."""
         for_moments = self._bounded(scaling)
         for tensors in self._tensor_groups:
-            tensors.engine.moments(tensors.options, for_moments.to(tensors.params[0].device))
+            tensors.engine.moments(tensors.options, for_moments.to(torch.device("cpu")))
         # |u| is known from here on, of whole tensors after one more sum over ranks.
         if optimizer.parts and self._tensor_groups:
             self.add_over_ranks(optimizer, None)
@@ -289,8 +292,7 @@ class FusedLamb(FusedStep):
         bound = self._tensor_groups[0].groups[0]["max_grad_norm"] if self._tensor_groups else None
         if bound is None:
             return scaling
-        squares = [tensors.engine.grad_squares() for tensors in self._tensor_groups]
-        norm = torch.stack([one.to(squares[0].device, non_blocking=True) for one in squares]).sum().sqrt()
+        norm = torch.stack([tensors.engine.grad_squares() for tensors in self._tensor_groups]).sum().sqrt()
         inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
         # As a part of the inverse scale the bound costs no pass of its own.
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)

@@ -22,6 +22,7 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, choose_plan
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
+from lightning_hybrid.strategy.comm_setup import CommSetupMixin
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")
 
@@ -152,6 +153,25 @@ def test_on_cuda_auto_is_flat_on_any_number_of_nodes(ranks_per_node):
     assert CommPlan().algorithms(topology, on_cuda=True) == ("flat",)
     named = CommPlan(algorithm="hierarchical")
     assert named.algorithms(topology, on_cuda=True) == ("hierarchical",)
+
+
+@pytest.mark.parametrize(
+    ("device", "algorithm", "shares_update", "is_said"),
+    [
+        ("cuda", "auto", False, False),
+        ("cuda", "two_level", False, True),
+        ("cuda", "auto", True, True),
+        ("cpu", "two_level", True, False),
+    ],
+)
+def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_it(
+    device, algorithm, shares_update, is_said
+):
+    topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
+    setup = SimpleNamespace(root_device=torch.device(device), _topology=topology, _bucket_hook=None)
+    setup._shares_update = shares_update
+    CommSetupMixin._note_plan(setup, CommPlan(algorithm=algorithm))
+    assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
 
 
 @pytest.mark.parametrize(

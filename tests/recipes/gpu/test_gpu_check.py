@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from recipes import gpu_check
 from recipes.gpu import runner, suite, waits, worlds
@@ -178,6 +179,18 @@ def test_what_was_found_is_written_at_once_and_a_second_start_goes_on_where_the_
         monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root, other=other: clean | other)
         gpu_check.main(command)
         assert len(written) == 3
+
+
+def test_what_makes_the_groups_of_nccl_is_recorded(monkeypatch):
+    """Which of two, in a torch that has two, the variable decides."""
+    found = {}
+    for value in ("0", "1"):
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
+        monkeypatch.setattr(dist.Backend, "_plugins", {})
+        found[value] = gpu_check.machine.gpu_environment(ROOT)["nccl_made_by"]
+    has_two = hasattr(dist, "ProcessGroupNCCL2")
+    assert has_two is ("nccl2" in str(found["1"])) is (found["0"] != found["1"])
+    assert (found["0"] is None) is not dist.is_nccl_available()
 
 
 def test_the_named_files_are_those_with_gpu_tests():

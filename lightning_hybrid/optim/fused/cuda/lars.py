@@ -26,11 +26,16 @@ _DTYPES = {
 }
 
 
-class KernelEngine:
-    """The base of both rules: tables of addresses of one tensor group on one device, and the launch of the norms.
+class KernelLars:
+    """The step of LARS for one tensor group on one device: tables of addresses, and the launches.
 
-    `chunk` is the number of elements per program, a power of two. Each launch is under `current`. `parts` is empty, or
-    has the part of each tensor: then the sums that count are those in `block_sums`.
+        norms()     `norms`
+        update()    `finalize`, `lars_update`
+
+    Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
+    addresses. The host waits for nothing, and compares addresses only. Each launch is under `current`. `chunk` is the
+    number of elements per program, a power of two. `parts` is empty, or has the part of each tensor: then the sums that
+    count are those in `block_sums`.
     """
 
     block_sums: BlockSums | None = None
@@ -43,11 +48,13 @@ class KernelEngine:
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
         *,
-        num_numbers: int,
-        chunk: int,
+        is_joint: bool,
+        chunk: int = 4096,
         parts: Sequence[Part | None] = (),
     ) -> None:
-        self._views = ContiguousViews(params, *states, copies)
+        buffers = states[0] if states else []
+        self._is_joint, self._has_momentum = is_joint, bool(buffers)
+        self._views = ContiguousViews(params, buffers, copies)
         dense = self._views.dense
         device, weight = params[0].device, params[0].dtype
         state = torch.promote_types(weight, torch.float32)
@@ -70,7 +77,7 @@ class KernelEngine:
         # What is added up: the sums of the chunks here, or of all that ranks hold together.
         self._first_chunk = table_of(firsts, torch.int32, device)
         self._added_counts = (len(params), firsts[-1])
-        self._numbers = torch.zeros(len(params), num_numbers, dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(len(params), lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
         self._device = device
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._ignored = torch.zeros((), device=device)  # takes the flag of a step that is not checked
@@ -107,67 +114,25 @@ class KernelEngine:
         """Whether a tensor is no longer at the address it had when this was built."""
         return self._views.have_moved()
 
-    def _norms(self, options: OptionTable, scaling: GradScaling, *, is_joint: bool, has_weight_sums: bool) -> Tensor:
-        found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
-        self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
-        # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
-        if self._grid[0]:  # CUDA refuses an empty grid
-            lars_kernels.norms[self._grid](
-                *(self._pointers[0], self._grad_pointers, *self._chunks),
-                *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),
-                IS_JOINT=is_joint,
-                HAS_WEIGHT_SUMS=has_weight_sums,
-                **self._common,
-                **self._of_grads,
-            )
-        return found_inf
-
-    def _load(self, grads: Sequence[Tensor]) -> None:
-        places = self._views.load(grads)
-        if places == self._grad_addresses:
-            return
-        if is_capturing():
-            raise RuntimeError(
-                "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
-                "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
-                "step on them before the capture; or set fused=False."
-            )
-        to_device_(self._grad_pointers, torch.tensor(places))
-        self._grad_addresses = places
-
-
-class KernelLars(KernelEngine):
-    """The step of LARS.
-
-        norms()     `norms`
-        update()    `finalize`, `lars_update`
-
-    Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
-    addresses. The host waits for nothing, and compares addresses only.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        copies: Sequence[Tensor],
-        grad_dtype: torch.dtype,
-        *,
-        is_joint: bool,
-        chunk: int = 4096,
-        parts: Sequence[Part | None] = (),
-    ) -> None:
-        buffers, sizes = states[0] if states else [], {"num_numbers": lars_kernels.NUM_LARS, "chunk": chunk}
-        super().__init__(params, [buffers], copies, grad_dtype, parts=parts, **sizes)
-        self._is_joint, self._has_momentum = is_joint, bool(buffers)
-
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
         """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `step.Engine`."""
+        found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
+        # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
+        self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
         with current(self._device):
             self._load(grads)
-            return self._norms(options, scaling, is_joint=self._is_joint, has_weight_sums=self._knows_weights())
+            if self._grid[0]:  # CUDA refuses an empty grid
+                lars_kernels.norms[self._grid](
+                    *(self._pointers[0], self._grad_pointers, *self._chunks),
+                    *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),
+                    IS_JOINT=self._is_joint,
+                    HAS_WEIGHT_SUMS=self._knows_weights(),
+                    **self._common,
+                    **self._of_grads,
+                )
+        return found_inf
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
         """Write the step; see `step.Engine`."""
@@ -194,6 +159,19 @@ class KernelLars(KernelEngine):
                 **self._common,
                 **self._of_grads,
             )
+
+    def _load(self, grads: Sequence[Tensor]) -> None:
+        places = self._views.load(grads)
+        if places == self._grad_addresses:
+            return
+        if is_capturing():
+            raise RuntimeError(
+                "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
+                "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
+                "step on them before the capture; or set fused=False."
+            )
+        to_device_(self._grad_pointers, torch.tensor(places))
+        self._grad_addresses = places
 
     def _knows_weights(self) -> bool:
         # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes

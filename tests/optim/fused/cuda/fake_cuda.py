@@ -107,10 +107,9 @@ class FakeCuda:
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """For as long, `torch.empty(..., device="cuda:1")` works and the optimizers find kernels."""
-    from lightning_hybrid.optim import lamb as lamb_module
-    from lightning_hybrid.optim import layerwise
+    from lightning_hybrid.optim import lamb
     from lightning_hybrid.optim.fused import contiguous, option_table, step
-    from lightning_hybrid.optim.fused.cuda import lamb, lamb_kernels, lars, lars_kernels
+    from lightning_hybrid.optim.fused.cuda import lars, lars_kernels
 
     register_guard()
     fake = FakeCuda()
@@ -124,21 +123,16 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return 1.0
 
     with monkeypatch.context() as patch, FakeTensorMode():
-        for module in (contiguous, lars, lamb):
+        for module in (contiguous, lars):
             patch.setattr(module, "data_ptrs", data_ptrs)
         for module in (option_table, lars):
             patch.setattr(module, "to_device_", fake.to_device_)
-        for module in (step, layerwise):
-            patch.setattr(module, "has_kernels", lambda device_type: True)
-        for module, names in ((lars_kernels, ("norms", "finalize", "lars_update")), (lamb_kernels, _OF_LAMB)):
-            for name in names:
-                patch.setattr(module, name, fake.kernel(name))
-        patch.setattr(lamb_module, "_count", count)
+        patch.setattr(step, "has_kernels", lambda device_type: True)
+        for name in ("norms", "finalize", "lars_update"):
+            patch.setattr(lars_kernels, name, fake.kernel(name))
+        patch.setattr(lamb, "_count", count)
         patch.setattr(torch.cuda, "device", fake.device)
         yield fake
-
-
-_OF_LAMB = ("count", "moments", "rates", "lamb_update")
 
 
 def parameter(*shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:

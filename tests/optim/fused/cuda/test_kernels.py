@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
+from lightning_hybrid.optim import LARS, WarmupPolynomialDecay
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused import step as fused_step
 from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
@@ -50,17 +50,6 @@ def _kernels_for_cpu_tensors(monkeypatch):
         return KernelLars(tensors.params, states, tensors.copies, grad_dtype, is_joint=tensors.flags[1], chunk=64)
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
-    monkeypatch.setattr(fused_step.FusedLamb, "engine_of", functools.partialmethod(lamb_engine, chunk=64))
-
-
-def lamb_engine(self, tensors, optimizer, grad_dtype, chunk=4096):
-    from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb
-
-    states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq")
-    for param in tensors.params:
-        optimizer.state[param].setdefault("step", torch.zeros((), device=param.device))
-    steps = [optimizer.state[param]["step"] for param in tensors.params]
-    return KernelLamb(tensors.params, [*states, steps], tensors.copies, grad_dtype, chunk=chunk)
 
 
 def parameters(device, dtype=torch.float32, shapes=None):
@@ -261,39 +250,6 @@ def test_state_goes_from_path_to_path(device):
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"bias_correction": False, "trust_clip": 0.5}, {"max_grad_norm": 3.0, "betas": (0.0, 0.9), "maximize": True}],
-    ids=str,
-)
-def test_the_kernels_of_lamb_are_the_rule(device, options, dtype):
-    """Beside the loop; in the third step an overflow, which must change nothing, counts included."""
-    params = parameters(device, dtype)
-    others = clones_of(params)
-    rule = {"lr": 0.1, "weight_decay": 0.01, "excluded_lr_mult": 0.5, **options}
-    ours, theirs = (LAMB(groups_of(own), **rule, **path) for own, path in ((params, KERNELS), (others, LOOP)))
-    ours.copies = {param: param.detach().half() for param in params}
-    for step in range(5):
-        give_grads(params, others, step, 1024.0, dtype)
-        if step == 2:
-            params[0].grad.view(-1)[0] = torch.nan
-        before = copy.deepcopy([params, ours.state_dict()["state"]])
-        ours.grad_scale = torch.tensor(1024.0, device=device)
-        ours.step()
-        assert ours.last_found_inf.item() == (step == 2)
-        if step == 2:
-            assert all(torch.equal(old, new) for old, new in zip(before[0], params, strict=True))
-            for key, entry in before[1].items():
-                assert all(torch.equal(old, ours.state_dict()["state"][key][name]) for name, old in entry.items())
-        else:
-            theirs.step()
-        assert all(torch.equal(copy_, param.half()) for param, copy_ in ours.copies.items())
-    assert_close(params, others, 2e-6 if dtype is torch.float32 else 1e-12)
-    assert {entry["step"].item() for entry in ours.state.values()} == {4.0}
-
-
-@on_devices
 def test_layouts_missing_gradients_and_moved_memory(device):
     """Channels last, a transposed gradient, an expanded one, two off any alignment, a weight with gaps in memory.
 
@@ -322,15 +278,14 @@ def test_layouts_missing_gradients_and_moved_memory(device):
 
 
 @on_devices
-@pytest.mark.parametrize("rule", [LARS, LAMB])
-def test_a_gradient_off_alignment_is_stepped_as_any_other(device, rule):
+def test_a_gradient_off_alignment_is_stepped_as_any_other(device):
     """Half-precision ones, as DDP packs them behind a bias of three elements; and weights off alignment."""
     ends = []
     for offset in (0, 3):
         params = parameters(device)
         memory = torch.empty(3 + params[0].numel(), device=device)
         params[0].data = memory[offset:][: params[0].numel()].copy_(params[0].data.view(-1)).view_as(params[0])
-        optimizer = rule(params, lr=0.1, weight_decay=0.01, fused=True)
+        optimizer = LARS(params, lr=0.1, weight_decay=0.01, fused=True)
         optimizer.copies = {param: param.detach().half() for param in params}
         for step in range(3):
             give_grads(params, clones_of(params), step, 1024.0, torch.float16)
@@ -353,26 +308,16 @@ def test_the_first_kernel_that_is_tried_can_be_launched(device, monkeypatch):
 
 
 @on_devices
-@pytest.mark.parametrize("rule", [LARS, LAMB])
-def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(rule, device, monkeypatch):
+def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(device, monkeypatch):
     """Two ranks in turns, each with a part of a tensor; the second of three steps has an inf in the part of one."""
-    from lightning_hybrid.optim.fused.cuda.lamb import KernelLamb
     from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
-    def lars_engine(self, tensors, optimizer, grad_dtype):
+    def engine_of(self, tensors, optimizer, grad_dtype):
         states = optimizer.state_lists(tensors.params, "momentum_buffer")
         return KernelLars(tensors.params, states, tensors.copies, grad_dtype, is_joint=True, parts=tensors.parts)
 
-    def lamb_engine(self, tensors, optimizer, grad_dtype):
-        for param in tensors.params:
-            optimizer.state[param].setdefault("step", torch.zeros((), device=param.device))
-        states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
-        return KernelLamb(tensors.params, states, tensors.copies, grad_dtype, parts=tensors.parts)
-
-    monkeypatch.setattr(fused_step.FusedLars, "engine_of", lars_engine)
-    monkeypatch.setattr(fused_step.FusedLamb, "engine_of", lamb_engine)
+    monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
     assert BLOCK % 4096 == 0  # their chunk
-    options = {LARS: {"lr": 2.0, "denominator": "joint"}, LAMB: {"lr": 0.1, "max_grad_norm": 1.0}}[rule]
     whole, small = 2 * BLOCK + 300, 5
     grads = [normals(numel, seed=9 + numel, dtype=torch.float32).to(device) for numel in (whole, small)]
     steps = [(torch.float16, 64.0, None), (torch.float16, 64.0, BLOCK + 3), (torch.float16, 64.0, None)]
@@ -382,7 +327,7 @@ def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(rule, device, monke
         if add_up_ is not None:
             params[0] = nn.Parameter(params[0].detach()[begin:end].clone())
             params[0].grad_dtype = None
-        optimizer = rule(params, weight_decay=0.1, fused=True, **options)
+        optimizer = LARS(params, lr=2.0, weight_decay=0.1, denominator="joint", fused=True)
         optimizer.copies = {param: param.detach().half() for param in params}
         if add_up_ is not None:
             optimizer.parts, optimizer.add_up_ = {params[0]: Part(numel=whole, begin=begin, end=end)}, add_up_
@@ -441,15 +386,11 @@ def test_finalize_makes_the_coefficients(device):
 
 
 @on_devices
-@pytest.mark.parametrize(
-    "options", [{"rule": LARS, "lr": 4.0}, {"rule": LAMB, "lr": 0.1, "max_grad_norm": 0.5}], ids=str
-)
-def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device, options):
+def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device):
     """The other rank holds the same elements; a tensor of which this rank has none is in the way."""
-    rule, options = options["rule"], {name: value for name, value in options.items() if name != "rule"}
     halves = parameters(device, shapes=[(33, 7), (0,), (5,), (64,), (65,)])
     wholes = [nn.Parameter(torch.cat([half.detach().cpu()] * 2)) for half in halves]
-    ours, theirs = rule(halves, **options, **KERNELS), rule(wholes, **options, **LOOP)
+    ours, theirs = LARS(halves, lr=4.0, **KERNELS), LARS(wholes, lr=4.0, **LOOP)
     ours.shard_sums = TwoEqualHalves()
     for step in range(3):
         set_grads(wholes, step)

@@ -11,11 +11,11 @@ from lightning_hybrid.optim.fused import availability
 from tests.optim.fused.cuda.test_kernels import assert_close, clones_of, groups_of, parameters, triton
 from tests.optim.test_lars import set_grads
 
-TENSORS = ("weights", "grads", "buffers", "firsts", "seconds", "copies", "numels", "steps")
+TENSORS = ("weights", "grads", "buffers", "copies", "numels")
 TYPES = {
     **dict.fromkeys(TENSORS, "*i64"),
     **dict.fromkeys(("tensor_of", "index_of", "first_chunk"), "*i32"),
-    **dict.fromkeys(("options", "lrs", "numbers", "rates"), "*fp64"),
+    **dict.fromkeys(("options", "lrs", "numbers"), "*fp64"),
     **dict.fromkeys(("inverse_scale", "found_inf", "sums"), "*fp32"),
     **dict.fromkeys(("num_tensors", "num_chunks"), "i32"),
 }
@@ -45,16 +45,12 @@ def compiled(tmp_path, monkeypatch):
     return compiled
 
 
-# Of 16 elements of each thread: w, v and m of 4 bytes, g and the copy of 2. First where all tensors of a chunk are
+# Of 16 elements of each thread: w and v of 4 bytes, g and the copy of 2. First where all tensors of a chunk are
 # aligned, then where the gradient alone is not: all others are still loaded and stored 16 bytes at once.
 WIDE = {
-    "kernels.norms": [(4 + 2, 0), (4, 0)],
-    "kernels.finalize": [],
-    "kernels.lars_update": [(4 + 4 + 2, 4 + 4 + 2), (4 + 4, 4 + 4 + 2)],
-    "lamb_kernels.count": [],
-    "lamb_kernels.moments": [(4 + 4 + 4 + 2, 4 + 4), (4 + 4 + 4, 4 + 4)],
-    "lamb_kernels.rates": [],
-    "lamb_kernels.lamb_update": [(4 + 4 + 4, 4 + 2)],  # has no gradient
+    "norms": [(4 + 2, 0), (4, 0)],
+    "finalize": [],
+    "lars_update": [(4 + 4 + 2, 4 + 4 + 2), (4 + 4, 4 + 4 + 2)],
 }
 
 
@@ -65,11 +61,10 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability, compiled):
     """Without a GPU: to PTX, and that to machine code."""
-    from lightning_hybrid.optim.fused.cuda import lamb_kernels, lars_kernels
+    from lightning_hybrid.optim.fused.cuda import lars_kernels
 
     tl = triton.language
-    module, _, function = name.partition(".")
-    kernel = getattr({"kernels": lars_kernels, "lamb_kernels": lamb_kernels}[module], function)
+    kernel = getattr(lars_kernels, name)
     ptx = compiled(kernel, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == sum(loads for loads, _ in WIDE[name])
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == sum(stores for _, stores in WIDE[name])
@@ -77,7 +72,7 @@ def test_the_kernels_compile_for_gpus_and_move_16_bytes_at_once(name, capability
     narrow = 16 * max(0, len(WIDE[name]) - 1) + (16 if "grads" in kernel.arg_names else 0)
     assert len(re.findall(r"ld\.global\.b16", ptx)) == narrow
     assert not re.search(r"ld\.global\.v2\.b", ptx)
-    if function.endswith("_update") and capability == 90:  # to nearest: the interpreter cannot show it
+    if name == "lars_update" and capability == 90:  # to nearest: the interpreter cannot show it
         assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, COPY=tl.bfloat16))
 
 
