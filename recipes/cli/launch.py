@@ -17,6 +17,7 @@ import gc
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -226,8 +227,12 @@ def finish(exit_code: int) -> None:
     wandb: Any = sys.modules.get("wandb")
     if wandb is None:
         return
+    folder = getattr(getattr(wandb, "run", None), "dir", None)
     try:
         wandb.finish(exit_code=exit_code)
+        if folder is not None and os.path.isdir(folder):
+            with tempfile.TemporaryFile(dir=folder) as probe:  # from 0.31 on W&B itself says nothing of a full disk
+                probe.write(bytes(2**16))
     except OSError as error:
         rank_zero_warn(
             f"W&B's files of this run are not whole ({error.strerror}): `wandb sync` will send what is there. "

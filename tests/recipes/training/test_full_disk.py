@@ -6,6 +6,7 @@ import resource
 import sys
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,20 @@ def test_a_tracker_on_a_full_disk_hides_no_other_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
     with pytest.warns(UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"):
         launch.finish(1)
+
+
+def test_a_full_disk_that_the_tracker_does_not_mention_is_named(monkeypatch, tmp_path):
+    class Wandb:
+        run = SimpleNamespace(dir=str(tmp_path))
+        finish = staticmethod(lambda exit_code: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    launch.finish(0)
+    with (
+        no_file_beyond(0),
+        pytest.warns(UserWarning, match=r"files of this run are not whole \(File too large\)"),
+    ):
+        launch.finish(0)
 
 
 def fit_with_a_report(folder):
