@@ -64,6 +64,8 @@ Rank 1 is on host y.
     behind = [rank for rank, each in here.items() if each.num_submitted < most]
     # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
     behind = [rank for rank in behind if not here[rank].is_inside] or behind
+    # Of these, one whose bucket waits for its turn is in the step to which one without a bucket does not come.
+    behind = [rank for rank in behind if here[rank].place.startswith(IDLE)] or behind
     # One that has no bucket in flight has done its part of those that others wait for.
     busy = [rank for rank, each in here.items() if not each.place.startswith(IDLE)]
     absent = [rank for rank in busy or here if not here[rank].is_inside]

@@ -343,6 +343,7 @@ def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
 AT_TWO = RankStatus(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
 OUTSIDE = RankStatus(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
 INSIDE_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
+WAITING_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 waiting for stage `ring`", recent=("x",))
 IN_HOOK, IN_LOADER, IN_BARRIER, IN_GATHER = (
     RankStatus(num_submitted=2, order="b", place=f"{IDLE}, in {where}", recent=("x", "y"), is_inside="called" in where)
     for where in (
@@ -366,6 +367,7 @@ LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
         ([AT_TWO, LEFT, AT_TWO], "rank 1 has left"),
         ([AT_TWO, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
         ([INSIDE_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
+        ([WAITING_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
         ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
         ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
         ([OUTSIDE, OUTSIDE], "every rank answers, and none is in a collective: ranks 0, 1: bucket 1 waiting for"),
