@@ -280,11 +280,11 @@ class CommEngine:
     def _record(self, bucket: InFlightBucket) -> int | None:
         # Returns the checksum of the order that the bucket carries, if it is a step's last. A bucket whose record is
         # new gets `contents`, which are compared through the store before anything of it is sent.
-        record, several = self._order.add(bucket.plan, is_last=bucket.is_last), self.topology.world_size > 1
+        reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
+        record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
+        several = self.topology.world_size > 1
         if record is not None and several:
-            reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
-            text = f"{record}{reduction}; all so far: {self._order.value:016x}"
-            bucket.contents = f"order/{self._order.num_submitted}", text
+            bucket.contents = f"order/{self._order.num_submitted}", f"{record}; all so far: {self._order.value:016x}"
         return self._order.value if bucket.is_last and self.plan.check_order and several else None
 
     def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:

@@ -62,8 +62,8 @@ class BucketOrder:
         self._all, self._step = RollingHash(), RollingHash()
         self._known: set[int] = set()  # hashes of the beginnings of steps
 
-    def add(self, bucket: BucketPlan, *, is_last: bool) -> str | None:
-        """Append a bucket; returns its record if no step began like this before, else None.
+    def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
+        """Append a bucket, and how it is reduced; returns its record if no step began like this before, else None.
 
         >>> bucket = BucketPlan(index=0, numel=4, num_bytes=16, dtype="float32", algorithm="flat", num_chunks=1)
         >>> order = BucketOrder()
@@ -75,6 +75,7 @@ class BucketOrder:
         record = f"bucket {bucket.index} ({bucket.numel} x {bucket.dtype}, {bucket.algorithm} x {bucket.num_chunks})"
         if is_last:
             record += ", the last"
+        record += reduction
         self.num_submitted += 1
         self.recent.append(record)
         self._all.add(record)
