@@ -25,40 +25,28 @@ def strategy_on(device_type):
 
 
 @pytest.mark.parametrize(
-    ("device_type", "of_the_user", "expected"),
-    [("cuda", None, CLEAN_UP_ONLY), ("cuda", "1", "1"), ("cpu", None, None)],
+    ("name", "device_type", "of_the_user", "expected"),
+    [
+        (ERROR_HANDLING, "cuda", None, CLEAN_UP_ONLY),  # torch's watchdog aborts, and does not end the process
+        (ERROR_HANDLING, "cuda", "1", "1"),
+        (ERROR_HANDLING, "cpu", None, None),
+        (LAUNCH_ORDER, "cuda", None, "1"),  # communicators take turns in the host's order
+        (LAUNCH_ORDER, "cuda", "0", "0"),
+        (LAUNCH_ORDER, "cpu", None, None),
+    ],
 )
-def test_torchs_watchdog_may_abort_and_not_end_the_process(monkeypatch, device_type, of_the_user, expected):
+def test_what_nccl_reads_is_set_before_any_group_is_made(monkeypatch, name, device_type, of_the_user, expected):
     seen = []
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(ERROR_HANDLING)))
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(name)))
     monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
-    monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    monkeypatch.delenv(name, raising=False)
     if of_the_user is not None:
-        monkeypatch.setenv(ERROR_HANDLING, of_the_user)
+        monkeypatch.setenv(name, of_the_user)
     strategy = strategy_on(device_type)
     strategy.setup_environment()
     strategy.teardown()
     assert seen == [expected]
-    assert os.environ.get(ERROR_HANDLING) == of_the_user
-
-
-@pytest.mark.parametrize(
-    ("device_type", "of_the_user", "expected"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)]
-)
-def test_communicators_take_turns_in_the_hosts_order_before_any_is_made(
-    monkeypatch, device_type, of_the_user, expected
-):
-    seen = []
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(LAUNCH_ORDER)))
-    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
-    monkeypatch.delenv(LAUNCH_ORDER, raising=False)
-    if of_the_user is not None:
-        monkeypatch.setenv(LAUNCH_ORDER, of_the_user)
-    strategy = strategy_on(device_type)
-    strategy.setup_environment()
-    strategy.teardown()
-    assert seen == [expected]
-    assert os.environ.get(LAUNCH_ORDER) == of_the_user
+    assert os.environ.get(name) == of_the_user
 
 
 def failed_engine(device_type):
