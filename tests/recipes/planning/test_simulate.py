@@ -318,15 +318,16 @@ def checked():
 
 
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
-    """Median within 10 %, all but one within 20, of records that no parameter was fitted to; errors are as recorded."""
+    """Median within 10 %, all but one named step within 20, of records nothing was fitted to; errors as recorded."""
     content, machine = checked()
     records = [ROOT / "recipes" / path for path in content["records"]]
     assert content["fitted_to"] not in {record.name for record in records}
     found, now = emulated.check_ranking(records, machine)
     assert len(now["settings"]) >= 6
     assert now["error"]["step"]["median"] < 0.10
-    assert now["error"]["step"]["worst"] < 0.26  # 4 bits at 2 x 4
-    assert now["error"]["step"]["share_within_20_percent"] > 0.98
+    steps = [one for one in found if one.case.section == "step"]
+    missed = {(one.case.record, one.case.arm) for one in steps if abs(one.ratio - 1) >= 0.20}
+    assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}  # the one miss that is known, and said
     for section, errors in content["predictions"]["error"].items():
         assert now["error"][section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
     wrong = now["of_these_in_the_wrong_order"]
