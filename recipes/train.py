@@ -6,8 +6,8 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.callbacks import metrics as m
 from recipes.cli import launch
 from recipes.training import resume, tracking
 from recipes.training.build import build

@@ -31,13 +31,13 @@ settings.load_profile("same examples")
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "cases of each fuzz test; by default few enough for every run of the tests"
     parser.addoption("--fuzz-cases", type=int, default=None, help=help_text)
-    help_text = "on a CPU, modules move as to a GPU and back: tests/moving_device.py"
+    help_text = "on a CPU, modules move as to a GPU and back: tests/stand_in/moving_device.py"
     parser.addoption("--moving-device", action="store_true", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--moving-device"):
-        from tests import moving_device
+        from tests.stand_in import moving_device
 
         moving_device.install()
 

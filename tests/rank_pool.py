@@ -74,7 +74,7 @@ class Ranks:
 class RankPool:
     """Up to ``num_ranks`` Gloo processes on this machine, one thread each, started when first needed.
 
-    ``is_moving``: modules move there as in ``tests/moving_device.py``.
+    ``is_moving``: modules move there as in ``tests/stand_in/moving_device.py``.
     """
 
     def __init__(self, num_ranks: int, *, is_moving: bool = False) -> None:
@@ -234,7 +234,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: bool) -> None:
     """Run one function after another until the parent closes the pipe."""
     if is_moving:
-        from tests import moving_device
+        from tests.stand_in import moving_device
 
         moving_device.install()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server of forks ends with pytest

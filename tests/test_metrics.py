@@ -1,7 +1,7 @@
 """The table of metrics is complete: what is logged is explained, and the other way round."""
 
-from lightning_hybrid import metrics
-from lightning_hybrid.metrics import BUCKET_EXPOSED_S, METRICS, exposed_s_of_bucket, metric_of
+from lightning_hybrid.callbacks import metrics
+from lightning_hybrid.callbacks.metrics import BUCKET_EXPOSED_S, METRICS, exposed_s_of_bucket, metric_of
 
 
 def test_every_name_has_one_entry():

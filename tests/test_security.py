@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid import cpp_library
+from lightning_hybrid.cpp import library as cpp_library
 from tests.checkout import ROOT, tracked_files
 
 SOURCES = [*tracked_files("lightning_hybrid/*.py"), *tracked_files("recipes/*.py")]

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 # Buckets in the picture; where there are more, those that were exposed longest.

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 
 # Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs; what the module logs comes

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.run_status import run_status

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 
 
 class TimeToAccuracy(Callback):

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.optim.diagnostics import trust_ratios
@@ -25,7 +25,7 @@ from lightning_hybrid.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):
-    """Logging of what `lightning_hybrid.metrics` lists under train, comm, data, throughput and memory.
+    """Logging of what `lightning_hybrid.callbacks.metrics` lists under train, comm, data, throughput and memory.
 
     At every `log_every_n_steps`-th step, and at no other, it reads values from the device and averages the loss over
     ranks: *every rank must have this callback.* What is missing is not logged, as trust ratios without LARS or LAMB.

@@ -7,8 +7,8 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
-from lightning_hybrid.precision.fabric_plugin import FabricMasterWeightMixin
-from lightning_hybrid.strategy.fabric import FabricHybridAllReduceMixin
+from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
+from lightning_hybrid.fabric.strategy import FabricHybridAllReduceMixin
 
 
 class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa: D101

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types
-from lightning_hybrid.pipeline.arguments import blocks_of
+from lightning_hybrid.pipeline.options import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
 

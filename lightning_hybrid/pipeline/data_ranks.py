@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.pipeline.arguments import STAGES_PER_RANK, check_ranks
 from lightning_hybrid.pipeline.cut_model import CutModel
+from lightning_hybrid.pipeline.options import STAGES_PER_RANK, check_ranks
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin

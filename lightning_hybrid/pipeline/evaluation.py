@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
-from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
 
 
 def forward_through(
@@ -22,7 +22,7 @@ def forward_through(
     ranks: PipelineRanks,
     group: dist.ProcessGroup,
     device: torch.device,
-    watchdog: StageWatchdog,
+    watchdog: PipelineWatchdog,
 ) -> Tensor:
     """Send the parts of a batch through all stages; return the outputs of all of them on every rank.
 
@@ -70,7 +70,7 @@ def shared_output(
     ranks: PipelineRanks,
     group: dist.ProcessGroup,
     device: torch.device,
-    watchdog: StageWatchdog,
+    watchdog: PipelineWatchdog,
 ) -> Tensor:
     """Give every rank of a pipeline the last stage's outputs (`output` there, None elsewhere). Collective."""
     if output is None:

@@ -18,7 +18,11 @@ from lightning_hybrid.checks import require_choice
 from lightning_hybrid.comm import CommEngine, CommTrace, HookState, average_bucket
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
-from lightning_hybrid.pipeline.arguments import (
+from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
+from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
+from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
+from lightning_hybrid.pipeline.norm_clipping import clip_as_user, clip_by_norm_over_stages
+from lightning_hybrid.pipeline.options import (
     Schedule,
     blocks_of,
     check_callbacks,
@@ -28,14 +32,10 @@ from lightning_hybrid.pipeline.arguments import (
     compare_stages,
     cut_places,
 )
-from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
-from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
-from lightning_hybrid.pipeline.norm_clipping import clip_as_user, clip_by_norm_over_stages
-from lightning_hybrid.pipeline.outputs import forward_replaced, single_metrics
+from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
-from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
-from lightning_hybrid.pipeline.training import NUM_COMPARED, Stages, TrainingStep
+from lightning_hybrid.pipeline.training_step import NUM_COMPARED, Stages, TrainingStep
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
@@ -109,9 +109,9 @@ class HybridPipelineMixin(DataRanksMixin):
         assert self._stages is not None  # from setup to teardown
         return self._stages
 
-    def _new_watchdog(self) -> StageWatchdog:
+    def _new_watchdog(self) -> PipelineWatchdog:
         assert self._timeout is not None
-        return StageWatchdog(timeout=self._timeout, device=self.root_device)
+        return PipelineWatchdog(timeout=self._timeout, device=self.root_device)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class HybridPipelineMixin(DataRanksMixin):
         module, watchdog, is_fit = self.lightning_module, self._setup_watchdog, trainer.state.fn == "fit"
         assert module is not None
         assert self._timeout is not None
-        assert isinstance(watchdog, StageWatchdog)
+        assert isinstance(watchdog, PipelineWatchdog)
         if is_fit:
             check_trainer(trainer, module, self.precision_plugin.precision)
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ class HybridPipelineMixin(DataRanksMixin):
         )
 
     def _body_of(self, blocks: Sequence[nn.Module]) -> nn.Module:
-        from lightning_hybrid.pipeline.stage import StageBody  # here: it imports torch's schedules
+        from lightning_hybrid.pipeline.checked_stage import StageBody  # here: it imports torch's schedules
 
         return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
 

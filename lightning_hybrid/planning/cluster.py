@@ -12,7 +12,7 @@ from typing import Literal
 
 from lightning_hybrid.checks import require_positive, require_share, require_whole
 from lightning_hybrid.comm.bucket_layout import between_nodes_form
-from lightning_hybrid.comm.coded_plan import plan_for_codec
+from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import CommPlan, NodeShape
 from lightning_hybrid.planning.cost import Cost, Link, double_tree, halving_doubling, least_s, levels
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hybrid.comm.coded_plan import adds_up_in_nodes
+from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.node_wire import NodeWire, WireName

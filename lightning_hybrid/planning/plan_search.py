@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hybrid.comm.coded_plan import adds_up_in_nodes, plan_for_codec
+from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes, plan_for_codec
 from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.node_wire import NodeWire, bits_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_hybrid.checks import require_number, require_whole
-from lightning_hybrid.comm.coded_plan import plan_for_codec
+from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.planning.cluster import Cluster

@@ -317,7 +317,7 @@ def refuse_slices(module: nn.Module, cut: Collection[str]) -> None:
             raise ValueError(
                 f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cuts layers "
                 "itself, so that loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as it "
-                "is and name it in `node_slices`, as models/sliced.py shows."
+                "is and name it in `node_slices`, as strategy/node_slices/sliced_linear.py shows."
             )
 
 

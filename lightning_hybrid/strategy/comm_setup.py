@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
-from lightning_hybrid.comm.adasum_hook import adasum_bucket
+from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
+from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.comm.coded_plan import plan_for_codec
-from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
+from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.process_groups import own_group
 from lightning_hybrid.comm.health.abort import forget
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
@@ -31,8 +31,8 @@ from lightning_hybrid.strategy.arguments import (
     refuse_slices,
     refuse_unknown_options,
 )
-from lightning_hybrid.strategy.error_feedback import with_feedback
-from lightning_hybrid.strategy.local_sgd.settings import LocalSteps, local_steps_from
+from lightning_hybrid.strategy.feedback_state import with_feedback
+from lightning_hybrid.strategy.local_steps.settings import LocalSteps, local_steps_from
 from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
 

@@ -30,15 +30,15 @@ from lightning_hybrid.strategy.arguments import (
     user_moves_batches,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
-from lightning_hybrid.strategy.error_feedback import FeedbackMixin
 from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.feedback_state import FeedbackMixin
 from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
-from lightning_hybrid.strategy.layer_slices.strategy_mixin import SlicesMixin
-from lightning_hybrid.strategy.local_sgd.strategy_mixin import LocalSGDMixin
+from lightning_hybrid.strategy.local_steps.extension import LocalSGDMixin
+from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
-from lightning_hybrid.strategy.shared_update.refusals import shard_update_from
-from lightning_hybrid.strategy.shared_update.strategy_mixin import SharedUpdateMixin
+from lightning_hybrid.strategy.shard_update.extension import SharedUpdateMixin
+from lightning_hybrid.strategy.shard_update.refusals import shard_update_from
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
-from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
+from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.plan import MAX_BYTES
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
 from recipes.hyperparams.study import Cell, Study

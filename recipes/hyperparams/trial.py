@@ -22,8 +22,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RecalibrateBatchNorm
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.run_status import run_status
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report.environment import code_state
 from recipes.training import csv_logger
 from recipes.training.csv_logger import CSVRows

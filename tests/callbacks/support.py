@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import TrainingMetrics, time_to_accuracy, training_metrics
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import callback
 from lightning_hybrid.comm import BucketSummary, CommSummary, Traffic
 from tests import toy

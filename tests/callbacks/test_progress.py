@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks import progress, progress_bar
 from tests.callbacks.support import TWO_STEPS, Module, counting, fit
 

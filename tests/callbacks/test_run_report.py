@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from matplotlib.figure import Figure
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import RunReport
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.checkpoint.host_copy import deep_copied
 from tests import toy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import TimeToAccuracy
+from lightning_hybrid.callbacks import metrics as m
 from tests import toy
 from tests.callbacks.support import Module, fit
 

@@ -9,9 +9,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import TrainingMetrics
-from lightning_hybrid.metrics import METRICS
+from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.callbacks.metrics import METRICS
 from lightning_hybrid.optim import LARS, param_groups
 from tests import toy
 from tests.callbacks.support import TWO_STEPS, WINDOWS, Module, counting, fit

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.models import slice_exchange
-from lightning_hybrid.models.sliced import SlicedHead
-from lightning_hybrid.strategy.layer_slices.sliced_layers import cut_
+from lightning_hybrid.strategy.node_slices import slice_exchange
+from lightning_hybrid.strategy.node_slices.sliced_fit import cut_
+from lightning_hybrid.strategy.node_slices.sliced_linear import SlicedHead
 from tests import toy
 
 NUM_IMAGES, NUM_CLASSES = 6, 8

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.strategy.layer_slices.sliced_layers import cut_
+from lightning_hybrid.strategy.node_slices.sliced_fit import cut_
 from tests.netlab.cluster import Cluster
 from tests.netlab.test_bytes import TOLERANCE, bytes_sent
 

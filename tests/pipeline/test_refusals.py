@@ -18,22 +18,22 @@ from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.pipeline.arguments import (
-    blocks_of,
-    check_callbacks,
-    check_options,
-    check_ranks,
-    check_trainer,
-    cut_places,
-)
-from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.pipeline.outputs import (
+from lightning_hybrid.pipeline.microbatches import (
     Muting,
     digest_of,
     input_of_net,
     loss_in,
     microbatches,
     random_state,
+)
+from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
+from lightning_hybrid.pipeline.options import (
+    blocks_of,
+    check_callbacks,
+    check_options,
+    check_ranks,
+    check_trainer,
+    cut_places,
 )
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of

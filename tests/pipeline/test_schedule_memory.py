@@ -17,7 +17,7 @@ class CountsStages(pl.Callback):
         self.counts = []
 
     def on_train_batch_end(self, *args):
-        from lightning_hybrid.pipeline.stage import CheckedStage
+        from lightning_hybrid.pipeline.checked_stage import CheckedStage
 
         gc.collect()
         self.counts.append(sum(isinstance(one, CheckedStage) for one in gc.get_objects()))

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
-from lightning_hybrid.pipeline import training
+from lightning_hybrid.pipeline import training_step as training
 from tests import toy
 
 WIDTH = toy.NUM_FEATURES

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from matplotlib.figure import Figure
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
 from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.callbacks.run_report.environment import environment

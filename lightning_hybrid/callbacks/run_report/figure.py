@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_hybrid import metrics as m
 from lightning_hybrid.callbacks import comm_report
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
 from lightning_hybrid.comm.stats.summary import CommSummary
 

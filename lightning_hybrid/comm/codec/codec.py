@@ -14,7 +14,7 @@ from lightning_hybrid.comm.codec import block_format
 from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks_of
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
-from lightning_hybrid.cpp_library import CannotBuildError
+from lightning_hybrid.cpp.library import CannotBuildError
 
 if TYPE_CHECKING:
     from lightning_hybrid.comm.codec.error_feedback import BucketFeedback

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_hybrid.cpp_library import ADDRESS, COUNT, FLOAT_BITS, CppSource
+from lightning_hybrid.cpp.library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
 # The error of every 16th block of a message is measured: that of all would take time.
 SAMPLE_EVERY = 16

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.adasum.combine import refuse_cut_bucket
 from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
-from lightning_hybrid.comm.engine.adasum import refuse_cut_bucket
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.comm.adasum.combine import adasum_
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT, NodeExchange, between_nodes_form
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.codec import Blocks
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
-from lightning_hybrid.comm.engine.adasum import adasum_
 from lightning_hybrid.comm.engine.backend_collectives import all_gather as _all_gather
 from lightning_hybrid.comm.engine.backend_collectives import reduce_scatter as _reduce_scatter
 from lightning_hybrid.comm.engine.coded_sum import sum_coded_

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import warnings
 
-from lightning_hybrid.cpp_library import CannotBuildError
+from lightning_hybrid.cpp.library import CannotBuildError
 from lightning_hybrid.optim.fused.cpu import build
 
 # Types of device; a parameter on "meta" has yet to be moved to one.

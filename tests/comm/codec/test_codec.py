@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid import cpp_library
 from lightning_hybrid.comm.codec import codec as codecs
 from lightning_hybrid.comm.codec.block_format import BLOCK, message_bytes, most_code, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.cpp_passes import SOURCE, CppPasses
 from lightning_hybrid.comm.codec.philox import philox, random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses, hadamard
+from lightning_hybrid.cpp import library as cpp_library
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 KEY = (2**32 - 1, 9, 3, 1)

@@ -9,7 +9,7 @@ from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
-from lightning_hybrid.strategy.error_feedback import share_of_node
+from lightning_hybrid.strategy.feedback_state import share_of_node
 
 CPU = torch.device("cpu")
 NUMELS = (300, 1000)

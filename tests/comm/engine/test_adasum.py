@@ -10,13 +10,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommPlan, HookState, Topology, traffic_of
-from lightning_hybrid.comm.adasum_hook import adasum_bucket
-from lightning_hybrid.comm.engine import adasum
-from lightning_hybrid.comm.engine.adasum import refuse_odd_nodes
+from lightning_hybrid.comm.adasum import combine as adasum
+from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
+from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from tests.comm.engine.recording_cuda import CUDA, Cuda
 from tests.comm.layouts import engine_over, integers, name, reals
-from tests.optim.fused.cuda.fake_cuda import Launches
 from tests.reference.adasum import of_buckets
+from tests.stand_in.fake_cuda import Launches
 from tests.toy import error_of
 
 PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.comm.engine import adasum
+from lightning_hybrid.comm.adasum import combine as adasum
 from tests.comm.layouts import engine_over
 from tests.rank_pool import RankError
 from tests.toy import error_of

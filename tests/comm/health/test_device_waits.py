@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.health import device_waits
 from lightning_hybrid.comm.health.device_waits import DeviceWaits
-from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog
+from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.strategy import failures
 from tests.comm.engine.recording_cuda import CUDA, Cuda
 
@@ -59,7 +59,7 @@ def stalled_pipeline():
     with pytest.MonkeyPatch.context() as patch:
         cuda, aborted, errors = Cuda().installed(patch), threading.Event(), []
         patch.setattr(failures, "abort_all", lambda limit_s: aborted.set())
-        watchdog = StageWatchdog(timeout=timedelta(seconds=3), device=CUDA)
+        watchdog = PipelineWatchdog(timeout=timedelta(seconds=3), device=CUDA)
         watchdog.on_failure = errors.append
         if dist.get_rank() == 0:
             watchdog.note("stage 0, backward of micro-batch 2", is_waiting=True)

@@ -33,7 +33,7 @@ def image_of(number: int) -> bytes:
 
 
 def write_split(folder: Path, num_images: int, classes=CLASSES, first: int = 0) -> None:
-    """Images `first`, `first + 1`, ... dealt to the classes in turns."""
+    """Images `first`, `first + 1`, ... spans_by_rank to the classes in turns."""
     for number in range(first, first + num_images):
         path = folder / classes[number % len(classes)] / f"{number:05d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageBody, StageSetting, schedule_of
+from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog, waits_of_schedules
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
-from lightning_hybrid.pipeline.stage import CheckedStage, StageBody, StageSetting, schedule_of
-from lightning_hybrid.pipeline.stage_watchdog import StageWatchdog, waits_of_schedules
 from lightning_hybrid.planning.pipeline_cost import schedule_tasks
 
 FORWARD_SHARE = 1 / 3
@@ -76,7 +76,7 @@ def step_over(
     `blocks`: those of this rank, by number of stage; each returns what it is given.
     """
     group: Any = dist.new_group(list(range(dist.get_world_size())))
-    watchdog = StageWatchdog(timeout=TIMEOUT, device=torch.device("cpu"))
+    watchdog = PipelineWatchdog(timeout=TIMEOUT, device=torch.device("cpu"))
     x = given.empty("cpu").fill_(1.0)
     stages = []
     for index, block in blocks.items():

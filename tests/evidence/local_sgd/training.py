@@ -26,7 +26,7 @@ from lightning_hybrid.data.in_memory.glyphs import glyphs_split
 from lightning_hybrid.data.in_memory.loader import EvalLoader, Normalize, TrainLoader
 from lightning_hybrid.models import AlexNetBN
 from lightning_hybrid.optim import LARS, WarmupPolynomialDecay, param_groups
-from lightning_hybrid.strategy.local_sgd.outer_step import OuterStep
+from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 
 NUM_NODES, BATCH_SIZE, NUM_EPOCHS = 8, 128, 8
 NODES = Topology.from_ranks_per_node(rank=0, world_size=NUM_NODES, ranks_per_node=1)

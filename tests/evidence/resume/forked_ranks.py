@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_hybrid import DurableCheckpointIO
-from lightning_hybrid.metrics import metric_of
+from lightning_hybrid.callbacks.metrics import metric_of
 from recipes.training import build  # noqa: F401  all that a rank imports is there before it is forked
 from recipes.training.csv_logger import read_rows
 

@@ -148,7 +148,7 @@ class StepCensus(pl.Callback):
 
 def fit(arm: Arm, setting: Setting, precision: str, num_steps: int) -> tuple[list[float], int]:
     """Fit; return seconds of each step that counts, and the most memory beyond what the process had before."""
-    import lightning_hybrid.pipeline.stage  # noqa: F401  what it imports belongs to no arm
+    import lightning_hybrid.pipeline.checked_stage  # noqa: F401  what it imports belongs to no arm
 
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.data.in_memory.digits import DigitsDataModule
 from lightning_hybrid.models import AlexNetBN
 from lightning_hybrid.optim import LARS, WarmupPolynomialDecay

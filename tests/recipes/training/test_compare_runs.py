@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from recipes.training import compare_runs
 
 

@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_hybrid import metrics as m
+from lightning_hybrid.callbacks import metrics as m
 from recipes.cli import launch
 from recipes.training import resume, tracking
 from recipes.training.build import build

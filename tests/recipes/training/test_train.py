@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid.metrics import metric_of
+from lightning_hybrid.callbacks.metrics import metric_of
 from tests.programs import run_program
 from tests.recipes.training.wandb_file import runs_in
 

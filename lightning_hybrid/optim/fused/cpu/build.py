@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hybrid.cpp_library import ADDRESS, COUNT, FLOAT_BITS, CppSource
+from lightning_hybrid.cpp.library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
 PASSES = CppSource(
     files=(*(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h")), FLOAT_BITS),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid import cpp_library
+from lightning_hybrid.cpp import library as cpp_library
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused.cpu import build

@@ -1,0 +1,1 @@
+"""The strategies of `hybrid_allreduce` and their precision, for Lightning Fabric."""

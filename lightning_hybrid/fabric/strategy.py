@@ -1,0 +1,290 @@
+"""The strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
+
+Of the Trainer's strategy it leaves out what needs a trainer: tuning of the plan (the number of steps is not known), the
+timeline, prefetching, schedules that wait after a skipped step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
+from lightning_hybrid.comm import CommEngine, CommPlan, HookState
+from lightning_hybrid.comm.health.watchdog import is_of_a_collective
+from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.strategy.arguments import Planner, bucket_caps_for_ddp, refuse_what_is_not_averaged
+from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
+from lightning_hybrid.strategy.failures import FailureReportMixin, reason_of
+from lightning_hybrid.strategy.registration import register_names
+from lightning_hybrid.strategy.rendezvous import RendezvousMixin
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
+    from lightning.fabric.plugins.precision import Precision
+    from lightning.fabric.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
+    """Data-parallel training as Fabric's `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
+
+    `precision="16-true"` and `"bf16-true"` are carried out with fp32 masters. `fabric.setup` may be called for several
+    modules: each has buckets and an engine of its own. `fabric.save` adds the loss scales to a state that holds an
+    optimizer, and `fabric.load` takes them from it.
+
+    Args:
+        algorithm: `"flat"`, `"parallel_flat"`, `"hierarchical"`, `"two_level"`, or `"auto"`.
+        ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
+        bucket_bytes: size at which gradients are fused into one buffer; bytes.
+        plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
+            JSON, or a `Planner` that chooses one for each module.
+        comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
+        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only. Also `"int8"` or `"int4"`, see comm/README.md;
+            their noise is that of the sums since the run began, as Fabric counts no steps.
+        loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
+        timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
+            an error after this.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
+            start_method: as in Fabric's `DDPStrategy`.
+        **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is on unless set.
+
+    Raises:
+        ValueError: an option does not exist or a value cannot work; before any process group exists.
+
+    Source: Jia et al. 2018 (arXiv:1807.11205).
+    """
+
+    _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric
+
+    def __init__(
+        self,
+        algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto",
+        ranks_per_node: int | None = None,
+        bucket_bytes: int | None = None,
+        plan: CommPlan | Planner | str | None = None,
+        comm_dtype: str | torch.dtype | None = None,
+        comm_dtype_across_nodes: str | torch.dtype | None = None,
+        loss_scale: str | float | LossScale | None = None,
+        reduction: Literal["mean", "adasum"] = "mean",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_kwargs: Any,
+    ) -> None:
+        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
+        for_ddp = self._take_options(
+            ddp_kwargs,
+            own=inspect.signature(FabricHybridAllReduceMixin).parameters,
+            algorithm=algorithm,
+            ranks_per_node=ranks_per_node,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            comm_dtype=comm_dtype,
+            comm_dtype_across_nodes=comm_dtype_across_nodes,
+            reduction=reduction,
+            loss_scale=loss_scale,
+        )
+        self._engines: list[CommEngine] = []
+        self._modules = nn.ModuleList()  # those that were set up
+        self._wrapper_of: dict[int, DistributedDataParallel] = {}  # by `id` of a parameter that DDP averages
+        self._error_before: BaseException | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **for_ddp,
+        )
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in force."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        """Put master weights in the place of Fabric's plain half precision; leave everything else."""
+        if isinstance(precision, lightning_types("fabric.plugins.precision.HalfPrecision")):
+            scale = self._loss_scale if precision.precision == "16-true" else None
+            precision = self._precision_type(precision.precision, loss_scale=scale)
+        self._precision = precision
+
+    @property
+    def _half(self) -> FabricMasterWeightMixin | None:
+        return self.precision if isinstance(self.precision, FabricMasterWeightMixin) else None
+
+    def _set_world_ranks(self) -> None:
+        super()._set_world_ranks()
+        self._check_ranks_per_node()
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap in DDP with an engine of its own, and give every rank rank zero's masters. Collective."""
+        half = self._half
+        if half is not None:
+            half.follow_device(self.root_device)
+            half.connect_averaging(self._averages)
+        averaged, ignored = trained_parameters(module)
+        self._find_plan(module)
+        caps = bucket_caps_for_ddp(module, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
+        wrapped = DistributedDataParallel(
+            module, device_ids=self._determine_ddp_device_ids(), **(self._ddp_kwargs | caps)
+        )
+        # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
+        if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
+            assert half.masters is not None
+            half.masters.broadcast_(module, ignored)
+        engine = self._new_engine()
+        state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=module.parameters())
+        wrapped.register_comm_hook(state, self._bucket_hook)
+        if not self._engines:
+            self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
+            # A Fabric has no end but the process's, in a child of `launch(function)` as well.
+            Finalize(None, self._close_engines, exitpriority=1)
+            self._error_before = getattr(sys, "last_value", None)  # a fork of a notebook has the notebook's
+        self._engines.append(engine)
+        self._engine = engine
+        self._modules.append(module)
+        self._wrapper_of |= dict.fromkeys(averaged, wrapped)
+        return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse an optimizer that cannot work with masters; load its state as fp32."""
+        self._warn_of_reduction([optimizer])
+        if self._half is not None:
+            self._half.connect_optimizer(optimizer)
+        return optimizer
+
+    def _averages(self, parameter: Tensor) -> bool:
+        # DDP's own flag: False under `no_backward_sync`.
+        wrapper = self._wrapper_of.get(id(parameter))
+        return wrapper is None or wrapper.require_backward_grad_sync
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward; a collective that fails in it names the rank that caused it."""
+        with self._explained():
+            super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step as DDP, after checking that every trained parameter is averaged."""
+        if self.world_size > 1:
+            refuse_what_is_not_averaged(optimizer, self._wrapper_of, self._modules)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip as DDP; a norm of inf or nan is no error where a loss scale may be the cause: the step is skipped."""
+        is_scaled = self._half is not None and self._half.loss_scale is not None
+        strict = error_if_nonfinite and not is_scaled
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, strict)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save as DDP, with the loss scales next to the state of an optimizer."""
+        half = self._half
+        if half is not None and _has_optimizer(state) and (own := half.state_dict()):
+            state = {**state, _key(half): own}
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load as DDP, and the loss scales with the state of an optimizer."""
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        half = self._half
+        if half is not None and isinstance(state, dict) and _has_optimizer(state):
+            half.load_state_dict(remainder.pop(_key(half), {}))
+        return remainder
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait as DDP; a rank that does not come is named."""
+        with self._explained():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast as DDP; a rank that does not come is named."""
+        with self._explained():
+            return super().broadcast(*args, **kwargs)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce as DDP; a rank that does not come is named."""
+        with self._explained():
+            return super().all_reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather as DDP; a rank that does not come is named."""
+        with self._explained():
+            return super().all_gather(*args, **kwargs)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            watchdog = self._engine or self._setup_watchdog
+            if watchdog is not None and is_of_a_collective(error):
+                error.args = (watchdog.explain(error),)
+            raise
+
+    def _close_engines(self) -> None:
+        # What ended this process, if the interpreter has shown an error: the others get to know.
+        error = getattr(sys, "last_value", None)
+        self._end_setup_watchdog()
+        engines, self._engines, self._engine = self._engines, [], None
+        for engine in engines:
+            if error is not None and error is not self._error_before:
+                engine.abort(reason_of(error))
+            engine.close()
+
+    def teardown(self) -> None:
+        """End the engines, and give the modules their fp32 weights back."""
+        self._close_engines()
+        self._modules, self._wrapper_of = nn.ModuleList(), {}
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register `hybrid_allreduce` and the variants that `ddp` has."""
+        register_names(strategy_registry, cls)
+
+
+def _has_optimizer(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, Optimizer) for value in state.values())
+
+
+def _key(plugin: FabricMasterWeightMixin) -> str:
+    return type(plugin).__qualname__  # as the Trainer's checkpoints have it

@@ -1,0 +1,211 @@
+"""torch's pipeline stage, with what it lacks: fp32 sums, a check before each message, and a place for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lightning_hybrid.models.activation_checkpointing import checkpointed
+from lightning_hybrid.pipeline.shapes import Boundary
+from lightning_hybrid.precision.master_weights import MasterPair, sum_gradients_
+
+
+class StageBody(nn.Module):
+    """The blocks of one stage, one after the other.
+
+    Args:
+        blocks: modules, each of which takes what the one before returns.
+        checkpoint_activations: store only the input of each block, and compute its inside again in backward.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.checkpoint_activations = checkpoint_activations
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output of the last block."""
+        if x.is_leaf and x.requires_grad:  # autograd lets no block begin with an operation in place on a leaf
+            x = _Received.apply(x)
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                # A block may draw random numbers, as dropout does: the second pass has to draw the same.
+                x = checkpointed(block, x, norms=block, preserve_rng_state=True)
+            else:
+                x = block(x)
+        return x
+
+
+class _Received(torch.autograd.Function):
+    """The input of a stage as a result: the same memory, which is read by this stage alone, once per micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()  # a view of another kind would be as read-only as the leaf
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSetting:
+    """What a stage needs to know besides its module."""
+
+    index: int
+    num_stages: int
+    device: torch.device
+    group: dist.ProcessGroup
+    pairs: tuple[MasterPair, ...]  # of its half-precision parameters
+    note: Callable[..., None]  # `PipelineWatchdog.note`
+
+
+class CheckedStage(PipelineStage):
+    """A stage whose gradients of several micro-batches add up as those of accumulated batches do, bit for bit.
+
+    With half precision they are summed in fp32 and rounded once, into the last micro-batch's backward.
+
+    Args:
+        body: the module, or the module in DistributedDataParallel.
+        setting: see there.
+        given, returned: shape, dtype and layout of its input and output.
+        input_of: returns the input of a micro-batch, for the first stage.
+        draws: random numbers of a micro-batch in this stage, as a context.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        setting: StageSetting,
+        *,
+        given: Boundary,
+        returned: Boundary,
+        input_of: Callable[[int], Tensor],
+        draws: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(
+            body,
+            setting.index,
+            setting.num_stages,
+            setting.device,
+            # Without them torch would find shapes by a forward of its own. Only what gets a gradient requires one.
+            input_args=given.empty("meta", requires_grad=setting.index > 0),
+            output_args=returned.empty("meta", requires_grad=True),
+            group=setting.group,
+        )
+        self._setting, self._given, self._returned, self._input_of = setting, given, returned, input_of
+        self._draws = draws
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """Compute one micro-batch; on the first stage, of the user's input."""
+        self._note("in forward", fwd_chunk_id)
+        if self.is_first:
+            args = (self._input_of(fwd_chunk_id),)
+            self._check(self._given, args[0], f"the input of micro-batch {fwd_chunk_id}")
+        try:
+            with self._draws(fwd_chunk_id):  # activation checkpoints keep the state inside for their second pass
+                output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        except RuntimeError as error:
+            if error.__cause__ is None or "failed to run forward" not in str(error):
+                raise
+            # torch hides the user's error in one of its own: it stays itself, with the place.
+            error.__cause__.add_note(self._place("in forward", fwd_chunk_id))
+            raise error.__cause__ from None
+        self._check(self._returned, output, f"the output of stage {self.stage_index}")
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Compute one micro-batch's gradients."""
+        self._note("in backward", bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # autograd gives the input's shape and dtype
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the input of a micro-batch."""
+        self._note("waiting for the input", fwd_chunk_id, is_waiting=True)
+        self._lay_out(self.args_recv_info[fwd_chunk_id], self._given)
+        return _flat(super().get_fwd_recv_ops(fwd_chunk_id), self._given)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the gradient of a micro-batch's output."""
+        self._note("waiting for the gradient", bwd_chunk_id, is_waiting=True)
+        if not self.is_last:
+            self._lay_out(self.grad_recv_info[bwd_chunk_id], self._returned)
+        return _flat(super().get_bwd_recv_ops(bwd_chunk_id), self._returned)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the output of a micro-batch."""
+        return _flat(super().get_fwd_send_ops(fwd_chunk_id), self._returned)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the gradient of a micro-batch's input."""
+        return _flat(super().get_bwd_send_ops(bwd_chunk_id), self._given)
+
+    def _lay_out(self, infos: Sequence[Any], boundary: Boundary) -> None:
+        # torch 2.11 makes contiguous buffers, whatever the tensor that it was given. The user's input has none.
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None and not boundary.has_layout_of(buffer):
+                info.buffer = boundary.empty(self.device, requires_grad=buffer.requires_grad)
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """Run backward; sum up in fp32 the gradients of a micro-batch that is not the step's last."""
+        if last_backward:
+            for pair in self._setting.pairs:
+                pair.return_sum()
+        with torch.autocast(self._setting.device.type, enabled=False):  # as Lightning runs backward
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        if not last_backward:
+            sum_gradients_(self._setting.pairs)
+        return result
+
+    def _check(self, boundary: Boundary, tensor: Any, what: str) -> None:
+        difference = boundary.differs(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        if difference:
+            raise RuntimeError(
+                f"Shape or dtype of {what} (={difference}) must be that of the fake tensors that ran before: the next "
+                "rank would take the message for something else. A block must not choose its shapes by values."
+            )
+
+    def _note(self, what: str, microbatch: int, *, is_waiting: bool = False) -> None:
+        self._setting.note(self._place(what, microbatch), is_waiting=is_waiting)
+
+    def _place(self, what: str, microbatch: int) -> str:
+        return f"{what} of micro-batch {microbatch} on stage {self.stage_index} of {self.num_stages}"
+
+
+def _flat(ops: list[dist.P2POp], boundary: Boundary) -> list[dist.P2POp]:
+    for op in ops:
+        op.tensor = boundary.message(op.tensor)
+    return ops
+
+
+def schedule_of(
+    name: str, stages: Sequence[CheckedStage], *, num_microbatches: int, loss_of: Callable[[Tensor, int], Tensor]
+) -> Callable[[], Tensor | None]:
+    """Make a schedule of torch's; call it for one step. It returns the outputs of all micro-batches on the last stage.
+
+    `loss_of(output, i)` is the loss of micro-batch i whose gradients add up to those of the step: divided already.
+    """
+
+    def loss(output: Tensor, number: Tensor) -> Tensor:
+        return loss_of(output, int(number))
+
+    # `scale_grads` would divide after the sum, where accumulation divides each loss.
+    options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
+    schedule: Any
+    if name == "interleaved":
+        schedule = ScheduleInterleaved1F1B(list(stages), **options)
+    else:
+        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], **options)
+    # The target of a micro-batch is its number.
+    numbers = torch.arange(num_microbatches)
+    return lambda: schedule.step(target=numbers) if any(stage.is_last for stage in stages) else schedule.step()

@@ -1,0 +1,358 @@
+"""One step of training: the user's `training_step` on every micro-batch, carried out by a schedule over the stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.cut_model import CutModel
+from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
+from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stages, loss_of_whole, put_back
+from lightning_hybrid.pipeline.microbatches import (
+    Muting,
+    batch_size_of,
+    digest_of,
+    forward_replaced,
+    input_of_net,
+    loss_in,
+    microbatches,
+    only_tensor,
+    own_copy,
+    random_state,
+)
+from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog, waits_of_schedules
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
+from lightning_hybrid.precision.master_weights import MasterWeights
+
+# Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
+NUM_COMPARED = 4
+
+
+@dataclass(kw_only=True)
+class Stages:
+    """The stages of this rank, and what connects them with those of others."""
+
+    module: Any  # the LightningModule
+    net: nn.Module
+    bodies: Mapping[int, nn.Module]  # `StageBody` by number of stage
+    wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
+    ranks: PipelineRanks
+    groups: PipelineGroups
+    watchdog: PipelineWatchdog
+    device: torch.device
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        self._boundaries: dict[Any, list[Boundary]] = {}
+
+    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
+        """Compare a digest over the pipeline before any message is sent. Collective.
+
+        Raises:
+            ValueError: on every rank, with what each of them has, as `described` says it.
+        """
+        own = torch.tensor([digest])
+        found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
+        self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
+        if len({int(each) for each in found}) > 1:
+            peers, words = self.ranks.pipelines[self.ranks.data_rank], self.told(described())
+            all_words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True))
+            raise ValueError(
+                f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
+                "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
+                "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
+                "for."
+            )
+
+    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
+        """Compare shapes and labels of a batch over the pipeline. Collective.
+
+        Raises:
+            ValueError: on every rank, they differ.
+        """
+        digest = digest_of(batch, with_values=with_values)
+        self.agree("The batch", digest, lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}")
+
+    def told(self, own: Any) -> list[Any]:
+        """Return what each rank of the pipeline gives here. Collective."""
+        found: list[Any] = [None] * self.ranks.num_ranks
+        self.watchdog.wait_for(lambda: dist.all_gather_object(found, own, group=self.groups.agree))
+        return found
+
+    def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
+        """Return the input of every stage and the output of the last. Collective where the key is new.
+
+        `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
+        """
+        if key not in self._boundaries:
+            peers, found = self.ranks.pipelines[self.ranks.data_rank], list[Boundary]()
+            for stage in range(-1, self.ranks.num_stages):
+                owner = peers[max(stage, 0) % self.ranks.num_ranks]
+                answer: list[Any] = [None]
+                if owner == self.ranks.rank:
+                    try:
+                        body = self.bodies[max(stage, 0)]
+                        answer = [given() if stage < 0 else output_of(body.blocks, found[-1], self.device)]  # type: ignore[arg-type]
+                    except Exception as error:
+                        answer = [f"{type(error).__name__}: {error}"]
+                dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
+                if isinstance(answer[0], str):
+                    raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
+                found.append(answer[0])
+            self._boundaries[key] = found
+        return self._boundaries[key]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
+        x = only_tensor(args, kwargs)
+        given = (tuple(x.shape), x.dtype)  # not its layout: the first stage's is taken
+        digest = digest_of(x, with_values=False)
+        self.agree("The input of the network", digest, lambda: "{} of {}".format(*given))
+        # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
+        num = self.num_microbatches if self.ranks.stages_per_rank == 1 and len(x) % self.num_microbatches == 0 else 1
+        parts = x.chunk(num)
+        boundaries = self.boundaries((given, num), lambda: boundary_of(parts[0]))
+        with self.watchdog.in_schedule():
+            return forward_through(
+                self.bodies,
+                parts,
+                boundaries,
+                ranks=self.ranks,
+                group=self.groups.pipe,
+                device=self.device,
+                watchdog=self.watchdog,
+            )
+
+
+class TrainingStep:
+    """The micro-batches of a step, through all stages.
+
+    Args:
+        stages: of this rank.
+        schedule: `"gpipe"`, `"1f1b"` or `"interleaved"`.
+        masters: of a half-precision module, or None.
+        seed: for random numbers outside the network, the same on every rank of a pipeline.
+        cut: the network, for its loss in one piece.
+    """
+
+    # Collective: every rank of WORLD must make it.
+
+    def __init__(
+        self, stages: Stages, *, schedule: str, masters: MasterWeights | None, seed: int, cut: CutModel
+    ) -> None:
+        self._stages, self._schedule, self._masters, self._seed, self._cut = stages, schedule, masters, seed, cut
+        self._schedules: dict[int, Callable[[], Tensor | None]] = {}
+        self._muting = Muting(stages.module)
+        self._parts: Sequence[Any] = ()
+        self._rest: tuple[Any, ...] = ()
+        self._scale: Tensor | None = None
+        self._place: tuple[int, ...] = ()
+        self._num_rows, self._has_warned = 0, False
+        self._eps = torch.finfo(torch.float32 if masters is None else masters.dtype).eps
+        # Until the first step: the loss in one piece on the first rank, and in stages on the last.
+        self._is_first_step, self._has_compared_logs, self._loss_in_stages = True, False, math.nan
+        fits = torch.tensor(float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device)
+        stages.watchdog.wait_for(lambda: dist.all_reduce(fits, dist.ReduceOp.MIN))
+        self._fits = bool(fits)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of this rank's stages."""
+        return [parameter for body in self._stages.bodies.values() for parameter in body.parameters()]
+
+    def run(self, batch: Any, rest: tuple[Any, ...], *, scale: Tensor | None, place: tuple[int, int]) -> Tensor:
+        """Run forward and backward of all micro-batches; return the outputs of the whole batch. Collective.
+
+        `rest`: further arguments of `training_step`. `scale`: of the loss. `place`: epoch and batch. Gradients are
+        those of the mean over micro-batches, averaged over data ranks, in `p.grad`.
+        """
+        stages = self._stages
+        self._parts, self._rest, self._scale = microbatches(batch, stages.num_microbatches), rest, scale
+        # A function of the place in the run: one that is resumed draws the same.
+        self._place = (self._seed, stages.ranks.data_rank, *place)
+        shapes = digest_of(batch, with_values=False)
+        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
+        whole = self._loss_in_one_piece() if self._is_first_step else None
+        boundaries = stages.boundaries((shapes, "training"), self._boundary)
+        self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
+        if shapes not in self._schedules:
+            # That of the last shapes alone: each holds memory for the messages of all micro-batches.
+            self._schedules = {shapes: self._new_schedule(boundaries)}
+        with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
+            output = self._schedules[shapes]()
+            stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
+            output = shared_output(
+                output,
+                stages.num_microbatches,
+                boundaries[-1],
+                ranks=stages.ranks,
+                group=stages.groups.pipe,
+                device=stages.device,
+                watchdog=stages.watchdog,
+            )
+        self._parts = ()
+        if whole is not None:
+            self._compare(whole)
+        return output
+
+    def _loss_in_one_piece(self) -> float | str:
+        stages, cut = self._stages, self._cut
+        if not self._fits:
+            return "there is no memory for the whole network on one rank"
+
+        def run() -> Tensor:
+            apart = in_stages(stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage))
+            with self.draws(0), self._muting.muted(), apart:
+                return loss_in(stages.module.training_step(own_copy(self._parts[0]), *self._rest)).detach()
+
+        whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
+        if stages.ranks.is_first:
+            return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
+        with whole:
+            return ""  # the first rank's counts
+
+    def _compare(self, whole: float | str) -> None:
+        self._is_first_step = False
+        (whole, _), *_, (_, in_stages) = self._stages.told((whole, self._loss_in_stages))
+        if isinstance(whole, str):
+            rank_zero_info(f"pipeline: the loss in stages was not compared with that of the whole network: {whole}")
+        else:
+            check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
+
+    def compare_logged(self, results: Mapping[str, Any]) -> None:
+        """Warn of values that hooks have logged until the first step, if stages' differ. Collective, once."""
+        if self._has_compared_logs:
+            return
+        self._has_compared_logs = True
+        found = self._stages.told({each.meta.name: f"{each.value:.4g}" for each in results.values() if each.is_tensor})
+        values = {name: [each[name] for each in found if name in each] for name in found[0]}
+        if apart := [f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1]:
+            rank_zero_warn(
+                f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of `training_step` "
+                "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a "
+                "norm is not the network's."
+            )
+
+    @contextmanager
+    def on_whole_batch(self, output: Tensor) -> Iterator[None]:
+        """Let `training_step` on the whole batch get `output` from the network, for what it logs.
+
+        Raises:
+            ValueError: its micro-batches gave the network other rows.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            given = only_tensor(args, kwargs)
+            if given.dim() == 0 or given.shape[0] != self._num_rows:
+                raise ValueError(
+                    f"The network's input for a whole batch (of shape {tuple(given.shape)}) must have the rows of its "
+                    f"micro-batches (= {self._num_rows}): what is logged would be of other rows than what was trained. "
+                    "Let the rows that `training_step` gives to the network follow from those of the batch."
+                )
+            return output
+
+        # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
+        before = self._buffers_outside()
+        with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
+            yield
+            after, none = self._buffers_outside(), (None, 0)
+            if names := [
+                name
+                for name, (buffer, num) in after.items()
+                if before.get(name, none)[0] is not buffer or before[name][1] != num
+            ]:
+                raise ValueError(
+                    f"Buffers outside of the network (`{'`, `'.join(names[:3])}`) must not be moved in `training_step` "
+                    "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
+                    "whole batch, so ranks would part. Move them in `on_train_batch_end`, from what `training_step` "
+                    "returns: it is the same on all ranks there."
+                )
+            if not self._has_warned and self._place[-1] < NUM_COMPARED and has_drawn():
+                self._has_warned = True
+                rank_zero_warn(
+                    "`training_step` draws random numbers: in a pipeline the values that it logs are of the outputs "
+                    "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
+                    "the loader, or log in validation."
+                )
+
+    def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
+        # With their counts of writes: no memory is read.
+        inside, named = set(map(id, self._stages.net.buffers())), self._stages.module.named_buffers()
+        return {name: (each, each._version) for name, each in named if id(each) not in inside}
+
+    def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
+        from lightning_hybrid.pipeline.checked_stage import (  # here: it takes a second
+            CheckedStage,
+            StageSetting,
+            schedule_of,
+        )
+
+        mine, made = self._stages, []
+        for index in mine.ranks.stages:
+            pairs = [self._masters.pair_of(p) for p in mine.bodies[index].parameters()] if self._masters else []
+            setting = StageSetting(
+                index=index,
+                num_stages=mine.ranks.num_stages,
+                device=mine.device,
+                group=mine.groups.pipe,
+                pairs=tuple(pair for pair in pairs if pair is not None),
+                note=mine.watchdog.note,
+            )
+            given, returned = boundaries[index], boundaries[index + 1]
+            body = mine.wrapped[index]
+            draws = partial(self.draws, stage=index)
+            made.append(
+                CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of, draws=draws)
+            )
+        return schedule_of(self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of)
+
+    def draws(self, number: int | None, *, stage: int | None = None) -> AbstractContextManager[Callable[[], bool]]:
+        """Draw a micro-batch's random numbers inside: those of a stage, which are its own, or those outside of all.
+
+        Of the whole batch where `number` is None.
+        """
+        own = (-1 if number is None else number, -1 if stage is None else stage)
+        return random_state((*self._place, *own), self._stages.device)
+
+    def _boundary(self) -> Boundary:
+        with put_back(self._stages.module):
+            return boundary_of(self._input_of(0))
+
+    def _input_of(self, number: int) -> Tensor:
+        module, part = self._stages.module, own_copy(self._parts[number])
+        with torch.no_grad(), self.draws(number), self._muting.muted():
+            return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
+
+    def _loss_of(self, output: Tensor, number: int) -> Tensor:
+        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
+        loss = self._user_loss(own_copy(self._parts[number]), output, number)
+        if self._is_first_step and number == 0:
+            self._loss_in_stages = float(loss.detach())
+        # In the order of accumulation: Lightning divides, then the loss is scaled.
+        loss = loss / self._stages.num_microbatches
+        return loss if self._scale is None else loss.float() * self._scale
+
+    def _user_loss(self, part: Any, output: Tensor, number: int) -> Tensor:
+        module, calls = self._stages.module, list[int]()
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            calls.append(number)
+            if len(calls) > 1:
+                raise ValueError(
+                    "`training_step` must call the network that `of` names once: its stages compute each micro-batch "
+                    "once. Join the inputs of both calls into one."
+                )
+            return output
+
+        with self.draws(number), self._muting.muted(), forward_replaced(self._stages.net, forward):
+            return loss_in(module.training_step(part, *self._rest))

@@ -1,0 +1,229 @@
+"""The parts of one fit with `shard_update="node"`: from the first cut into parts to the whole module at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import CommEngine, HookState, Topology
+from lightning_hybrid.lightning_names import is_overridden
+from lightning_hybrid.placement import BLOCK, is_split, spans
+from lightning_hybrid.precision.master_step import MasterStep
+from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.optimizer_protocol import (
+    DirectSteps,
+    grads_are_observed,
+    supports_fused_master_step,
+)
+from lightning_hybrid.precision.skipped_steps import parameters_of
+from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
+from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut, cut_state_dict
+from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
+from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, WeightShards, has_gaps
+
+
+class ShardedFit:
+    """The parts of one fit: which elements of which parameters this rank updates, and the exchanges of the node.
+
+    Parameters of fewer blocks than ranks (`placement.is_split`) and those with gaps in memory stay whole on all ranks.
+    Who has which part follows from order and sizes of the parameters in the optimizers, and not from DDP's buckets.
+
+    Args:
+        engine: of this fit.
+        masters: those of the module; None: its parameters have none.
+        optimizers: of this fit; they get `parts` and `add_up_`, where they know these.
+        device: of the module.
+    """
+
+    def __init__(
+        self, engine: CommEngine, masters: MasterWeights | None, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> None:
+        self.exchange = ShardExchange(engine)
+        self.weights = WeightShards() if masters is None else masters
+        self.has_masters = masters is not None
+        self._optimizers, self._device = list(optimizers), device
+        self._cut_parameters(engine.topology)
+        self.weights.gather_ = self.exchange.gather_
+        self.scatter: GradientScatter | None = None
+        for optimizer in self._optimizers:
+            for parameter in parameters_of(optimizer):
+                pair = self.part_pair_of(parameter)
+                if pair is not None and parameter in optimizer.state:  # made by the constructor
+                    optimizer.state[parameter] = cut(optimizer.state[parameter], pair)
+            if hasattr(optimizer, "parts"):
+                pairs = [pair for pair in self.weights.of(optimizer) if isinstance(pair, MasterShard | WeightShard)]
+                optimizer.parts = {pair.master: pair.part for pair in pairs}
+                optimizer.add_up_ = self.exchange.add_up_  # type: ignore[attr-defined]
+        self._direct_steps: list[DirectSteps] = []
+        self._step: MasterStep | None = None
+        if masters is None:
+            self._step = step = MasterStep(self.weights, device)
+            for optimizer in self._optimizers:
+                self._direct_steps.append(DirectSteps(optimizer, self._called_by_user, lambda: step.is_running))
+
+    def _cut_parameters(self, topology: Topology) -> None:
+        self._place = rank, num_parts = topology.local_rank, len(topology.node)
+        found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
+        large = [p for p in found if is_split(p.numel(), num_parts, BLOCK) and not has_gaps(p)]
+        owned = [p for p in large if not self.has_masters or self.weights.pair_of(p) is not None]
+        for parameter, own in zip(owned, spans_by_rank([p.numel() for p in owned], num_parts), strict=True):
+            pair = self.weights.pair_of(parameter)
+            if pair is not None:
+                self.weights.pairs[id(parameter)] = MasterShard(pair, own, rank)
+            else:
+                self.weights.pairs[id(parameter)] = WeightShard(parameter, own, rank)
+
+    def part_pair_of(self, parameter: Tensor) -> MasterShard | WeightShard | None:
+        """Return the pair of a parameter that is cut into parts; None for others."""
+        pair = self.weights.pair_of(parameter)
+        return pair if isinstance(pair, MasterShard | WeightShard) else None
+
+    def scatter_gradients(self, state: HookState, *, is_possible: bool) -> None:
+        """Let buckets be averaged for their owners alone, in steps in which nothing looks at gradients."""
+        engine = state.engine
+        assert engine is not None
+        is_plain = state.comm_dtype is None and isinstance(engine.dtype_across_nodes, torch.dtype | None)
+        self.scatter = GradientScatter(engine, self.part_pair_of, is_possible=is_possible and is_plain)
+        state.scatter = self.scatter
+
+    def is_unobserved(self, module: Any) -> bool:
+        """Return whether nothing but the update looks at gradients, which then is right on parts of them."""
+        # Beyond what is promised unscaled gradients: hooks that find those of `backward`. After the step the module's
+        # alone: among callbacks every progress bar has that one.
+        hooks = ("on_after_backward", "optimizer_step", "on_train_batch_end")
+        if not module.automatic_optimization or any(
+            is_overridden(hook, module, "pytorch.LightningModule") for hook in hooks
+        ):
+            return False
+        callbacks = module.trainer.callbacks
+        if any(is_overridden("on_after_backward", one, "pytorch.callbacks.Callback") for one in callbacks):
+            return False
+        return not any(
+            grads_are_observed(one, module) or (self.has_masters and not supports_fused_master_step(one, self._device))
+            for one in self._optimizers
+        )
+
+    def refuse_late_observers(self, module: Any) -> None:
+        """Check before a step that nothing looks at gradients now that were averaged for their owners alone.
+
+        Raises:
+            RuntimeError: something does.
+        """
+        if self.scatter is not None and self.scatter.is_on and not self.is_unobserved(module):
+            raise RuntimeError(
+                "`shard_update` (='node') has averaged the gradients of this step for their owners alone, and since "
+                "its batch began clipping, a hook or a step hook of the optimizer is there that looks at them. "
+                "Register it before training starts, or between two batches."
+            )
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """The fields of `RunStatus` that say what this rank has of each parameter."""
+        pairs = {key: pair for key, pair in self.weights.pairs.items() if isinstance(pair, MasterShard | WeightShard)}
+        parts = {key: pair.part for key, pair in pairs.items()}
+        return {"parts": parts, "place_in_node": self._place, "update_context": self.parts_with_gradients}
+
+    @contextmanager
+    def parts_with_gradients(self, optimizer: Optimizer) -> Iterator[None]:
+        """Put what this rank updates into the optimizer, to be looked at."""
+        pairs = self.weights.of(optimizer)
+        for pair in pairs:
+            pair.master.grad = None if pair.low.grad is None else pair.part_of(pair.low.grad)
+        try:
+            with self.weights.swapped_in(optimizer):
+                yield
+        finally:
+            for pair in pairs:
+                pair.master.grad = None
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Step on the parts of parameters without masters, and gather the parameters."""
+        assert self._step is not None
+        with self._step.on_masters(optimizer):
+            optimizer.step(**kwargs)
+
+    def _called_by_user(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        assert self._step is not None
+        return self._step.on_masters(optimizer)
+
+    @property
+    def master_parts(self) -> list[MasterShard]:
+        """The masters of which this rank has a part."""
+        return [pair for pair in self.weights.pairs.values() if isinstance(pair, MasterShard)]
+
+    def collect_masters(self, *, everywhere: bool = False) -> None:
+        """Bring the masters together until `drop_masters`: on rank zero, or everywhere. Collective."""
+        pairs = self.master_parts
+        for pair in pairs:
+            pair.absorb_outside_writes_()
+        if everywhere:
+            for pair in pairs:
+                pair.collected = torch.empty_like(pair.low, dtype=torch.float32)
+                pair.part_of(pair.collected).copy_(pair.master.detach())
+            self.exchange.gather_(pairs, [pair.collected for pair in pairs])  # type: ignore[misc]
+            return
+        wholes = self.exchange.collect(pairs, [pair.master.detach() for pair in pairs])
+        for index, pair in enumerate(pairs):
+            # On others nothing is saved, and no memory is to be spent on it.
+            pair.collected = pair.low.detach() if wholes is None else wholes[index]
+
+    def drop_masters(self) -> None:
+        """Forget what `collect_masters` has brought."""
+        for pair in self.master_parts:
+            pair.collected = None
+
+    def state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of `optimizer` with whole tensors, on rank zero. Collective."""
+        return collected_state_dict(state, optimizer, self.weights.pair_of, self.exchange)
+
+    def cut_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a whole state dict with this rank's parts."""
+        return cut_state_dict(state, optimizer, self.weights.pair_of)
+
+    def end(self, *, is_whole: bool) -> None:
+        """Give the optimizers back what was taken; with `is_whole` masters and state are whole. Collective then."""
+        try:
+            if is_whole:
+                self._make_whole()
+        finally:
+            self.weights.gather_ = None
+            for steps in self._direct_steps:
+                steps.remove()
+            for optimizer in self._optimizers:
+                optimizer.__dict__.pop("parts", None)
+                optimizer.__dict__.pop("add_up_", None)
+
+    def _make_whole(self) -> None:
+        # State on rank zero alone, where `trainer.save_checkpoint` may still write it.
+        self.collect_masters(everywhere=True)
+        for optimizer in self._optimizers:
+            whole = self.state_dict(optimizer, optimizer.state_dict())
+            if self.exchange.is_first:
+                for parameter, entry in zip(parameters_of(optimizer), _entries(whole), strict=True):
+                    if self.part_pair_of(parameter) is not None and entry:
+                        optimizer.state[parameter] = entry
+
+
+def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int, int]]]:
+    """Return for each tensor the span of each rank: the longest to the rank that has least so far.
+
+    >>> spans_by_rank([3 * BLOCK, 3 * BLOCK], 2)  # three blocks are one and two: the second the other way round
+    [[(16384, 49152), (0, 16384)], [(0, 16384), (16384, 49152)]]
+    """
+    held, found = [0] * num_parts, []
+    for numel in numels:
+        longest_first = sorted(spans(numel, num_parts, BLOCK), key=lambda span: span[0] - span[1])
+        least_first = sorted(range(num_parts), key=held.__getitem__)
+        of_rank = dict(zip(least_first, longest_first, strict=True))
+        held = [sum_ + of_rank[rank][1] - of_rank[rank][0] for rank, sum_ in enumerate(held)]
+        found.append([of_rank[rank] for rank in range(num_parts)])
+    return found
+
+
+def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"]]

@@ -1,0 +1,252 @@
+"""What the optimizers do on CUDA, without one: which path they take, what they launch, and on which device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_hybrid.callbacks.tensor_hash import _BLOCK_ROWS_ON_CUDA, _ROW, Fingerprint
+from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.optim.diagnostics import trust_ratios
+from lightning_hybrid.optim.fused import option_table
+from lightning_hybrid.placement import BLOCK, Part
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS
+from tests.optim.fused.cuda.test_kernels import triton
+from tests.stand_in.fake_cuda import ONE, ZERO, Launches, fake_cuda, parameter
+
+assert triton  # else all is skipped
+CONF = Path(__file__).parents[2] / "conf" / "optim"
+SHAPES = GRADIENT_SETS["resnet50"]()
+RULES = {LARS: "lars", LAMB: "lamb"}
+KERNELS = ["norms", "finalize", "lars_update"]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=RULES.values())
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    with fake_cuda(monkeypatch) as fake:
+        yield fake
+
+
+def recipe(rule, shapes=SHAPES):
+    """The optimizer of a recipe, for ResNet-50 as 16-true has it: masters with fp16 copies, normalisation in fp32."""
+    options = dict(OmegaConf.load(CONF / f"{RULES[rule]}.yaml"))
+    assert options.pop("fused", "missing") is None
+    options = {name: value for name, value in options.items() if not name.startswith("_")}
+    groups = ({"params": []}, {"params": [], "trust_ratio": False, "weight_decay": 0.0})
+    copies = {}
+    for shape in shapes:
+        is_half = len(shape) > 1 or shape == (1000,)  # convolutions and the head
+        one = parameter(*shape, grad_dtype=torch.float16 if is_half else torch.float32)
+        if is_half:
+            copies[one] = torch.empty_like(one, dtype=torch.float16)
+        groups[len(shape) == 1]["params"].append(one)
+    optimizer = rule(list(groups), **options)
+    optimizer.copies = copies
+    return optimizer
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(precision, fake):
+    """In the third step, the rate being another in each; a read by the host would raise."""
+    optimizer = recipe(LARS)
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * (step + 1)
+        if precision == "fp16":
+            optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+        fake.launched.clear()
+        fake.num_copies = 0
+        with Launches() as launches:
+            optimizer.step()
+    kernels = [name for name, _ in fake.launched]
+    assert sorted(kernels) == sorted(2 * KERNELS)  # for what has a copy, and for what has none
+    assert fake.num_copies == 1  # of all options
+    assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf
+    assert len(kernels) + fake.num_copies + len(launches.names) <= 8
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="without CUDA's kernels torch takes lists apart")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("fused", [None, True], ids="fused={}".format)
+def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, precision, fake, recwarn):
+    """But for the selection of old or new values, where a step may be skipped; a read by the host would raise.
+
+    True comes with the checkpoint of a CPU; asked for on CUDA, it is refused.
+    """
+    numbers = []
+    for shapes in (SHAPES[-20:], SHAPES):
+        optimizer = recipe(LAMB, shapes)
+        for group in optimizer.param_groups:
+            group["fused"] = fused
+        for _ in range(2):
+            if precision == "fp16":
+                optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+            with Launches() as launches:
+                optimizer.step()
+        numbers.append(len(launches.names))
+    assert not fake.launched
+    assert not list(recwarn)
+    num_selections = 3 if precision == "fp16" else 0  # a tensor: the weight and both moments
+    assert numbers[0] <= 130 + 20 * num_selections
+    assert numbers[1] - numbers[0] == num_selections * (len(SHAPES) - 20)
+    with pytest.raises(ValueError, match=r"`fused` \(=True\) needs parameters on cpu or meta, not on `cuda:0`.*LAMB"):
+        LAMB([parameter(8, 4)], lr=0.1, fused=True)
+
+
+def test_an_update_whose_rate_is_as_before_copies_nothing(fake):
+    optimizer = recipe(LARS)
+    optimizer.step()
+    before = fake.num_copies
+    optimizer.step()
+    assert fake.num_copies == before > 0
+
+
+def test_a_rate_that_changes_inside_a_captured_graph_is_refused(fake, monkeypatch):
+    optimizer = recipe(LARS)
+    optimizer.step()
+    monkeypatch.setattr(option_table, "is_capturing", lambda: True)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(RuntimeError, match="changed inside a CUDA-graph capture"):
+        optimizer.step()
+
+
+@every_rule
+@pytest.mark.parametrize("fused", [None, False], ids="fused={}".format)
+def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(rule, fused, fake):
+    """A read by the host would raise; kernels are as many as of whole tensors."""
+    params = [parameter(2 * BLOCK, grad_dtype=torch.float16), parameter(8, 4, grad_dtype=torch.float16)]
+    optimizer = rule(params, lr=0.1, fused=fused)
+    optimizer.copies = {one: torch.empty_like(one, dtype=torch.float16) for one in params}
+    optimizer.parts = {params[0]: Part(numel=5 * BLOCK, begin=2 * BLOCK, end=4 * BLOCK)}
+    tables = []
+    optimizer.add_up_ = tables.append
+    for _ in range(2):
+        optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+        fake.launched.clear()
+        tables.clear()
+        optimizer.step()
+        assert [(table.device, table.dtype) for table in tables] == [(ZERO, torch.float64)] * (1 if rule is LARS else 2)
+        assert optimizer.last_found_inf.device == ZERO
+        assert [name for name, _ in fake.launched] == (KERNELS if fused is None and rule is LARS else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "is_fused", "is_declared"),
+    [
+        ({}, True, False),
+        ({"fused": True}, True, True),
+        ({"fused": False}, False, False),
+        ({"foreach": True}, False, False),
+        ({"foreach": False}, False, False),
+        ({"capturable": True}, False, False),
+    ],
+    ids=str,
+)
+def test_kernels_are_the_default_and_only_who_asks_for_them_must_clip_elsewhere(options, is_fused, is_declared, fake):
+    """Lightning's `16-mixed` refuses to clip where an optimizer declares that it unscales by itself."""
+    weight = parameter(8, 4)
+    optimizer = LARS([weight], lr=0.1, **options)
+    optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+    optimizer.step()
+    assert bool(fake.launched) is is_fused
+    assert optimizer._step_supports_amp_scaling is is_declared
+    assert optimizer.last_found_inf.device == ZERO
+
+
+@every_rule
+def test_with_a_parameter_on_the_cpu_nobody_gets_kernels_unasked(rule, fake):
+    optimizer = rule([parameter(8, 4), parameter(4, device=torch.device("cpu"))], lr=0.1)
+    assert not optimizer._asks_for_fused()
+
+
+@pytest.mark.parametrize("devices", [(ONE,), (ZERO, ONE), (ONE, ZERO, ONE)], ids=str)
+def test_kernels_are_launched_on_the_device_of_their_tensors(devices, fake):
+    """The current device is 0, and stays so; the scale and the rate are on 0."""
+    optimizer = LARS([parameter(8, 4, device=device) for device in devices], lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.empty((), device=ZERO)
+    for _ in range(2):
+        optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+        fake.launched.clear()
+        optimizer.step()
+        assert optimizer.last_found_inf.device in (ZERO, ONE)
+    assert {device for _, device in fake.launched} == set(devices)
+    assert fake.current == ZERO
+
+
+@every_rule
+@pytest.mark.parametrize("given", [False, True], ids="given={}".format)
+def test_lists_over_two_devices_mix_nothing(rule, given, fake):
+    for more in ({}, {"weight_decay": 0.01}, *([{"max_grad_norm": 1.0}] if rule is LAMB else [{"nesterov": True}])):
+        params = [parameter(8, 4, device=device, grad_dtype=torch.float16) for device in (ZERO, ONE, ZERO)]
+        optimizer = rule([{"params": params[:2]}, {"params": params[2:], "trust_ratio": False}], lr=0.1, fused=False)
+        for group in optimizer.param_groups:
+            group.update(more)
+        optimizer.copies = {one: torch.empty_like(one, dtype=torch.float16) for one in params}
+        for _ in range(2):
+            optimizer.grad_scale = torch.empty((), device=ZERO)
+            optimizer.found_inf = torch.empty((), device=ONE) if given else None
+            optimizer.step()
+        ratios = trust_ratios(optimizer, grad_scale=torch.empty((), device=ZERO))
+        assert {param.device: ratio.device for param, ratio in ratios[0].items()} == {ZERO: ZERO, ONE: ONE}
+        assert not fake.launched
+
+
+@every_rule
+@pytest.mark.parametrize("fused", [None, False], ids="fused={}".format)
+def test_state_of_a_checkpoint_on_the_cpu_goes_to_the_parameters(rule, fused, fake):
+    """Of half precision, whose state stays float32, and of one that the CPU's native passes wrote, counts included."""
+    params = [nn.Parameter(torch.empty(8, 4, device=device, dtype=torch.float16)) for device in (ZERO, ONE)]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    optimizer = rule(params, lr=0.1, fused=fused)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry.update({key: torch.empty(value.shape, dtype=value.dtype) for key, value in entry.items()})
+    optimizer.load_state_dict(saved)
+    optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+    for _ in range(2):
+        optimizer.step()
+    for param in params:
+        entry = optimizer.state[param]
+        assert {value.device for key, value in entry.items() if key != "step"} == {param.device}
+        assert {value.dtype for value in entry.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("hysteresis", "most"), [(1, 8), (2, 20)])
+def test_following_a_step_is_few_operations_of_one_element(hysteresis, most, fake):
+    record = OptimizerStepState(loss_scale=DynamicLossScale(hysteresis=hysteresis))
+    record.to(ZERO)
+    with Launches() as launches:
+        record.count(torch.empty((), device=ZERO))
+    assert 0 < len(launches.names) <= most, launches.names
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an int64 tensor was made of."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype is torch.int64:
+            self.most = max(self.most, made.numel())
+        return made
+
+
+def test_a_fingerprint_on_cuda_makes_no_product_of_the_whole_tensor(fake):
+    fingerprint = Fingerprint(ZERO)
+    fingerprint._weights_of = lambda level, device: torch.empty(_ROW, dtype=torch.int64, device=device)
+    tensors = [torch.empty(10 * _BLOCK_ROWS_ON_CUDA * _ROW + 7, device=device) for device in (ZERO, ONE)]
+    with Largest() as largest:
+        found = [fingerprint.of(one) for one in tensors]
+    assert largest.most == _BLOCK_ROWS_ON_CUDA * _ROW
+    assert [one.device for one in found] == [ZERO, ONE]
+    assert fingerprint.combine(found).device == ZERO

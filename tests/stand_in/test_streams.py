@@ -1,0 +1,179 @@
+"""Who waits for whom on a GPU, in the prefetcher and in copies of a checkpoint; and that the stand-in would tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hybrid.checkpoint import host_copy
+from lightning_hybrid.checkpoint.host_copy import HostCopies
+from lightning_hybrid.data.prefetch import prefetch
+from tests.stand_in.streams_stand_in import streams
+
+CUDA = torch.device("cuda", 0)
+
+
+# ---- the stand-in tells ----------------------------------------------------------------------------------------------
+
+
+def write_and_read(gpu, between):
+    side, event = torch.cuda.Stream(CUDA), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        tensor = torch.ones(3, device=CUDA)
+        event.record()
+    between(side, event)
+    total = tensor + 1
+    if between is not FORGETS:
+        tensor.record_stream(torch.cuda.current_stream())
+    del tensor, total
+
+
+def FORGETS(side, event):
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@pytest.mark.parametrize(
+    ("between", "races"),
+    [
+        (lambda side, event: None, ["default reads memory that stream 1 may still be at"]),
+        (lambda side, event: side.wait_stream(torch.cuda.current_stream()), ["default reads memory that stream 1 may"]),
+        (lambda side, event: event.wait(), []),
+        (lambda side, event: torch.cuda.current_stream().wait_event(event), []),
+        (lambda side, event: torch.cuda.current_stream().wait_stream(side), []),
+        (lambda side, event: side.synchronize(), []),
+        (lambda side, event: event.synchronize(), []),
+        (lambda side, event: event.query(), ["default reads memory that stream 1 may still be at"]),
+        (FORGETS, ["memory of stream 1 is given back while default may still be at it"]),
+    ],
+)
+def test_a_stream_that_does_not_wait_and_memory_that_is_given_back_too_early_are_told(between, races):
+    with streams() as gpu:
+        write_and_read(gpu, between)
+    assert len(gpu.races) == len(races), gpu.races
+    assert all(found.startswith(expected) for found, expected in zip(gpu.races, races, strict=True))
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_the_host_may_not_fill_again_what_is_still_being_copied(non_blocking):
+    with streams() as gpu:
+        host = torch.ones(3)
+        device = host.to(CUDA, non_blocking=non_blocking)
+        host.fill_(2)
+    assert (gpu.races != []) is non_blocking
+    assert device.device == CUDA
+
+
+def test_writing_what_another_still_reads_is_told():
+    with streams() as gpu:
+        side, tensor = torch.cuda.Stream(CUDA), torch.ones(3, device=CUDA)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            view = tensor[1:]
+            total = view + 1
+        assert gpu.races == []
+        tensor.mul_(2)
+        assert [race.partition(" (")[0] for race in gpu.races] == [
+            "default writes memory that stream 1 may still be at"
+        ]
+        torch.cuda.synchronize()
+        total.mul_(2)
+    assert len(gpu.races) == 1
+
+
+# ---- the prefetcher --------------------------------------------------------------------------------------------------
+
+
+class Loader:
+    """Batches of images and labels; `on_device` as that of images which travel as uint8."""
+
+    def __init__(self, num_batches, *, reads_ahead):
+        self.num_batches = num_batches
+        self.reads_ahead = reads_ahead
+
+    def __iter__(self):
+        for index in range(self.num_batches):
+            yield {"images": torch.full((2, 3), index, dtype=torch.uint8), "labels": torch.arange(2)}
+
+    def on_device(self, batch):
+        return {**batch, "images": batch["images"] / 255}
+
+
+def train_on(loader):
+    """Races of four steps that read a batch, change it, and keep the last loss."""
+    with streams() as gpu:
+        ahead = prefetch(loader, CUDA, torch.float16)
+        weight, seen = torch.ones(3, device=CUDA, dtype=torch.float16), 0
+        for batch in ahead:
+            assert batch["images"].device == batch["labels"].device == CUDA
+            assert batch["images"].dtype is torch.float16
+            weight = weight + (batch["images"] * weight).sum(0) + batch["labels"].sum()
+            batch["images"].zero_()
+            del batch
+            seen += 1
+        assert seen == 4
+        del weight
+    return gpu.races
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_prefetched_batch_is_there_before_it_is_read_and_stays_until_it_was(reads_ahead):
+    assert train_on(Loader(4, reads_ahead=reads_ahead)) == []
+
+
+class Refills:
+    """One batch of memory, filled again each time, as own loaders do with what they page-lock."""
+
+    def __iter__(self):
+        batch = {"images": torch.zeros(2, 3, dtype=torch.uint8), "labels": torch.zeros(2, dtype=torch.int64)}
+        for index in range(4):
+            batch["images"].fill_(index)
+            yield batch
+
+    on_device = Loader.on_device
+
+
+def test_a_loader_is_not_asked_to_fill_what_is_still_being_copied():
+    assert train_on(Refills()) == []
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Block:
+    """Page-locked memory, which a CPU build of torch cannot have."""
+
+    def __init__(self, num_bytes):
+        self.memory = np.zeros(num_bytes, dtype=np.uint8)
+
+    def numpy(self):
+        return self.memory
+
+
+def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
+    """The weights are changed, copied, changed again, and the copy is written to a file."""
+    monkeypatch.setattr(HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes))
+    monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
+    monkeypatch.setattr(host_copy, "_has_place", lambda tensor: True)  # and a type of its own
+    with streams() as gpu:
+        weights, host = torch.ones(8, device=CUDA), HostCopies()
+        weights.mul_(2)
+        side = torch.cuda.Stream(CUDA) if on_side else torch.cuda.current_stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            copies = host.take({"weights": weights, "some": weights[2:5]})
+        torch.cuda.current_stream().wait_stream(side)
+        weights.mul_(2)
+        if waits:
+            host.wait()
+        for copy in copies.values():
+            gpu.host_reads(copy)
+    return gpu.races
+
+
+@pytest.mark.parametrize("on_side", [False, True])
+def test_a_checkpoint_is_written_only_when_its_copies_are_there(monkeypatch, on_side):
+    assert races_of_a_checkpoint(monkeypatch, on_side=on_side) == []
+    raced = races_of_a_checkpoint(monkeypatch, waits=False, on_side=on_side)
+    assert len(raced) == 2
+    assert raced[0].startswith("host reads memory that")

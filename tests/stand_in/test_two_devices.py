@@ -1,0 +1,166 @@
+"""A step on fake CUDA tensors: no operation mixes devices, none reads back, and what is kept is on the device.
+
+Fake tensors have a device and no values: torch checks devices and shapes as on a GPU, and refuses to read a value.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_hybrid import MasterWeightPrecision
+from lightning_hybrid.optim import LARS
+from tests import toy
+from tests.stand_in.fake_cuda import Launches
+
+CUDA = torch.device("cuda", 0)
+OPTIMIZERS = {
+    "lars": lambda params: LARS(params, lr=1.0, momentum=0.9, weight_decay=1e-4, fused=False),
+    "adamw_fused": lambda params: AdamW(params, fused=True),
+    "sgd": lambda params: SGD(params, lr=0.1, foreach=True),
+}
+SKIP_BY_THEMSELVES = ("lars", "adamw_fused")  # LAMB counts its steps on the host; SGD(fused=True) takes no fake tensors
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses what torch allows in arithmetic, and not everywhere: a number of the CPU's beside tensors of CUDA's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        if len(given) > 1 and func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            raise RuntimeError(f"a number of another device in {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def fake():
+    with FakeTensorMode() as mode, OneDevice():
+        yield mode
+
+
+def on_cuda(module):
+    """As after a move; `Module.to("cuda")` is refused where torch was built without CUDA."""
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            child._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=CUDA))
+        for name, buffer in child.named_buffers(recurse=False):
+            child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
+    return module
+
+
+class Deep(toy.Toy):
+    """Many layers."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers)))
+
+
+def set_up(optimizer, precision="16-true", *, module=None, **settings):
+    """Module, trainer and precision, as the strategy has them when training starts."""
+    module = on_cuda(toy.Toy() if module is None else module)
+    trainer = toy.trainer(precision=precision, **settings)
+    module.trainer, trainer.strategy._lightning_module = trainer, module
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, MasterWeightPrecision)
+    plugin.connect_strategy(is_last_backward_of_step=lambda: True)
+    plugin.convert_module(module)
+    plugin.follow_device(CUDA)
+    optimizer = OPTIMIZERS[optimizer](module.parameters())
+    trainer.strategy.optimizers = [optimizer]
+    plugin.connect(module, [optimizer], [])
+    return module, plugin, optimizer
+
+
+def backward(module, *, is_scaled=True):
+    """The loss is scaled, or not, and each parameter has a gradient in its own dtype."""
+    loss = torch.ones((), device=CUDA)
+    if is_scaled:
+        module.trainer.precision_plugin.pre_backward(loss, module)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return loss
+
+
+def tensors_of(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+@pytest.mark.parametrize("name", SKIP_BY_THEMSELVES)
+def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
+    module, plugin, optimizer = set_up(name, precision, gradient_clip_val=clip)
+    is_scaled = clip is not None or name != "lars"  # what LARS does by itself with a scale takes no fake tensors
+    for _ in range(3):
+        plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module, is_scaled=is_scaled))
+    state = tensors_of(optimizer)
+    assert state
+    assert {tensor.device for tensor in state if tensor.dim() > 0} == {CUDA}
+    record = plugin.optimizer_steps[0]
+    kept = [*vars(record).values(), *(vars(record.loss_scale).values() if precision == "16-true" else ())]
+    kept = [value for value in kept if isinstance(value, torch.Tensor)]  # of no dimensions: these may be mixed
+    assert len(kept) == (2 if precision == "bf16-true" else 5 + is_scaled)
+    assert {tensor.device for tensor in kept} == {CUDA}
+
+
+def test_a_loss_is_scaled_where_it_is():
+    module, plugin, _ = set_up("lars")
+    loss = plugin.pre_backward(torch.ones((), device=CUDA, dtype=torch.float16), module)
+    assert (loss.device, loss.dtype) == (CUDA, torch.float32)
+
+
+def test_gradients_of_several_batches_are_summed_where_they_are():
+    module, plugin, optimizer = set_up("adamw_fused")
+    for _ in range(3):
+        backward(module)
+        plugin.masters.sum_gradients()
+        half = [parameter for parameter in module.parameters() if parameter.dtype is torch.float16]
+        assert all(parameter.grad is None for parameter in half)
+    plugin.masters.return_sums()
+    assert {parameter.grad.device for parameter in half} == {CUDA}
+    plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
+
+
+def test_summing_the_gradients_of_a_batch_is_a_number_of_launches_that_does_not_grow_with_tensors(fake):
+    launches = []
+    for num_layers in (2, 20):
+        module, plugin, _ = set_up("adamw_fused", module=Deep(num_layers))
+        for _ in range(2):
+            backward(module)
+            with Launches() as counted:
+                plugin.masters.sum_gradients()
+        launches.append(counted.names)
+        assert all(pair.low.grad is None for pair in plugin.masters.pairs.values())
+    assert launches[0] == launches[1]
+    assert len(launches[0]) <= 2
+
+
+def test_gradients_that_outlive_a_step_go_back_to_the_scale_where_they_are():
+    module, plugin, optimizer = set_up("adamw_fused")
+    plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
+    assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
+    plugin.pre_backward(torch.ones((), device=CUDA), module)
+    assert {(p.grad.device, p.grad.dtype) for p in module.parameters()} == {
+        (CUDA, torch.float16),
+        (CUDA, torch.float32),
+    }
+
+
+def test_an_optimizer_that_cannot_skip_by_itself_reads_the_verdict_and_nothing_else():
+    """The guard of the others: a read is seen."""
+    module, plugin, optimizer = set_up("sgd")
+    with pytest.raises(DataDependentOutputException):
+        plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
+
+
+def test_mixed_devices_are_refused_here():
+    with pytest.raises(RuntimeError, match=r"device"):
+        torch.ones(2, device=CUDA) + torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"device"):
+        torch.ones(2, device=CUDA) + torch.ones(())

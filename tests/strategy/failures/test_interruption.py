@@ -1,0 +1,178 @@
+"""A run that is stopped ends on every rank, soon, and says where it stopped and how to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_hybrid.callbacks import StopOnSignal, stop_on_signal
+from tests import toy
+
+
+class SignalsItself(pl.Callback):
+    """One rank, in the tenth step."""
+
+    def __init__(self, rank, *numbers):
+        self.rank, self.numbers = rank, numbers
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == module.at_step and dist.get_rank() == self.rank:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+class Module(toy.Toy):
+    """Without BatchNorm: DDP's wait for its buffers ends only with the process that is missed."""
+
+    at_step = 9
+
+    def __init__(self):
+        super().__init__()
+        self.net[2] = nn.Identity()
+
+    def validation_step(self, batch, batch_idx):
+        return None
+
+
+def signalled(rank, number, folder=None, stops=False, stops_alone=False):
+    """What ended the fit on this rank, and what rank zero reported."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    callbacks = [SignalsItself(rank, number)]
+    callbacks += [ModelCheckpoint(folder)] if folder else []
+    callbacks += [StopOnSignal(folder)] if stops else []
+    trainer = toy.trainer(max_epochs=5, callbacks=callbacks, enable_checkpointing=folder is not None)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        trainer.fit(Module(), toy.loader())
+        end = "went on"
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        end = f"{type(error).__name__}: {error} {' '.join(notes)} {getattr(error, 'code', '')}"
+    finally:
+        logger.removeHandler(handler)
+        for one, was in before.items():
+            signal.signal(one, was)
+    if stops_alone and dist.get_rank() == rank:
+        dist.destroy_process_group()  # ends its connections, as the end of its process would
+    return end, messages
+
+
+@pytest.mark.slow
+def test_sigterm_to_a_rank_above_zero_ends_all_and_is_named(two_ranks):
+    (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM, None, False, True)
+    assert second.startswith("SIGTERMException")
+    assert "comm: rank 1 gave up: it received SIGTERM" in first
+    assert "The run stopped in epoch 2 after step 1" in first
+    assert "no checkpoint was written to go on from" in first
+
+
+def test_ctrl_c_without_a_callback_says_where_it_stopped_and_what_to_go_on_from(one_rank, tmp_path):
+    ((end, messages),) = one_rank.run(signalled, 0, signal.SIGINT, str(tmp_path))
+    assert end.startswith("SystemExit: 1")
+    (said,) = [message for message in messages if message.startswith("The run stopped")]
+    assert f"in epoch 1 after step 9; `fit(..., ckpt_path='{tmp_path}/epoch=0-step=8.ckpt')` goes on" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_with_the_callback_a_checkpoint_of_that_step_is_named(two_ranks, tmp_path, number):
+    (first, messages), (second, _) = two_ranks.run(signalled, 1, number, str(tmp_path), True)
+    assert first.split()[-1] == str(128 + number), first
+    assert second.split()[-1] == "0", f"as a rank that Lightning started: {second}"
+    (said,) = [message for message in messages if message.startswith("stopped by ")]
+    assert f"`fit(..., ckpt_path='{tmp_path}/stopped.ckpt')` goes on from there" in said
+    assert (tmp_path / "stopped.ckpt").exists()
+
+
+def test_a_second_ctrl_c_ends_at_once_unless_it_is_torchruns_copy_of_the_first(monkeypatch):
+    stop, now_s = StopOnSignal(), [0.0]
+    monkeypatch.setattr(stop_on_signal, "monotonic", lambda: now_s[0])
+    trainer = toy.trainer(callbacks=[stop])
+    for now_s[0] in (0.0, 0.5):
+        stop._on_signal(trainer, 0, signal.SIGINT, None)
+    now_s[0] = 3.0
+    with pytest.raises(KeyboardInterrupt):
+        stop._on_signal(trainer, 0, signal.SIGINT, None)
+
+
+PROGRAM = """
+import os, sys, time
+from lightning_hybrid.callbacks import StopOnSignal
+from tests import toy
+
+class Slow(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.05)
+        if self.global_step == 2:
+            open(f"{sys.argv[1]}/{self.global_rank}.tmp", "w").write(str(os.getpid()))
+            os.rename(f"{sys.argv[1]}/{self.global_rank}.tmp", f"{sys.argv[1]}/{self.global_rank}.pid")
+        return super().training_step(batch, batch_idx)
+
+callbacks = [StopOnSignal(sys.argv[1])] if sys.argv[2] == "stops" else []
+toy.trainer(devices=2, max_epochs=1000, callbacks=callbacks).fit(Slow(), toy.loader())
+"""
+
+
+def is_alive(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    return False
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the states of processes in /proc")
+@pytest.mark.parametrize(
+    ("launcher", "callback", "number", "whom", "words"),
+    [
+        ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to go on from"),
+        ("lightning", "none", signal.SIGINT, "rank 1", "rank 1 gave up: it was interrupted by Ctrl-C"),
+        ("lightning", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
+        ("lightning", "stops", signal.SIGINT, "all", "stopped.ckpt"),
+        ("torchrun", "stops", signal.SIGINT, "launcher", "stopped.ckpt"),
+        ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
+    ],
+)
+def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, number, whom, words):
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    program.write_text(PROGRAM)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(program), str(tmp_path), callback]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    with log.open("w") as out:
+        # A shell's background job has SIGINT ignored, and so would the programs that it starts.
+        heeds = {"start_new_session": True, "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, **heeds)
+    try:
+        files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+        deadline = time.monotonic() + 120
+        while not all(file.exists() for file in files) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = [int(file.read_text()) for file in files]
+        for pid in {"all": ranks, "rank 1": ranks[1:], "launcher": [process.pid]}[whom]:
+            os.kill(pid, number)
+        deadline = time.monotonic() + 45
+        while (process.poll() is None or any(map(is_alive, ranks))) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert process.poll() is not None, log.read_text()[-3000:]
+        assert not any(map(is_alive, ranks)), log.read_text()[-3000:]
+        assert words in log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,116 @@
+"""What a strategy does about failures where its device is a GPU, as far as that can be seen without one."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.engine.in_flight import FailureLatch
+from lightning_hybrid.comm.engine.order_check import BucketOrder
+from lightning_hybrid.pipeline import rank_layout
+from lightning_hybrid.strategy import comm_setup
+from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, LAUNCH_ORDER
+from lightning_hybrid.strategy.local_steps import extension as local_steps
+
+CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
+
+
+def strategy_on(device_type):
+    return HybridAllReduceStrategy(parallel_devices=[torch.device(device_type, 0)])
+
+
+@pytest.mark.parametrize(
+    ("name", "device_type", "of_the_user", "expected"),
+    [
+        (ERROR_HANDLING, "cuda", None, CLEAN_UP_ONLY),  # torch's watchdog aborts, and does not end the process
+        (ERROR_HANDLING, "cuda", "1", "1"),
+        (ERROR_HANDLING, "cpu", None, None),
+        (LAUNCH_ORDER, "cuda", None, "1"),  # communicators take turns in the host's order
+        (LAUNCH_ORDER, "cuda", "0", "0"),
+        (LAUNCH_ORDER, "cpu", None, None),
+    ],
+)
+def test_what_nccl_reads_is_set_before_any_group_is_made(monkeypatch, name, device_type, of_the_user, expected):
+    seen = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(name)))
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    monkeypatch.delenv(name, raising=False)
+    if of_the_user is not None:
+        monkeypatch.setenv(name, of_the_user)
+    strategy = strategy_on(device_type)
+    strategy.setup_environment()
+    strategy.teardown()
+    assert seen == [expected]
+    assert os.environ.get(name) == of_the_user
+
+
+def failed_engine(device_type):
+    engine = CommEngine.__new__(CommEngine)
+    engine.device, engine._is_closed = torch.device(device_type), False
+    engine._carrier = SimpleNamespace(look=lambda: None)
+    engine._latch = FailureLatch(BucketOrder())
+    engine._latch.error = CAUSE
+    return engine
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
+    saved = []
+    monkeypatch.setattr(DDPStrategy, "save_checkpoint", lambda self, *args: saved.append(args))
+    strategy = strategy_on(device_type)
+    strategy._engine = failed_engine(device_type)
+    if device_type == "cuda":
+        with pytest.raises(RuntimeError, match="rank 2 does not answer"):
+            strategy.save_checkpoint({}, "somewhere")
+        strategy._engine._latch.error = ""
+    strategy.save_checkpoint({}, "somewhere")
+    assert saved == [({}, "somewhere")]
+
+
+def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatch):
+    monkeypatch.setattr(DDPStrategy, "on_exception", lambda self, exception: None)
+    strategy = strategy_on("cuda")
+    strategy._engine = failed_engine("cuda")
+    strategy.set_world_ranks = lambda: None
+    error = ValueError("an illegal value")
+    strategy.on_exception(error)
+    assert CAUSE in error.__notes__
+    strategy.on_exception(explained := RuntimeError(CAUSE))
+    assert CAUSE not in getattr(explained, "__notes__", [])
+
+
+@pytest.mark.parametrize(("has_failed", "ended"), [(True, "forgotten"), (False, "destroyed")])
+def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
+    """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
+    seen = []
+    for module in (comm_setup, rank_layout):
+        monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
+    strategy = comm_setup.CommSetupMixin()
+    strategy.root_device, strategy._work_group = torch.device("cuda"), "work"
+    strategy._end_shared_work([], has_failed=has_failed)
+    groups = object.__new__(rank_layout.PipelineGroups)
+    groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
+    groups.destroy(are_aborted=has_failed)
+    assert seen == [("work", ended), ("pipe", ended), ("agree", "destroyed"), ("data", ended)]  # words go over Gloo
+
+
+@pytest.mark.parametrize(("device_type", "failure"), [("cuda", "comm: rank 1 died"), ("cuda", ""), ("cpu", "comm: x")])
+def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(monkeypatch, device_type, failure):
+    freed = []
+    for name in ("forget", "destroy"):
+        monkeypatch.setattr(local_steps, name, lambda group, name=name: freed.append((name, group)))
+    engine = SimpleNamespace(failure=failure, close=lambda: None)
+    strategy = local_steps.LocalSGDMixin()
+    strategy._nodes = SimpleNamespace(node_engine=engine, group="nodes")
+    strategy._engine, strategy.root_device = SimpleNamespace(failure=""), torch.device(device_type)
+    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
+    with pytest.raises(AttributeError, match="teardown"):  # there is no DDPStrategy behind it
+        strategy.teardown()
+    assert freed == [("forget" if device_type == "cuda" and failure else "destroy", "nodes")]

@@ -1,0 +1,630 @@
+"""Layers cut over the ranks of a node in a fit: what whole layers would do, up to the order of additions."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.prune import identity
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, TrainingMetrics
+from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.run_status import run_status
+from lightning_hybrid.strategy.node_slices import refusals, slice_exchange
+from lightning_hybrid.strategy.node_slices import sliced_fit as sliced_layers
+from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
+from lightning_hybrid.strategy.node_slices.sliced_linear import SlicedHead
+from tests import toy
+from tests.strategy.node_slices import sliced
+from tests.strategy.node_slices.sliced import (
+    NUM_CLASSES,
+    NUM_IMAGES,
+    Module,
+    adamw,
+    both,
+    difference,
+    fit,
+    lars,
+    loader,
+    sgd,
+)
+
+LONG = pytest.mark.long
+BOUND = 1e-6  # fp32 has 6e-8; sums of a few dozen products in another order, over five steps
+
+
+def case(*values, is_long=True):
+    return pytest.param(*values, marks=LONG) if is_long else values
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_ranks", "ranks_per_node"),
+    [
+        case(lars, 2, 2, is_long=False),
+        case(sliced.lamb, 4, 2, is_long=False),
+        case(sgd, 2, 2),
+        case(adamw, 2, 2),
+        case(sliced.lars_lists, 2, 2),
+        case(sliced.lars_joint, 2, 2),
+        case(sliced.lamb_lists, 2, 2),
+        case(lars, 4, 4),
+        case(lars, 4, 2),
+    ],
+)
+def test_gradients_and_steps_are_those_of_whole_layers(rank_pool, optimizer, num_ranks, ranks_per_node):
+    kwargs = {"options": {"ranks_per_node": ranks_per_node}}
+    for found, _, is_whole in rank_pool.ranks(num_ranks).run(both, optimizer, "32-true", kwargs):
+        assert max(found.values()) < BOUND, found
+        assert is_whole  # every layer is again what it was
+
+
+# In half precision gradients are rounded: of whole layers on each rank, of slices after the sum over a node.
+HALF_BOUNDS = {"16-true": 4e-3, "bf16-true": 4e-2}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "looks"),
+    [
+        case(lars, "16-true", False),  # all in one pass
+        case(lars, "16-true", True),
+        case(sliced.lamb, "16-true", False),
+        case(sgd, "16-true", False),
+        case(lars, "bf16-true", False),
+    ],
+)
+def test_masters_in_half_precision_are_those_of_whole_layers_but_for_rounding(two_ranks, optimizer, precision, looks):
+    for found, _, _ in two_ranks.run(both, optimizer, precision, {"module_options": {"looks": looks}}):
+        assert found["weights"] < HALF_BOUNDS[precision], found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_ranks"), [case(lars, 2, is_long=False), case(sgd, 2), case(lars, 4), case(sliced.lars_lists, 4)]
+)
+def test_overflow_in_one_slice_skips_the_step_on_every_rank(rank_pool, optimizer, num_ranks):
+    kwargs = {"options": {"ranks_per_node": 2}, "module_options": {"looks": False, "overflows": (1, 2)}}
+    for found, skipped, _ in rank_pool.ranks(num_ranks).run(both, optimizer, "16-true", kwargs):
+        assert skipped == 2
+        assert found["weights"] < HALF_BOUNDS["16-true"], found
+
+
+SETTINGS = {
+    "accumulation": {"accumulate_grad_batches": 2, "num": 6},
+    "clipping by norm": {"gradient_clip_val": 0.01},
+    "clipping by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        case("accumulation", "32-true", is_long=False),
+        case("clipping by norm", "32-true", is_long=False),
+        case("clipping by value", "32-true"),
+        case("accumulation", "16-true"),
+        case("clipping by norm", "16-true"),
+    ],
+)
+def test_the_trainers_options_are_those_of_whole_layers(two_ranks, settings, precision):
+    # Nothing looks at gradients: between two batches of a step one of a slice is no average yet.
+    kwargs = {"module_options": {"looks": False}, **SETTINGS[settings]}
+    for found, _, _ in two_ranks.run(both, sgd, precision, kwargs):
+        assert found["weights"] < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"),
+    [case(4, "32-true", is_long=False), case(2, "32-true"), case(4, "16-true"), case(4, "bf16-true")],
+)
+def test_a_penalty_on_weights_in_the_loss_is_as_strong_as_on_whole_layers(rank_pool, num_ranks, precision):
+    kwargs = {"options": {"ranks_per_node": 2}, "module_options": {"penalty": 0.1, "looks": precision == "32-true"}}
+    for found, _, _ in rank_pool.ranks(num_ranks).run(both, sgd, precision, kwargs):
+        bound = HALF_BOUNDS.get(precision, BOUND)
+        assert max(found[name] for name in ("weights", "gradients")) < bound, found
+
+
+@pytest.mark.long
+def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
+    kwargs = {"options": {"ranks_per_node": 2, "comm_dtype": "float16"}, "module_options": {"looks": False}}
+    for found, _, _ in four_ranks.run(both, sgd, "32-true", kwargs):
+        assert BOUND < found["weights"] < HALF_BOUNDS["16-true"], found
+
+
+# ---- state and validation --------------------------------------------------------------------------------------------
+
+
+class Saves(pl.Callback):
+    """A checkpoint after the first epoch."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_and_resume(path, optimizer, precision):
+    """Two epochs with slices; the second of them again, with slices and whole; and what is in the file."""
+    settings = {"num": 3, "max_epochs": 2, "module_options": {"looks": False}}
+    straight = fit(optimizer, precision, True, callbacks=[Saves(path)], **settings)
+    dist.barrier()  # rank zero has written
+    resumed, whole = (fit(optimizer, precision, is_cut, ckpt_path=path, **settings) for is_cut in (True, False))
+    saved = torch.load(path, weights_only=True)
+    shapes = {name: tuple(value.shape) for name, value in saved["state_dict"].items()}
+    expected = {name: tuple(value.shape) for name, value in Module(optimizer).state_dict().items()}
+    parameters = [tuple(one.shape) for one in Module(optimizer).parameters()]
+    state = saved["optimizer_states"][0]["state"]
+    is_whole_state = sorted(tuple(one["momentum_buffer"].shape) for one in state.values()) == sorted(parameters)
+    return {
+        "same names and shapes": shapes == expected and is_whole_state,
+        "resumed to the bit": toy.same_bits(resumed["weights"], straight["weights"])
+        and difference(resumed["state"], straight["state"]) == 0,
+        "whole": difference(whole["weights"], straight["weights"], least=1.0),
+        "state of the whole": difference(whole["state"], straight["state"], least=1.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "num_ranks"),
+    [
+        case(lars, "16-true", 2, is_long=False),
+        case(sgd, "32-true", 2),
+        case(sliced.lars_lists, "bf16-true", 2),
+        case(lars, "32-true", 4),
+    ],
+)
+def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(rank_pool, tmp_path, optimizer, precision, num_ranks):
+    bound = HALF_BOUNDS.get(precision, BOUND)
+    for found in rank_pool.ranks(num_ranks).run(fit_and_resume, str(tmp_path / "first.ckpt"), optimizer, precision):
+        assert found["same names and shapes"]
+        assert found["resumed to the bit"]
+        assert found["whole"] < bound
+        assert found["state of the whole"] < 4 * bound
+
+
+def fit_of(strategy, path, is_cut):
+    module = Module(sgd, is_cut, looks=False)
+    trainer = toy.trainer(strategy=strategy, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(module, loader(3), ckpt_path=path)
+    return toy.weights(module)
+
+
+def save_with_slices(path):
+    fit(sgd, "32-true", True, num=3, callbacks=[Saves(path)], module_options={"looks": False})
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_slices_goes_on_under_ddp_and_on_other_numbers_of_ranks(rank_pool, tmp_path):
+    path = str(tmp_path / "first.ckpt")
+    rank_pool.ranks(2).run(save_with_slices, path)
+    under_ddp = rank_pool.ranks(2).run(fit_of, "ddp", path, False)
+    with_slices = rank_pool.ranks(2).run(fit_of, "hybrid_allreduce", path, True)
+    assert difference(with_slices[0], under_ddp[0]) < BOUND
+    of_four = rank_pool.ranks(4).run(fit_of, "ddp", path, False)
+    slices_of_four = rank_pool.ranks(4).run(fit_of, "hybrid_allreduce", path, True)
+    assert difference(slices_of_four[0], of_four[0]) < BOUND
+
+
+def uneven_loader():
+    """Other numbers of images, and of batches, on each rank."""
+    images = sliced.images_of(2, rank=7 + dist.get_rank())[: 11 - 7 * dist.get_rank()]
+    return torch.utils.data.DataLoader(images, batch_size=4)
+
+
+def validated(precision, averages):
+    def one(is_cut):
+        callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
+        options = {"looks": False}
+        return fit(
+            lars, precision, is_cut, val=uneven_loader(), callbacks=callbacks, module_options=options, max_epochs=2
+        )
+
+    whole, cut = one(False), one(True)
+    found = {name: difference(cut[name], whole[name], least=1.0) for name in ("validated", "metrics", "weights")}
+    return found, len(cut["validated"])
+
+
+@pytest.mark.parametrize(
+    ("precision", "averages"), [case("32-true", True, is_long=False), case("32-true", False), case("16-true", True)]
+)
+def test_validation_takes_any_number_of_images_and_the_average_where_there_is_one(two_ranks, precision, averages):
+    counts = []
+    for found, count in two_ranks.run(validated, precision, averages):
+        assert max(found.values()) < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
+        counts.append(count)
+    assert counts == [2 * 3, 2 * 1]  # two epochs: it was the layers that were whole, as ranks had other counts
+
+
+class Draws(Module):
+    """Rank zero alone runs the module in its own hooks at the end of validation, and all compare what they find."""
+
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero:
+            self.validated.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
+
+    def on_validation_end(self):
+        self.on_validation_epoch_end()
+
+
+def drawn(averages):
+    found = []
+    for is_cut in (False, True):
+        module = Draws(sgd, is_cut, looks=False)
+        callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
+        strategy = HybridAllReduceStrategy(tune="off", timeout=timedelta(seconds=10))
+        # With the sanity check: training goes on with slices after it.
+        toy.trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=callbacks).fit(
+            module, loader(2), loader(1)
+        )
+        found.append([module.validated, toy.weights(module)])
+    return difference(*found, least=1.0), len(found[1][0])
+
+
+@pytest.mark.parametrize("averages", [True, pytest.param(False, marks=LONG)])
+def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_ranks, averages):
+    for rank, (found, count) in enumerate(two_ranks.run(drawn, averages)):
+        assert found < BOUND
+        assert count == 3 * (1 if rank else 3)
+
+
+class Masks(pl.Callback):
+    """Which features of fc6 dropout leaves, in each step; and a number of the stream behind the pair."""
+
+    def __init__(self):
+        self.masks, self.numbers = [], []
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net.dropout.register_forward_hook(lambda *call: self.masks.append((call[-1] != 0).float()))
+        torch.manual_seed(5)  # the same stream on all ranks
+
+    def on_train_batch_end(self, *_):
+        self.numbers.append(float(torch.rand(())))
+
+
+def masks():
+    seen = Masks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tanh", lambda x: x.abs() + 1)  # zeros are of dropout alone
+        fit(sgd, "32-true", True, num=2, callbacks=[seen], module_options={"looks": False, "dropout": 0.5})
+    return torch.stack(seen.masks), seen.numbers
+
+
+def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
+    (first, numbers), (second, others) = two_ranks.run(masks)
+    assert first.shape == (2, 2 * NUM_IMAGES, 16 // 2)
+    assert not torch.equal(first, second)
+    assert abs(float((first * second).mean()) - 0.25) < 0.1  # independent: both are there in a quarter of all places
+    assert numbers == others  # outside the stream goes on as it was
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------
+
+
+class AtTheEnd(pl.Callback):
+    """The sum of a list after the last step, before layers are gathered."""
+
+    def __init__(self, counts):
+        self.counts, self.total = counts, 0
+
+    def on_train_end(self, *_):
+        self.total = sum(self.counts)
+
+
+def collectives():
+    """Bytes that a rank sends in the node in one step for its layers, and sums of LARS and verdicts in a fit."""
+    sent, sums = [], []
+    size = dist.get_world_size()
+    gather, exchange, add = slice_exchange._all_gather, dist.all_to_all_single, SlicedFit.add_up_
+    with pytest.MonkeyPatch.context() as patch:
+
+        def gathers(whole, own, group):
+            if own.is_floating_point():
+                sent.append((size - 1) * own.numel() * own.element_size())
+            gather(whole, own, group=group)
+
+        def exchanges(arrived, parts, group):
+            sent.append((size - 1) * parts.numel() * parts.element_size() // size)
+            exchange(arrived, parts, group=group)
+
+        def adds(self, table):
+            sums.append("sum")
+            add(self, table)
+
+        patch.setattr(slice_exchange, "_all_gather", gathers)
+        patch.setattr(dist, "all_to_all_single", exchanges)
+        patch.setattr(SlicedFit, "add_up_", adds)
+        patch.setattr(SlicedFit, "largest", lambda self, value: sums.append("verdict") or value)
+        counts = AtTheEnd(sent)
+        fit(lars, "16-true", True, num=4, module_options={"looks": False}, callbacks=[counts])
+    return counts.total, sums
+
+
+def test_a_step_sends_images_and_logits_and_one_sum_of_squares(four_ranks):
+    of_the_pair, of_the_head = 10 + 14, 14 + NUM_CLASSES / 4
+    expected = 4 * 2 * (4 - 1) * NUM_IMAGES * (of_the_pair + of_the_head) * 2  # four steps, fp16
+    assert four_ranks.run(collectives) == [(expected, ["sum"] * 4)] * 4
+
+
+class TargetsInTheHead(Module):
+    """A training step whose loss is the head's own."""
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        net = self.net
+        x = net.fc7(net.fc6(net.trunk(images)).tanh()).tanh()
+        if isinstance(net.fc8, SlicedHead):
+            return net.fc8(x, targets).mean()
+        return F.cross_entropy(net.fc8(x).float(), targets)
+
+
+def of_targets():
+    found = []
+    for is_cut in (False, True):
+        module = TargetsInTheHead(sgd, is_cut, looks=False)
+        toy.trainer(max_epochs=1, use_distributed_sampler=False).fit(module, loader(4))
+        found.append(toy.weights(module))
+    return difference(*found)
+
+
+@pytest.mark.long
+def test_a_training_step_can_take_the_loss_of_the_head(two_ranks):
+    assert max(two_ranks.run(of_targets)) < BOUND
+
+
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+class Spoils(pl.Callback):
+    """A trunk that differs on one rank."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1 and dist.get_rank() == 1:
+            with torch.no_grad():
+                pl_module.net.trunk[0].weight[0, 0] += 1
+
+
+class LooksAlone(pl.Callback):
+    """A state dict that rank zero takes alone, as where numbers went wrong on it."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if dist.get_rank() == 0:
+            with run_status(trainer).own_state():
+                assert pl_module.state_dict()["net.fc6.weight"].shape == (8, 10)
+
+
+def checked(spoils):
+    callbacks = [LooksAlone(), *([Spoils()] if spoils else []), ReplicaCheck(1)]
+    return toy.error_of(fit, sgd, "16-true", True, num=3, callbacks=callbacks, module_options={"looks": False})
+
+
+def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
+    assert two_ranks.run(checked, False) == ["", ""]
+    for error in two_ranks.run(checked, True):
+        assert error.startswith("ReplicaDriftError")
+        assert "`net.trunk.0.weight`" in error
+
+
+class Keeps(pl.loggers.logger.DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(dict(metrics))
+
+
+def logged_ratios(is_cut):
+    keeps = Keeps()
+    settings = {"callbacks": [TrainingMetrics(skip_steps=0)], "logger": keeps, "log_every_n_steps": 1}
+    fit(lars, "32-true", is_cut, module_options={"looks": False}, **settings)
+    return [row[name] for name in m.trust_ratios_of_group(0) for row in keeps.rows if name in row]
+
+
+@pytest.mark.long
+def test_trust_ratios_that_are_logged_are_those_of_whole_layers(two_ranks):
+    whole, cut = (two_ranks.run(logged_ratios, is_cut)[0] for is_cut in (False, True))
+    assert len(whole) == 3 * 5
+    assert cut == pytest.approx(whole, rel=1e-5)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    """A layer that is no plain one."""
+
+
+def net_with(**layers):
+    net = sliced.Net()
+    for name, layer in layers.items():
+        setattr(net, name, net.get_submodule(layer) if isinstance(layer, str) else layer)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ({"fc6": Doubled(10, 16)}, r"^`fc6` \(=Doubled\) must be a torch.nn.Linear"),
+        ({"fc6": identity(nn.Linear(10, 16), "weight")}, r"^`fc6` \(with the parameters bias, weight_orig\) must have"),
+        ({"also": "fc6"}, "^`fc6` must be in one place to be cut"),
+        (
+            {"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)},
+            r"^`out_features` of `fc6` \(=15\) must be a multiple of",
+        ),
+        ({"fc7": nn.Linear(18, 14)}, r"^`out_features` of `fc6` \(=16\) must be `in_features` of `fc7` \(=18\)"),
+    ],
+)
+def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
+    net = net_with(**layers)
+    with pytest.raises(ValueError, match=text):
+        refusals.refuse_layers(net, net.node_slices, num_slices=2)
+
+
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"^`fc9` in `node_slices` \(=\[\('fc9',\)\]\) must .* are fc8: write"):
+        refusals.refuse_unknown_names(nn.ModuleDict({"fc8": nn.Linear(2, 2)}), [("fc9",)])
+
+
+def test_a_pair_has_two_names():
+    with pytest.raises(ValueError, match=r"must have groups of two names"):
+        refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
+
+
+def test_what_needs_whole_weights_is_refused():
+    with pytest.raises(ValueError, match=r"^`reduction` \(='adasum'\) and `node_slices` \(=\(\)\) exclude each other"):
+        refusals.refuse_options((), precision="32-true", module=sliced.Net(), reduction=("adasum", "mean"))
+    with pytest.raises(ValueError, match=r"^`precision` \(='16-mixed'\)"):
+        refusals.refuse_options((), precision="16-mixed", module=sliced.Net())
+    with pytest.raises(ValueError, match=r"^`callbacks` \(=StochasticWeightAveraging\)"):
+        refusals.refuse_callbacks([pl.callbacks.StochasticWeightAveraging(1e-2)])
+    net = sliced.Net()
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc6, "weight")])
+    with pytest.raises(ValueError, match=r"^`callbacks` \(=ModelPruning\) cannot prune layers of `node_slices`"):
+        refusals.refuse_callbacks([pruning], cut=[net.fc6])
+    refusals.refuse_callbacks([pruning], cut=[net.fc7])
+    net.trunk._compiled_call_impl = object()  # as `net.trunk.compile()` leaves it, without importing the compiler
+    with pytest.raises(ValueError, match=r"^`trunk` \(=Sequential\) is compiled"):
+        refusals.refuse_options((), precision="32-true", module=net)
+
+
+def test_optimizers_with_norms_of_their_own_are_refused():
+    net = sliced.Net()
+    slices = {id(net.fc6.weight)}
+    with pytest.raises(ValueError, match=r"^`optimizer` \(=Adafactor\) cannot train slices"):
+        refusals.refuse_optimizers_with_norms([torch.optim.Adafactor(net.parameters())], slices)
+    with pytest.raises(ValueError, match=r'^`direction` \(="orthogonal"\)'):
+        refusals.refuse_optimizers_with_norms([lars(net, fused=False, direction="orthogonal")], slices)
+    refusals.refuse_optimizers_with_norms([torch.optim.Adafactor(net.trunk.parameters()), lars(net)], slices)
+
+
+def fit_with(options):
+    return toy.error_of(fit, sgd, "32-true", True, num=1, options=options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("shard_update", "node"), ("sync_across_nodes_every", 2)])
+def test_a_fit_is_refused_before_training(two_ranks, name, value):
+    for error in two_ranks.run(fit_with, {name: value}):
+        names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
+        assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
+
+
+class Unfreezes(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.fc8.weight.requires_grad_(True)
+
+
+def late():
+    module = Module(sgd, looks=False)
+    module.net.fc8.weight.requires_grad_(False)
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Unfreezes()])
+    return toy.error_of(trainer.fit, module, loader(1))
+
+
+def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
+    for error in two_ranks.run(late):
+        assert error.startswith("RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged")
+
+
+class TakesState(pl.Callback):
+    """Takes the module's state on both ranks, the second a little later, and then on rank zero alone."""
+
+    def __init__(self, folder):
+        self.ended = Path(folder, "ended")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        time.sleep(0.2 * dist.get_rank())
+        self.shape = pl_module.state_dict()["net.fc6.weight"].shape
+        if trainer.is_global_zero:
+            pl_module.state_dict()
+        end_s = time.monotonic() + 30
+        while (
+            not self.ended.exists() and time.monotonic() < end_s
+        ):  # no process ends here, which would end a collective
+            time.sleep(0.05)
+        raise FloatingPointError("rank zero has ended" if self.ended.exists() else "rank zero waits")
+
+
+def state_on_rank_zero(folder):
+    sliced_layers.STATE_LIMIT_S, before = 1.0, sliced_layers.STATE_LIMIT_S
+    callback = TakesState(folder)
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[callback])
+    error = toy.error_of(trainer.fit, Module(sgd, looks=False), loader(1))
+    sliced_layers.STATE_LIMIT_S = before
+    callback.ended.touch()
+    return callback.shape, error
+
+
+def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path):
+    zero, one = two_ranks.run(state_on_rank_zero, str(tmp_path))
+    assert zero[0] == one[0] == (16, 10), "whole, where all ranks call it"
+    assert zero[1].startswith(
+        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
+    )
+    assert "rank 1 did not call it within 1 s" in zero[1]
+    assert one[1].startswith("FloatingPointError: rank zero has ended")
+
+
+def uneven_training():
+    size = NUM_IMAGES - dist.get_rank()
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False)
+    return toy.error_of(trainer.fit, Module(sgd, looks=False), loader(1, size=size))
+
+
+@pytest.mark.long
+def test_ranks_with_other_numbers_of_images_are_named_in_training(two_ranks):
+    for error in two_ranks.run(uneven_training):
+        assert "must have the same size on all ranks that share a layer, and they have [6, 5]" in error
+
+
+def alone():
+    strategy = HybridAllReduceStrategy(ranks_per_node=1)
+    module = Module(sgd, looks=False)
+    with pytest.warns(UserWarning, match="cuts nothing: every node has one rank") if dist.get_rank() == 0 else none():
+        toy.trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False).fit(module, loader(1))
+
+
+def none():
+    return pytest.MonkeyPatch.context()
+
+
+@pytest.mark.long
+def test_one_rank_on_each_node_has_whole_layers(two_ranks):
+    two_ranks.run(alone)
+
+
+def odd_head():
+    module = Module(sgd, looks=False)
+    module.net.fc8 = nn.Linear(14, 9)
+    kinds = []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            kinds.extend(type(one).__name__ for one in (pl_module.net.fc6, pl_module.net.fc8))
+
+    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Looks()])
+    with pytest.warns(UserWarning, match="has 9 classes, which") if dist.get_rank() == 0 else none():
+        trainer.fit(module, loader(1))
+    return kinds
+
+
+@pytest.mark.long
+def test_a_head_whose_classes_do_not_divide_stays_whole(two_ranks):
+    assert two_ranks.run(odd_head) == [["ColumnSlicedLinear", "Linear"]] * 2
+
+
+# ---- the network of the recipes --------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "conf" / "model"
+
+
+@pytest.mark.parametrize("file", ["alexnet", "alexnet_bn", "alexnet_bn_imagenet"])
+def test_every_alexnet_of_the_recipes_has_the_key(file):
+    assert "\nslice_fc: off" in (EXAMPLES / f"{file}.yaml").read_text()

@@ -1,0 +1,52 @@
+"""Gradients averaged for their owners alone, as CUDA carries them: on streams and events that only record."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from lightning_hybrid.placement import BLOCK, spans
+from lightning_hybrid.strategy.shard_update import gradient_scatter
+from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
+from lightning_hybrid.strategy.shard_update.shard_pairs import WeightShard
+from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # noqa: F401  fixtures
+
+
+def bucket_of(parameters, buffer):
+    """As DistributedDataParallel's."""
+    gradients = [
+        row.view_as(p) for row, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
+    parts = {"parameters": parameters, "gradients": gradients, "buffer": buffer, "index": 0, "is_last": False}
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in parts.items()})
+
+
+class OfTheCpu:
+    """What `torch.futures.collect_all` makes of futures of a device: who waits for it orders no stream."""
+
+    def __init__(self, futures):
+        self.futures = futures
+
+    def then(self, callback):
+        value = callback(SimpleNamespace(value=lambda: self.futures))
+        return SimpleNamespace(wait=lambda: value)
+
+
+def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_have(fake_world, cuda, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(gradient_scatter, "collect_all", OfTheCpu)
+    large, small = nn.Parameter(torch.ones(4 * BLOCK)), nn.Parameter(torch.ones(5))
+    pairs = {id(large): WeightShard(large, spans(large.numel(), 2), 0)}
+    engine = engine_of("two_level")
+    scatter = GradientScatter(engine, lambda parameter: pairs.get(id(parameter)), is_possible=True)
+    scatter.turn(True)
+    for _ in range(2):
+        buffer = torch.zeros(large.numel() + small.numel()).add_(1)
+        future = scatter(bucket_of([large, small], buffer))
+        future.wait().mul_(0.1)
+    del buffer, future
+    torch.zeros(1)  # an operation more: what was given back is seen
+    assert cuda.found == []
+    assert cuda.host_waits == []
+    engine.close()
