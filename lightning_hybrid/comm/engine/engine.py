@@ -8,7 +8,7 @@
 
 Large buckets go in chunks (in_flight.py). What must be equal on all ranks is checked: the plan when the engine is made,
 each bucket's contents when they are first seen, the order of everything once per step (order_check.py). What fails on
-one rank fails on all (health/watchdog.py). On CUDA the stages are put on side streams instead (cuda_streams.py).
+one rank fails on all (health/watchdog.py). On CUDA torch does it, or side streams (cuda_carrier.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.comm.topology import ReplicaSets, Topology
 
 if TYPE_CHECKING:
-    from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
+    from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
 # After a failure, how long closing waits for stages that may hang until their group's timeout.
@@ -65,7 +65,7 @@ class CommEngine:
         topology: seen from this rank.
         plan: chooses the algorithm of each tensor by its bytes, and its chunks.
         timeout: of every collective; a rank that waits longer for the others fails.
-        device: where tensors will be. `cuda`: side streams carry them; else threads do.
+        device: where tensors will be. `cuda`: torch's own sums or side streams carry them; else threads do.
         trace: counts what is submitted; None makes one.
         dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the
             codec through which they do; inside the node they keep their own. None: their own everywhere.
@@ -134,12 +134,12 @@ class CommEngine:
         # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.
         return self
 
-    def _new_carrier(self) -> StageThreads | CudaStreams:
+    def _new_carrier(self) -> StageThreads | CudaCarrier:
         shared: Any = {"groups": self._groups, "trace": self.trace, "latch": self._latch, "watchdog": self._watchdog}
         if self._on_cuda:
-            from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
+            from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
 
-            return CudaStreams(device=self.device, **shared)
+            return CudaCarrier(device=self.device, **shared)
         from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
         return StageThreads(**shared)
@@ -163,7 +163,8 @@ class CommEngine:
         return self.device.type == "cuda"
 
     def _prepare(self) -> None:
-        columns: dict[Any, int] = dict(self.plan.columns(self.topology, on_cuda=self._on_cuda))
+        columns: dict[Any, int] = {"flat": 1} if self._on_cuda else {}  # there its group compares the order, too
+        columns |= self.plan.columns(self.topology, on_cuda=self._on_cuda)
         if self._has_exchanges:
             columns |= dict.fromkeys(NODE_STAGES, 1)
         self._groups.add(stage_scopes(columns))

@@ -50,19 +50,8 @@ class Chunk:
         """Prepare the first stage: compare the bucket with those of other ranks, and add the checksum."""
         self.bucket.compare_contents(watchdog)
         if self.checksum is not None:
-            self.sum_in(copies.take(self.part, self.checksum))
-
-    def sum_in(self, copy: ChecksummedCopy) -> None:
-        """Let the stages sum this copy of the part, with the checksum behind it."""
-        self._copy = copy
-        self.job.flat = copy.whole
-
-    def take_sum(self) -> Tensor | None:
-        """Put the sum where it belongs; return the checksum's mismatch, on the device, or None without a checksum."""
-        if self._copy is None or self.checksum is None:
-            return None
-        self.part.copy_(self._copy.body)
-        return self._copy.mismatch(self.checksum)
+            self._copy = copies.take(self.part, self.checksum)
+            self.job.flat = self._copy.whole
 
     def end(self, copies: CopyPool) -> bool:
         """Put the sum where it belongs after the last stage; returns whether the bucket has no chunk left.
@@ -70,9 +59,9 @@ class Chunk:
         Raises:
             OrderError: if the checksum says that ranks submitted different buckets.
         """
-        mismatch = self.take_sum()
-        if mismatch is not None and self._copy is not None:
-            is_wrong = bool(mismatch)  # waits for the sum, which is there on the CPU
+        if self._copy is not None and self.checksum is not None:
+            self.part.copy_(self._copy.body)
+            is_wrong = self._copy.is_wrong(self.checksum)
             copies.give_back(self._copy)  # also after a mismatch: the memory is sound
             if is_wrong:
                 raise OrderError("the order of buckets in this step was not the same on all ranks")
@@ -104,27 +93,20 @@ class InFlightBucket:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(
-        self,
-        job: Callable[[Tensor], Job],
-        num_chunks: int,
-        *,
-        checksum: int | None,
-        alignment: int = ALIGNMENT,
-        has_short_tail: bool = True,
+        self, job: Callable[[Tensor], Job], num_chunks: int, *, checksum: int | None, alignment: int = ALIGNMENT
     ) -> None:
-        """Make the chunks; the checksum, if any, goes behind the last, which with `has_short_tail` is cut once more."""
+        """Make the chunks; the checksum, if any, goes behind the last, which is cut once more where it is long."""
         if self.keeps_shard:  # whole parts for each rank of the node, as the caller has packed them
             alignment = SHARD_ALIGNMENT * len(job(self.flat).topology.node)
-        has_short_tail = has_short_tail and not self.adasum_numels
         parts = [self.flat]
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
-        numel = parts[-1].numel()
+        size = 0 if self.adasum_numels else parts[-1].numel() * self.flat.element_size()  # Adasum needs it whole
         if self.is_coded and checksum is not None:
             parts.append(self.flat[self.flat.numel() :])
         # The chunk with the checksum is copied: one short message more takes less time than a copy of a long chunk.
-        elif has_short_tail and checksum is not None and numel * self.flat.element_size() > CHECKSUMMED_BYTES_LIMIT:
-            parts[-1:] = parts[-1].split([numel - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
+        elif checksum is not None and size > CHECKSUMMED_BYTES_LIMIT:
+            parts[-1:] = parts[-1].split([parts[-1].numel() - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
         if self.adasum_numels:
             self.chunks[-1].job.adasum_numels = self.adasum_numels
@@ -202,7 +184,7 @@ class InFlightBucket:
         # They may go before the device is done: the allocator knows by `record_stream` who still uses them.
         for chunk in self.chunks:
             chunk.part = chunk.job.flat = _NOTHING
-            chunk.job.shard = chunk._copy = None
+            chunk.job.shard = None
         self.flat, self.finish = _NOTHING, _unchanged
 
 

@@ -91,34 +91,28 @@ class BucketOrder:
 class ChecksummedCopy:
     """Memory for a copy of a tensor with a checksum behind it, to be filled again and again.
 
-    `whole`: what is to be summed, `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype` on `device`, and zeros up to
-    `multiple_of`.
+    `whole`: what is to be summed, `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype`.
 
-    >>> equal = [ChecksummedCopy(3, torch.float32, torch.device("cpu")) for _ in range(2)]
+    >>> equal = [ChecksummedCopy(3, torch.float32) for _ in range(2)]
     >>> for copy in equal: copy.fill(torch.ones(3), 5)
     >>> _ = equal[0].whole.add_(equal[1].whole)
-    >>> bool(equal[0].mismatch(5)), bool(equal[0].mismatch(4)), equal[0].body
+    >>> equal[0].is_wrong(5), equal[0].is_wrong(4), equal[0].body
     (False, True, tensor([2., 2., 2.]))
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, multiple_of: int = 1) -> None:
-        end = numel + NUM_CHECKSUM_ELEMENTS
-        self.whole = torch.empty(-(-end // multiple_of) * multiple_of, dtype=dtype, device=device)
-        self.body, self._checksum, rest = self.whole[:numel], self.whole[numel:end], self.whole[end:]
-        if rest.numel():
-            rest.zero_()  # padding must not be nan
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.whole = torch.empty(numel + NUM_CHECKSUM_ELEMENTS, dtype=dtype)
+        self.body, self._checksum = self.whole[:numel], self.whole[numel:]
 
     def fill(self, flat: Tensor, value: int) -> None:
         """Copy `flat` and put the checksum of `value` behind it."""
         self.body.copy_(flat)
-        self._checksum.copy_(_ready_to_copy(_elements(value), self._checksum), non_blocking=True)
+        self._checksum.copy_(_elements(value))
 
-    def mismatch(self, value: int) -> Tensor:
-        """Return a 0-dim tensor on the device: 0 if the checksums of all ranks were that of `value`."""
+    def is_wrong(self, value: int) -> bool:
+        """Return whether the checksum of some rank was not that of `value`."""
         # The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
-        own_is_zero = _ready_to_copy(_elements(~value), self._checksum).to(self._checksum.device, non_blocking=True)
-        # No host waits for it here. Not `torch.dot`: cuBLAS would take a workspace of its own for this stream.
-        return (self._checksum * own_is_zero).sum()
+        return bool(self._checksum.dot(_elements(~value).to(self._checksum.dtype)))
 
 
 class CopyPool:
@@ -133,7 +127,7 @@ class CopyPool:
         with self._lock:
             free = self._free.get((part.numel(), part.dtype))
             copy = free.pop() if free else None
-        copy = copy or ChecksummedCopy(part.numel(), part.dtype, part.device)
+        copy = copy or ChecksummedCopy(part.numel(), part.dtype)
         copy.fill(part, value)
         return copy
 
@@ -145,12 +139,6 @@ class CopyPool:
             if key not in self._free and len(self._free) >= MOST_SIZES_IN_POOL:
                 self._free.clear()
             self._free.setdefault(key, []).append(copy)
-
-
-def _ready_to_copy(elements: Tensor, target: Tensor) -> Tensor:
-    # For a GPU in pinned memory: the host waits for a copy from other memory.
-    elements = elements.to(target.dtype)
-    return elements.pin_memory() if target.is_cuda else elements
 
 
 def _elements(value: int) -> Tensor:
