@@ -9,8 +9,9 @@ max - min - 1, which is -1 where all ranks have the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torch.futures import Future
 
 from lightning_hybrid.comm.engine.in_flight import Chunk, InFlightBucket
 
-new_event = partial(torch.cuda.Event, enable_timing=True)
+
+def new_event() -> torch.cuda.Event:
+    """Return an event that takes times."""
+    return torch.cuda.Event(enable_timing=True)
 
 
 @dataclass
@@ -27,8 +31,8 @@ class Issued:
     """A bucket all of whose work is on streams, which alone hold its tensors."""
 
     bucket: InFlightBucket
-    ready: torch.cuda.Event = field(default_factory=lambda: new_event())
-    done: torch.cuda.Event = field(default_factory=lambda: new_event())
+    ready: torch.cuda.Event = field(default_factory=new_event)
+    done: torch.cuda.Event = field(default_factory=new_event)
     # Chunk, name, bytes, begin where a timeline wants it, end.
     stages: list[tuple[Chunk, str, int, torch.cuda.Event | None, torch.cuda.Event]] = field(default_factory=list)
     at: str = "order"  # where an error comes while it is put there
@@ -52,23 +56,27 @@ def all_reduce(issued: Issued, group: dist.ProcessGroup | None, device: torch.de
     else:
         summed = dist.all_reduce(bucket.flat, group=group, async_op=True).get_future()
     issued.at = "finish"
-    future = summed.then(finished)
-    if future.done():  # on CUDA at once, as far as the host is concerned: raise what `finish` raised
-        future.value()
-    return future
+    return _then(summed, finished)
 
 
-def compare_order(issued: Issued, order: int, group: dist.ProcessGroup | None) -> None:
+def compare_order(issued: Issued, order: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Let `issued.spread` become what the hashes of all ranks add up to."""
-    # From and to pinned memory, as the host would wait for other copies.
+    # From and to pinned memory, as the host would wait for other copies. Signed, as torch has no MAX of others.
     is_cuda = issued.bucket.flat.is_cuda
-    own = torch.tensor([order - 2**63, 2**63 - 1 - order], pin_memory=is_cuda)  # torch has no MAX of unsigned numbers
-    spread, compared = torch.empty((), dtype=own.dtype, pin_memory=is_cuda), new_event()
+    own = torch.tensor([order - 2**63, 2**63 - 1 - order], pin_memory=is_cuda)
 
     def seen(extremes: Future[list[Tensor]]) -> None:
-        spread.copy_(extremes.value()[0].sum(), non_blocking=True)
-        compared.record()
+        issued.spread = torch.empty((), dtype=own.dtype, pin_memory=is_cuda)
+        issued.spread.copy_(extremes.value()[0].sum(), non_blocking=True)
+        issued.compared = compared = new_event()
+        compared.record(torch.cuda.current_stream(device))
 
     extremes = own.to(issued.bucket.flat.device, non_blocking=True)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group, async_op=True).get_future().then(seen)
-    issued.spread, issued.compared = spread, compared
+    _then(dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group, async_op=True).get_future(), seen)
+
+
+def _then(summed: Future[list[Tensor]], then: Callable[[Future[list[Tensor]]], Any]) -> Future[Any]:
+    future = summed.then(then)
+    if future.done():  # on CUDA at once, as far as the host is concerned: raise what `then` raised
+        future.value()
+    return future

@@ -2,8 +2,8 @@
 
 By default a bucket is torch's own all-reduce (cuda_all_reduce.py); what was asked for by name goes stage by stage over
 streams of our own (cuda_streams.py), imported then. The host waits for neither. `look` asks by events which buckets
-are through: before each bucket and each reading of the counts, and four times a second in the watchdog, which so notices
-what hangs. Order and failures are so seen one step late: what the device did meanwhile to the weights is not to be used.
+are through: before each bucket and each reading of the counts, and four times a second in the watchdog, which notices
+what hangs. Order and failures are seen one step late: what the device did meanwhile to the weights is not to be used.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class CudaCarrier:
         else:
             future = self._by_stages(issued)
         if chunk.checksum is not None:
-            compare_order(issued, chunk.checksum, group)
+            compare_order(issued, chunk.checksum, group, self._device)
         return future
 
     def _by_stages(self, issued: Issued) -> Future[Tensor]:

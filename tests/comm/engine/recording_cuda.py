@@ -16,14 +16,17 @@ import contextlib
 import linecache
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.comm.engine import cuda_streams
+from lightning_hybrid.comm.engine import cuda_all_reduce, cuda_streams
 
 CUDA = torch.device("cuda", 0)
 COLLECTIVE_S = 1.0
@@ -94,23 +97,32 @@ class Future:
     def __init__(self, devices: list[torch.device]) -> None:
         self.event = Event(Cuda.instance())
 
-    def set_result(self, value: torch.Tensor) -> None:
-        self._value = value
+    def set_result(self, value: object) -> None:
+        self._value, self._error = value, None
         self.event.record()
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> object:
         Cuda.instance().current.wait_event(self.event)
+        return self.value()
+
+    def done(self) -> bool:
+        return True
+
+    def value(self) -> object:
+        if self._error is not None:
+            raise self._error
         return self._value
 
-    def value(self) -> torch.Tensor:
-        return self._value
-
-    def then(self, callback: Callable[[Future], torch.Tensor]) -> Future:
-        """On a stream of its own, which waits for this one."""
+    def then(self, callback: Callable[[Future], object]) -> Future:
+        """On a stream of its own, which waits for this one and is recorded of its value."""
         cuda, after = Cuda.instance(), Future([])
         with cuda.on(cuda.stream(CUDA)):
-            self.wait()
-            after.set_result(callback(self))
+            for each in filter(_is_tensor, tree_leaves(self.wait())):
+                cuda.memory_of(each).recorded.add(cuda.current.name)
+            try:
+                after.set_result(callback(self))
+            except Exception as error:
+                after._error = error
         return after
 
 
@@ -133,6 +145,7 @@ class Cuda(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.compute = self.current = self.stream(CUDA)
         self.compute.name, self.compute.clock = "compute", {"compute": 0}
+        self.nccl = Stream(self, "nccl")
         self.memory: dict[int, _Memory] = {}
         self.host_clock: dict[str, int] = {}
         self.found: list[str] = []
@@ -170,8 +183,24 @@ class Cuda(TorchDispatchMode):
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: self.host_waits.append("device"))
         patch.setattr(cuda_streams, "Future", Future)
+        patch.setattr(cuda_all_reduce, "Future", Future)
+        patch.setattr(dist, "all_reduce", partial(self.all_reduce, dist.all_reduce))
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
         return self
+
+    def all_reduce(self, real: Callable, tensor: torch.Tensor, *args, async_op: bool = False, **kwargs):
+        """As NCCL's: asynchronous ones on the backend's own stream, which keeps what they use."""
+        if not async_op:
+            return real(tensor, *args, **kwargs)
+        ready = Event(self)
+        ready.record()
+        self.nccl.wait_event(ready)
+        with self.on(self.nccl):
+            real(tensor, *args, **kwargs)
+            future = Future([])
+            future.set_result([tensor])
+        self.memory_of(tensor).recorded.add(self.nccl.name)
+        return SimpleNamespace(get_future=lambda: future)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         if not self.is_taken_out(stream.name):

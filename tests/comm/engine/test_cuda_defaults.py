@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from lightning_hybrid.comm.bucket_layout import ddp_buckets
-from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
+from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
+from lightning_hybrid.comm.engine.stages import Job
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.cost_nccl import Nccl
@@ -84,7 +84,7 @@ def pieces_of(plan, numels, cluster):
     caps = plan.bucket_caps([2 * numel for numel in numels], num_nodes=cluster.num_nodes, on_cuda=True)
     world_size = cluster.num_nodes * cluster.ranks_per_node
     topology = Topology.from_ranks_per_node(rank=0, world_size=world_size, ranks_per_node=cluster.ranks_per_node)
-    carrier = SimpleNamespace(_alignment=cluster.ranks_per_node * SHARD_ALIGNMENT)
+    carrier = SimpleNamespace(_groups=SimpleNamespace(topology=topology))
     found = []
     for index, size in enumerate(caps):
         flat = torch.empty(size // 2, dtype=torch.float16, device="meta")
@@ -92,7 +92,7 @@ def pieces_of(plan, numels, cluster):
             index=index, numel=len(flat), dtype="float16", num_bytes=size, topology=topology, on_cuda=True
         )
         bucket = InFlightBucket(flat=flat, plan=planned, finish=lambda flat: flat)
-        CudaStreams.split(carrier, bucket, partial(Job, topology=topology), None)
+        CudaCarrier.split(carrier, bucket, partial(Job, topology=topology), None)
         found += [(planned.algorithm, chunk.num_bytes) for chunk in bucket.chunks]
     return found
 
