@@ -187,7 +187,8 @@ class CommSetupMixin:
         self.communication_plan = plan.describe(self._topology, on_cuda=on_cuda)
         if self._bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        if on_cuda and (self._shares_update or plan.algorithms(self._topology, on_cuda=True) != ("flat",)):
+        is_flat = plan.algorithms(self._topology, on_cuda=True) == ("flat",) and self._dtype_across_nodes is None
+        if on_cuda and (self._shares_update or not is_flat):
             self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
 

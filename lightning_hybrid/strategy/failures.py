@@ -49,7 +49,10 @@ CLEAN_UP_ONLY = "2"
 # which is that of all ranks. Nothing changes for a single one.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
-_OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY, LAUNCH_ORDER: "1"}
+# Environment variable of torch: 1 has the few blocks of a sum go before the thousands of backward's that wait.
+HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+
+_OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY, LAUNCH_ORDER: "1", HIGH_PRIORITY: "1"}
 
 INSIDE, OUTSIDE = "in a collective of Lightning's or torch's", "in no collective"
 

@@ -30,7 +30,7 @@ def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: 
     ...  for tune, nodes in (("auto", one), ("on", one), ("auto", two), ("off", two))]
     ['', None, None, '']
     """
-    if tune == "off" or topology.world_size == 1 or (on_cuda and topology.num_nodes == 1):
+    if tune == "off" or topology.world_size == 1 or (on_cuda and (tune == "auto" or topology.num_nodes == 1)):
         return ""
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and another plan adds gradients in another order"

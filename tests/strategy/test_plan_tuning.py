@@ -118,7 +118,8 @@ def test_a_fit_is_tuned_only_as_asked(two_ranks):
         ({"topology": ONE_NODE, "tune": "on"}, True),
         ({"topology": ONE_NODE, "tune": "on", "on_cuda": True}, False),
         ({"topology": Topology(rank=0, nodes=((0,),)), "tune": "on"}, False),
-        ({"on_cuda": True}, True),
+        ({"on_cuda": True}, False),  # no hierarchy runs on a GPU that was not asked for by name
+        ({"on_cuda": True, "tune": "on"}, True),
     ],
 )
 def test_when_a_plan_is_tuned(options, is_tuned):

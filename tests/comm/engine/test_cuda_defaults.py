@@ -156,20 +156,21 @@ def test_on_cuda_auto_is_flat_on_any_number_of_nodes(ranks_per_node):
 
 
 @pytest.mark.parametrize(
-    ("device", "algorithm", "shares_update", "is_said"),
+    ("device", "algorithm", "shares_update", "across_nodes", "is_said"),
     [
-        ("cuda", "auto", False, False),
-        ("cuda", "two_level", False, True),
-        ("cuda", "auto", True, True),
-        ("cpu", "two_level", True, False),
+        ("cuda", "auto", False, None, False),
+        ("cuda", "two_level", False, None, True),
+        ("cuda", "auto", True, None, True),
+        ("cuda", "auto", False, torch.float16, True),
+        ("cpu", "two_level", True, torch.float16, False),
     ],
 )
 def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_it(
-    device, algorithm, shares_update, is_said
+    device, algorithm, shares_update, across_nodes, is_said
 ):
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
     setup = SimpleNamespace(root_device=torch.device(device), _topology=topology, _bucket_hook=None)
-    setup._shares_update = shares_update
+    setup._shares_update, setup._dtype_across_nodes = shares_update, across_nodes
     CommSetupMixin._note_plan(setup, CommPlan(algorithm=algorithm))
     assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
 

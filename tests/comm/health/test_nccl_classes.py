@@ -54,6 +54,28 @@ sys.stderr.flush()
 os._exit(0)
 """
 
+BUCKET = """
+import os, sys
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from lightning_hybrid.comm.engine.cuda_all_reduce import Issued, all_reduce
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+backend = getattr(dist, sys.argv[1])(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+dist.group.WORLD._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+flat, sums = torch.empty(8, device="cuda"), []
+for finish in (lambda summed: sums.append(summed) or summed[:3], lambda summed: summed.no_such_name):
+    try:
+        future = all_reduce(Issued(SimpleNamespace(flat=flat, finish=finish)), dist.group.WORLD, flat.device)
+    except RuntimeError as error:
+        print("RAISED" if "no_such_name" in str(error) else error, file=sys.stderr)
+assert future.done()
+assert sums[0].data_ptr() == future.wait().data_ptr() == flat.data_ptr()
+assert future.value().numel() == 3
+sys.stderr.flush()
+os._exit(0)
+"""
+
 
 @pytest.fixture(scope="module")
 def no_gpu(tmp_path_factory):
@@ -65,11 +87,11 @@ def no_gpu(tmp_path_factory):
     return folder
 
 
-def said(no_gpu, name, **variables):
+def said(no_gpu, name, code=CHILD, **variables):
     environment = os.environ | {"LD_PRELOAD": str(no_gpu / "no_gpu.so"), "LD_LIBRARY_PATH": str(no_gpu), **variables}
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"  # as the strategy sets it
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, name],
+        [sys.executable, "-W", "ignore", "-c", code, name],
         env=environment,
         capture_output=True,
         text=True,
@@ -96,3 +118,8 @@ def test_what_torch_aborts_after_its_time_limit_is_told_and_the_process_lives(no
     assert "ENDED" in text
     assert "REFUSED" in text
     assert text.count("NCCL aborts") == 1
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_bucket_is_finished_by_the_future_of_each_class_at_once_and_what_fails_there_is_raised(no_gpu, name):
+    assert "RAISED" in said(no_gpu, name, code=BUCKET)

@@ -14,7 +14,7 @@ from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy import comm_setup
-from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, LAUNCH_ORDER
+from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, HIGH_PRIORITY, LAUNCH_ORDER
 from lightning_hybrid.strategy.local_steps import extension as local_steps
 
 CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
@@ -32,6 +32,7 @@ def strategy_on(device_type):
         (ERROR_HANDLING, "cpu", None, None),
         (LAUNCH_ORDER, "cuda", None, "1"),  # communicators take turns in the host's order
         (LAUNCH_ORDER, "cuda", "0", "0"),
+        (HIGH_PRIORITY, "cuda", None, "1"),  # sums go before what backward has queued
         (LAUNCH_ORDER, "cpu", None, None),
     ],
 )
