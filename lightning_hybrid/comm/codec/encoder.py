@@ -20,6 +20,7 @@ class Blocks:
 
     `feedback`: the residuals that are added before a node's sum is rounded; None: there are none.
 
+    >>> from lightning_hybrid.comm.codec.codec import Codec
     >>> coder, flat = Coder(Codec(bits=8), torch.device("cpu")), torch.arange(300.0)
     >>> message = torch.empty(coder.codec.message_bytes(300), dtype=torch.uint8)
     >>> Blocks.of(coder, flat).encode(flat, message, sender=0)
