@@ -3,10 +3,10 @@
     start --> other algorithms --> other chunks --> other numbers of groups --> flat
 
 Each arrow is a comparison (paired_comparison.py). It replaces the plan in force by one that takes less time beyond
-noise, and by nothing else: where plans are equal, the start stays, which is the model's choice. The plan that comes out has
-been tried against `flat` directly, so that it is not slower than that beyond noise. Tried plans differ in algorithm,
-chunks and groups only: the same gradients are summed in the same dtype, in another order of additions. Buckets stay as
-they are, as DDP would have to be built again to change them, and with it the state of its reducer.
+noise, and by nothing else: where plans are equal, the start stays, which is the model's choice. The plan that comes out
+has been tried against `flat` directly, so that it is not slower than that beyond noise. Tried plans differ in
+algorithm, chunks and groups only: the same gradients are summed in the same dtype, in another order of additions.
+Buckets stay as they are, as DDP would have to be built again to change them, and with it the state of its reducer.
 """
 
 from __future__ import annotations
