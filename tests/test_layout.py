@@ -23,7 +23,7 @@ OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
     "flavours": {"fabric", "strategy", "pipeline", "precision", "checkpoint"},
-    "fabric": {"strategy", "precision", "comm"},
+    "fabric": {"strategy", "precision", "checkpoint", "comm"},
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
