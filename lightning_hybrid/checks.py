@@ -62,13 +62,13 @@ def require_choice(name: str, value: Any, choices: Collection[Any], why: str) ->
         raise ValueError(f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}.")
 
 
-def first_line(error: BaseException | str) -> str:
-    r"""Return the first line of an error's text: a message that quotes it stays one paragraph.
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error's text without its full stop, or the error's type where it has none.
 
     >>> first_line(ValueError("`lr` (=0) must be positive.\nSet optim.lr=0.1"))
-    '`lr` (=0) must be positive.'
+    '`lr` (=0) must be positive'
     """
-    return str(error).partition("\n")[0]
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def moved(module: str, places: Mapping[str, str]) -> Callable[[str], object]:
