@@ -81,7 +81,7 @@ class HybridAllReduceMixin(
             `"int8"` or `"int4"`: rounded to 8 or 4 bits without bias, see comm/README.md.
         error_feedback: with these, whether sums are rounded to the nearest, and errors added to the next step's.
         tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
-            noise. `"auto"`: on several nodes of CPUs, without `algorithm`, `plan`, in 1,000 steps or more; `"on"`; `"off"`.
+            noise. `"auto"`: between CPU nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
         tune_cache_dir: has no effect: plans are no longer kept from run to run. It goes with the next release.
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
         link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.

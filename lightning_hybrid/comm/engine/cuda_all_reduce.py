@@ -39,10 +39,14 @@ class Issued:
     spread: Tensor | None = None  # -1 where all ranks had the same order; on the host, valid once `compared` is
     compared: torch.cuda.Event | None = None
 
+    def is_through(self) -> bool:
+        """Return whether the device has done all of it."""
+        return self.done.query() and (self.compared is None or self.compared.query())
+
 
 def all_reduce(issued: Issued, group: dist.ProcessGroup | None, device: torch.device) -> Future[Tensor]:
     """Sum a bucket over a group, None where this rank is alone; the future holds the finished sum."""
-    bucket, finish = issued.bucket, issued.bucket.finish
+    bucket, finish, issued.at = issued.bucket, issued.bucket.finish, "all_reduce"
 
     def finished(summed: Future[list[Tensor]]) -> Tensor:
         result, stream = finish(summed.value()[0]), torch.cuda.current_stream(device)
@@ -55,6 +59,7 @@ def all_reduce(issued: Issued, group: dist.ProcessGroup | None, device: torch.de
         summed.set_result([bucket.flat])
     else:
         summed = dist.all_reduce(bucket.flat, group=group, async_op=True).get_future()
+        issued.stages = [(bucket.chunks[0], issued.at, bucket.plan.num_bytes, None, issued.done)]
     issued.at = "finish"
     return _then(summed, finished)
 

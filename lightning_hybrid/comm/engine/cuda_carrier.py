@@ -23,8 +23,9 @@ from torch.futures import Future
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.cuda_all_reduce import Issued, all_reduce, compare_order
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
+from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, stage_scopes
+from lightning_hybrid.comm.engine.stages import stage_scopes
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured
@@ -115,22 +116,16 @@ class CudaCarrier:
         chunk, job = bucket.chunks[-1], bucket.chunks[-1].job
         issued.ready.record()
         if bucket.plan.algorithm == "flat" and job.blocks is None and job.dtype_across is None:
-            issued.at = "all_reduce"
-            if group is not None:
-                issued.stages.append((chunk, issued.at, chunk.num_bytes, None, issued.done))
             future = all_reduce(issued, group, self._device)
         else:
-            future = self._by_stages(issued)
+            if self._streams is None:
+                from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
+
+                self._streams = CudaStreams(self._device, self._groups, keep_events=self._trace.keep_events)
+            future = self._streams.put(issued)
         if chunk.checksum is not None:
             compare_order(issued, chunk.checksum, group, self._device)
         return future
-
-    def _by_stages(self, issued: Issued) -> Future[Tensor]:
-        if self._streams is None:
-            from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
-
-            self._streams = CudaStreams(self._device, self._groups, keep_events=self._trace.keep_events)
-        return self._streams.put(issued)
 
     # ---- what the device has done ----------------------------------------------------------------------------------
 
@@ -141,7 +136,7 @@ class CudaCarrier:
             return
         with self._lock:
             try:
-                while self._issued and self._stuck is None and self._is_through(self._issued[0]):
+                while self._issued and self._stuck is None and self._issued[0].is_through():
                     self._done.append(issued := self._issued.popleft())
                     if issued.spread is not None and int(issued.spread) != -1:
                         different = issued.bucket
@@ -156,9 +151,6 @@ class CudaCarrier:
         if different is not None and self._stuck is None:
             error = OrderError("the order of buckets in the step before was not the same")
             self._watchdog.report(different.failed_in("order", error), error)
-
-    def _is_through(self, issued: Issued) -> bool:
-        return issued.done.query() and (issued.compared is None or issued.compared.query())
 
     def _report_times(self) -> None:
         done, self._done = self._done, []

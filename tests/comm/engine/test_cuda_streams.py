@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm import plan as plans
-from lightning_hybrid.comm.engine import cuda_all_reduce, cuda_carrier, cuda_streams, process_groups, stages
+from lightning_hybrid.comm.engine import cuda_all_reduce, cuda_carrier, cuda_streams, node_exchange, process_groups
 from lightning_hybrid.comm.engine import engine as engines
 from lightning_hybrid.comm.health import device_waits
 from lightning_hybrid.comm.health.consensus import OrderError
@@ -276,13 +276,13 @@ def test_only_the_last_chunk_of_a_bucket_is_padded(fake_world, cuda):
 
 
 def test_shards_are_aligned(fake_world, cuda, monkeypatch):
-    numels, reduce_scatter = [], stages._reduce_scatter
+    numels, reduce_scatter = [], node_exchange.reduce_scatter
 
     def noting(shard, whole, group):
         numels.append((shard.numel(), whole.numel()))
         reduce_scatter(shard, whole, group=group)
 
-    monkeypatch.setattr(stages, "_reduce_scatter", noting)
+    monkeypatch.setattr(node_exchange, "reduce_scatter", noting)
     engine = engine_of("two_level")
     del cuda.operations[:]
     engine.submit(torch.zeros(300_001), bucket_index=0, is_last=True)

@@ -65,8 +65,9 @@ backend = getattr(dist, sys.argv[1])(dist.HashStore(), 0, 1, dist.ProcessGroupNC
 dist.group.WORLD._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, backend)
 flat, sums = torch.empty(8, device="cuda"), []
 for finish in (lambda summed: sums.append(summed) or summed[:3], lambda summed: summed.no_such_name):
+    bucket = SimpleNamespace(flat=flat, finish=finish, chunks=[0], plan=SimpleNamespace(num_bytes=16))
     try:
-        future = all_reduce(Issued(SimpleNamespace(flat=flat, finish=finish)), dist.group.WORLD, flat.device)
+        future = all_reduce(Issued(bucket), dist.group.WORLD, flat.device)
     except RuntimeError as error:
         print("RAISED" if "no_such_name" in str(error) else error, file=sys.stderr)
 assert future.done()
