@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.engine import cuda_carrier, cuda_streams
+from lightning_hybrid.comm.engine import cuda_carrier
 from lightning_hybrid.comm.health import presence, watchdog
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
@@ -219,7 +220,8 @@ def host_in_a_sync(how):
         dist.barrier()
         text, began_s = "", time.monotonic()
         try:
-            patch.setattr(cuda_streams, "run_stage", lambda *args: None)  # as NCCL's, which return at once
+            # As NCCL's, which return at once.
+            patch.setattr(dist, "all_reduce", partial(cuda.all_reduce, lambda *args, **kwargs: None))
             if dist.get_rank() < 2:
                 cuda.hang()
                 engine.submit(torch.ones(8), bucket_index=0, is_last=True)
