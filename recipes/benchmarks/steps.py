@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.codec.block_format import message_bytes
 from recipes.benchmarks.allreduce import slowest, synchronize
@@ -78,7 +78,7 @@ class StrategyArm:
         ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
         options: Any = {"algorithm": algorithm, "bucket_bytes": self.bucket_bytes, "timeout": timeout}
         shard_update: Any = "node" if self.name.endswith("_shared") else "off"
-        return ours(comm_dtype_across_nodes=self.codec, shard_update=shard_update, **options)
+        return ours(between_nodes=Mean(dtype=self.codec), shard_update=shard_update, **options)
 
 
 class StepClock(Callback):

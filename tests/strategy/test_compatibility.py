@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Adasum, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricHybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
@@ -49,7 +49,7 @@ def slopes(rank, *, apart):
 
 def fit(precision, options, module, **settings):
     """Steps of SGD at a rate of 1: the weights, negated, and the trainer."""
-    strategy = HybridAllReduceStrategy(reduction="adasum", **options)
+    strategy = HybridAllReduceStrategy(between_nodes=Adasum(), **options)
     trainer = toy.trainer(strategy=strategy, precision=precision, **{"max_steps": 1, **settings})
     trainer.fit(module, toy.loader())
     return [-weight.detach().clone() for weight in module.weights], trainer
@@ -97,7 +97,7 @@ def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_
 
 def in_fabric():
     fabric = Fabric(
-        strategy=FabricHybridAllReduceStrategy(reduction="adasum", ranks_per_node=1), accelerator="cpu", devices=2
+        strategy=FabricHybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1), accelerator="cpu", devices=2
     )
     fabric.launch()
     weight = nn.ParameterList([nn.Parameter(torch.zeros(300))])
@@ -150,7 +150,7 @@ def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(thr
 
 
 def refusal_of_three_nodes():
-    strategy = HybridAllReduceStrategy(reduction="adasum", ranks_per_node=1)
+    strategy = HybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1)
     return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
+from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.strategy.feedback_state import FeedbackMixin, refuse_unknown_outcomes
@@ -51,7 +51,7 @@ def fit(codec="int4", *, precision="16-true", resume=None, overflows_at=-1, save
     module = Toy(lr=0.05)
     module.overflows_at, module.saves = overflows_at, dict(saves)
     options = {"error_feedback": True, "ranks_per_node": 1, **(options or {})}
-    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes=codec, **options)
+    strategy = HybridAllReduceStrategy(between_nodes=Mean(dtype=codec), **options)
     trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
     trainer.fit(module, toy.loader(), ckpt_path=resume)
     return trainer, {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -186,12 +186,12 @@ def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monke
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_errors_of_a_dtype_are_not_kept(dtype):
     with pytest.raises(ValueError, match=r"^`error_feedback` \(=True\) needs a codec .* int8 or int4, or leave"):
-        HybridAllReduceStrategy(comm_dtype_across_nodes=dtype, error_feedback=True)
+        HybridAllReduceStrategy(between_nodes=Mean(dtype=dtype, error_feedback=True))
 
 
 def test_it_is_true_or_false():
     with pytest.raises(ValueError, match=r"^`error_feedback` \(='nearest'\) must be true or false"):
-        HybridAllReduceStrategy(comm_dtype_across_nodes="int8", error_feedback="nearest")
+        HybridAllReduceStrategy(between_nodes=Mean(dtype="int8", error_feedback="nearest"))
 
 
 def test_outcomes_that_others_keep_to_themselves_are_refused():
@@ -213,7 +213,7 @@ class Manual(toy.Toy):
 
 
 def fit_by_hand():
-    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes="int8", error_feedback=True, ranks_per_node=1)
+    strategy = HybridAllReduceStrategy(between_nodes=Mean(dtype="int8", error_feedback=True), ranks_per_node=1)
     toy.trainer(strategy=strategy, precision="16-true").fit(Manual(), toy.loader())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
@@ -26,7 +26,7 @@ def cluster(ranks_per_node):
 
 
 def plan_in_force(ranks_per_node, described, **settings):
-    strategy = HybridAllReduceStrategy(plan=cluster(described), ranks_per_node=ranks_per_node, **settings)
+    strategy = HybridAllReduceStrategy(comm=Comm(plan=cluster(described)), ranks_per_node=ranks_per_node, **settings)
     seen = []
 
     class Module(toy.Toy):
@@ -92,7 +92,7 @@ class MostChunks:
 
 
 def fit_with_an_own_planner():
-    strategy = HybridAllReduceStrategy(plan=MostChunks(), ranks_per_node=1)
+    strategy = HybridAllReduceStrategy(comm=Comm(plan=MostChunks()), ranks_per_node=1)
     seen = []
 
     class Module(toy.Toy):
@@ -117,9 +117,9 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
 
 def test_a_cluster_beside_an_algorithm_is_refused():
     with pytest.raises(ValueError, match="says which algorithm and what bucket size are used"):
-        HybridAllReduceStrategy(plan=cluster(2), algorithm="flat")
+        HybridAllReduceStrategy(comm=Comm(plan=cluster(2), algorithm="flat"))
 
 
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
 def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
-    assert HybridAllReduceStrategy(plan=plan)._tune == tune
+    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._tune == tune

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import lightning_hybrid
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Comm, HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.optim import LAMB, LARS, param_groups
@@ -180,7 +180,7 @@ class Slope(pl.LightningModule):
 def averages():
     """The average by torch's hook, by ours, and without compression."""
     hooked, found = CompressesAsTorch(default_hooks.fp16_compress_hook), []
-    ours = HybridAllReduceStrategy(comm_dtype="float16", ranks_per_node=1)
+    ours = HybridAllReduceStrategy(comm=Comm(dtype="float16"), ranks_per_node=1)
     for strategy, callbacks in (("ddp", [hooked]), (ours, []), ("ddp", [])):
         module = Slope()
         toy.trainer(strategy=strategy, callbacks=callbacks, max_steps=1).fit(module, toy.loader())

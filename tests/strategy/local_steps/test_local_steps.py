@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning_hybrid.strategy.local_steps.settings import refuse_setup
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.strategy.local_steps import node_average
-from lightning_hybrid.strategy.local_steps.settings import refuse_setup
 from tests import toy
 
 
@@ -72,7 +72,7 @@ def fit(
     module, seen = Toy(lr=lr, optimizer=optimizer), Seen()
     module.overflows = overflows
     strategy = HybridAllReduceStrategy(
-        sync_across_nodes_every=every, ranks_per_node=ranks_per_node, **{"tune": "off", **(options or {})}
+        between_nodes=LocalSteps(every=every), ranks_per_node=ranks_per_node, **{"tune": "off", **(options or {})}
     )
     callbacks = [seen, *settings.pop("callbacks", ())]
     settings = {"limit_val_batches": 0, **settings}
@@ -235,7 +235,7 @@ def fit_layerwise(name):
     found = []
     for options in ({}, {"sync_across_nodes_every": 2}):
         module = Layerwise(optimizer=name)
-        strategy = HybridAllReduceStrategy(ranks_per_node=2, tune="off", **options)
+        strategy = HybridAllReduceStrategy(ranks_per_node=2, comm=Comm(tune="off"), **options)
         trainer = toy.trainer(strategy=strategy, precision="16-true", max_epochs=4, accumulate_grad_batches=2)
         trainer.fit(module, toy.loader())
         found.append(final(trainer))
@@ -398,7 +398,9 @@ def save_after_two_epochs(path):
 def go_on(path, strategy, ranks_per_node):
     module = Toy(lr=0.05)
     if strategy != "ddp":
-        strategy = HybridAllReduceStrategy(sync_across_nodes_every=2, ranks_per_node=ranks_per_node, tune="off")
+        strategy = HybridAllReduceStrategy(
+            between_nodes=LocalSteps(every=2), comm=Comm(tune="off"), ranks_per_node=ranks_per_node
+        )
     trainer = toy.trainer(strategy=strategy, max_epochs=2)
     trainer.fit(module, toy.loader(), ckpt_path=path)
     return final(trainer)
@@ -517,7 +519,7 @@ def test_what_cannot_work_is_refused_where_the_strategy_is_made(options, message
 
 def test_a_pipeline_refuses_local_steps():
     with pytest.raises(ValueError, match=r"^`sync_across_nodes_every` \(=4\) cannot be combined with a pipeline"):
-        HybridPipelineStrategy(sync_across_nodes_every=4)
+        HybridPipelineStrategy(between_nodes=LocalSteps(every=4))
 
 
 def error_of_other_settings():

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.strategy.local_steps.extension import OUTER_MOMENTUM
@@ -21,7 +21,9 @@ def weights_of(module):
 
 
 def fit(module, options, **settings):
-    strategy = HybridAllReduceStrategy(ranks_per_node=1, tune="off", timeout=timedelta(seconds=45), **options)
+    strategy = HybridAllReduceStrategy(
+        ranks_per_node=1, comm=Comm(tune="off"), timeout=timedelta(seconds=45), **options
+    )
     ckpt_path = settings.pop("ckpt_path", None)
     trainer = toy.trainer(strategy=strategy, **{"limit_val_batches": 0, **settings})
     trainer.fit(module, toy.loader(64), ckpt_path=ckpt_path)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.prune import identity
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, TrainingMetrics
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.run_status import run_status
@@ -259,7 +259,7 @@ def drawn(averages):
     for is_cut in (False, True):
         module = Draws(sgd, is_cut, looks=False)
         callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
-        strategy = HybridAllReduceStrategy(tune="off", timeout=timedelta(seconds=10))
+        strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), timeout=timedelta(seconds=10))
         # With the sanity check: training goes on with slices after it.
         toy.trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=callbacks).fit(
             module, loader(2), loader(1)
