@@ -1,4 +1,4 @@
-"""Steps inside nodes with averages over nodes in between, as `sync_across_nodes_every` makes them."""
+"""Steps inside nodes with averages over nodes in between, as `LocalSteps` makes them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -16,7 +17,8 @@ from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.bucket_layout import ddp_limits
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.lightning_names import is_overridden, misconfiguration
-from lightning_hybrid.strategy.options import Planner
+from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
+from lightning_hybrid.strategy.options import Comm, LocalSteps, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
 if TYPE_CHECKING:
@@ -30,7 +32,14 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     Raises:
         ValueError: names the option, and the one it is close to: one of DDP's or of the strategy's `own`.
     """
-    own = [name for name in own if name != "ddp_kwargs"]
+    own = [name for name in own if name not in ("ddp_kwargs", *OLD_KEYWORDS)]
+    values = {"between_nodes": (Mean, LocalSteps), "comm": (Comm,), "report": (Report,)}
+    fields = {
+        each.name: f"{name}={kind.__name__}({each.name}=...)"
+        for name, kinds in values.items()
+        for kind in kinds
+        for each in dataclasses.fields(kind)
+    }
     # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
@@ -46,8 +55,8 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
         if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
             raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
         if name not in ddp:
-            near = difflib.get_close_matches(name, [*own, *ddp], n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
+            near = difflib.get_close_matches(name, [*own, *ddp, *fields], n=1)
+            hint = f" Did you mean `{fields.get(near[0], near[0])}`?" if near else ""
             raise ValueError(
                 f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
                 f"{hint} Options: {', '.join(own)}."

@@ -1,4 +1,4 @@
-"""The strategy's side of `error_feedback=True`: the outcome of each step, and residuals in checkpoints.
+"""The strategy's side of `Mean(error_feedback=True)`: the outcome of each step, and residuals in checkpoints.
 
     checkpoint["error_feedback"]    `world_size`: ranks that wrote it
                                     `residuals`: float32 (nodes, *shape) by the name of each parameter
@@ -141,8 +141,9 @@ class FeedbackMixin:
         has_some = self._feedback is not None and "optimizer_states" in checkpoint and dist.is_initialized()
         if has_some and (error := self._ending_error) is not None:
             rank_zero_warn(
-                f"`error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} ends this rank has "
-                "no residuals, as other ranks may not come. A run that goes on from it begins with zeros."
+                f"`between_nodes.error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} "
+                "ends this rank has no residuals, as other ranks may not come. A run that goes on from it begins with "
+                "zeros."
             )
         elif has_some:
             assert self._feedback is not None

@@ -129,9 +129,9 @@ def _sums_and_fits(setup: Details, given: Given, rank: int, num_ranks: int) -> D
 def _trainer(algorithm: Any, setup: Details, given: Given, num_ranks: int, **settings: Any) -> pl.Trainer:
     devices = setup["devices_per_host"]
     strategy = HybridAllReduceStrategy(
-        comm=Comm(algorithm=algorithm, bucket_bytes=2048),
+        comm=Comm(algorithm=algorithm, bucket_bytes=2048),  # several, so that they overtake one another if they can
         ranks_per_node=num_ranks // 2,
-        process_group_backend=setup["backend"],  # several, so that they overtake one another if they can
+        process_group_backend=setup["backend"],
         loss_scale=2.0**10,
         timeout=timedelta(seconds=30),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
@@ -25,8 +25,9 @@ def cluster(ranks_per_node):
     return Cluster(num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO)
 
 
-def plan_in_force(ranks_per_node, described, **settings):
-    strategy = HybridAllReduceStrategy(comm=Comm(plan=cluster(described)), ranks_per_node=ranks_per_node, **settings)
+def plan_in_force(ranks_per_node, described, dtype=None, **settings):
+    comm = Comm(plan=cluster(described), dtype=dtype)
+    strategy = HybridAllReduceStrategy(comm=comm, ranks_per_node=ranks_per_node, **settings)
     seen = []
 
     class Module(toy.Toy):
@@ -50,7 +51,7 @@ def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(fou
 
 
 def _plan_in_force(comm_dtype):
-    return plan_in_force(2, 2, comm_dtype=comm_dtype)
+    return plan_in_force(2, 2, dtype=comm_dtype)
 
 
 def test_a_run_with_a_codec_gets_a_plan_that_a_codec_can_carry(four_ranks):
@@ -64,7 +65,7 @@ def test_a_run_with_a_codec_gets_a_plan_that_a_codec_can_carry(four_ranks):
 
 
 def plan_in_force_with_int8():
-    return plan_in_force(2, 2, comm_dtype_across_nodes="int8")
+    return plan_in_force(2, 2, between_nodes=Mean(dtype="int8"))
 
 
 @pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])

@@ -186,9 +186,9 @@ def test_every_command_of_the_readmes_is_a_configuration(overrides):
 def test_a_codec_is_a_key_of_the_strategy():
     ask = ["recipe=resnet50_8k", "data=synthetic"]
     for name, bits in (("int8", 8), ("int4", 4)):
-        strategy = instantiate(configured(*ask, f"strategy.comm_dtype_across_nodes={name}").strategy)
+        strategy = instantiate(configured(*ask, f"strategy.between_nodes.dtype={name}").strategy)
         assert strategy._dtype_across_nodes.bits == bits
-    pipeline = configured(*ask, "strategy=pipeline", "strategy.comm_dtype_across_nodes=int8").strategy
+    pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
     with pytest.raises(InstantiationException, match="cannot be combined with a pipeline"):
         instantiate(pipeline)
 
@@ -237,7 +237,7 @@ ABLATIONS = {
     "model.pool5_bn=false": "alexnet_64k",
     "precision=32-true": "alexnet_64k",
     "strategy.loss_scale=1": "resnet50_64k",
-    "strategy.algorithm=flat": "resnet50_64k",
+    "strategy.comm.algorithm=flat": "resnet50_64k",
 }
 
 
@@ -272,7 +272,7 @@ def effect_of(ablation, recipe):
             "fixed": ablated.precision_plugin.loss_scale.value == 1,
         },
         # one rank sums nothing: the plan alone differs
-        "strategy.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
+        "strategy.comm.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
     }[name]()
 
 
@@ -339,7 +339,7 @@ MISTAKES = {
     "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(='off_please'\) must be true or false",
     "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
     "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3.0\) must be a power of two",
-    "data=synthetic strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
+    "data=synthetic strategy.comm.algorithm=ring": r"`strategy.comm.algorithm` \(='ring'\) must be auto or flat",
     "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "data=synthetic label_smoothing=10": r"`label_smoothing` \(=10\) must be from 0 to less than 1",
     "data=synthetic schedule.decay_from=peak": r"`schedule.decay_from` \(='peak'\) must be warmup_end or start",

@@ -1,4 +1,4 @@
-"""`comm_dtype_across_nodes="int8"` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
+"""`Mean(dtype="int8")` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
 
 import pytest
 import torch
@@ -105,20 +105,11 @@ def test_what_rounding_costs_is_logged(four_ranks):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_sums_inside_a_node_cannot_be_in_8_bits():
-    with pytest.raises(
-        ValueError, match=r"^`comm_dtype` \(='int8'\) must be None or one of .* comm_dtype_across_nodes="
-    ):
-        HybridAllReduceStrategy(comm=Comm(dtype="int8"))
-    with pytest.raises(ValueError, match=r"^`comm_dtype_across_nodes` \(='int2'\) must be .*bf16, int8, int4\.$"):
-        HybridAllReduceStrategy(between_nodes=Mean(dtype="int2"))
-
-
 @pytest.mark.parametrize("algorithm", ["flat", "parallel_flat"])
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     for error in four_ranks.run(error_of_fit, algorithm):
         assert error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert error.endswith("and such a `strategy.plan` out, or set it to hierarchical.")
+        assert error.endswith("and such a `strategy.comm.plan` out, or set it to hierarchical.")
 
 
 def error_of_fit(algorithm):

@@ -117,7 +117,7 @@ def fit(
     """What a fit leaves, and what it saw."""
     module = Module(make_optimizer, is_cut, **(module_options or {}))
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), **{**scale, **(options or {})})
+    strategy = HybridAllReduceStrategy(**{"comm": Comm(tune="off"), **scale, **(options or {})})
     trainer = toy.trainer(
         strategy=strategy,
         precision=precision,

@@ -1,4 +1,4 @@
-"""`reduction="adasum"`: what a fit gets by it, and what is refused or warned of."""
+"""`Adasum` between nodes: what a fit gets by it, and what is refused or warned of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_hybrid import Adasum, HybridAllReduceStrategy
-from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricHybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
@@ -120,32 +119,9 @@ def test_it_is_there_in_fabric(two_ranks):
 # ---- refused, and warned of ------------------------------------------------------------------------------------------
 
 
-class PlansFlat:
-    def plan_for(self, numels, topology, *, itemsize, on_cuda):
-        return CommPlan(algorithm="flat")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reduction": "sum"}, r"`reduction` \(='sum'\) must be mean or adasum"),
-        ({"algorithm": "two_level"}, r"`algorithm` \(='two_level'\) cannot be combined with `reduction` \(='adasum'\)"),
-        ({"plan": CommPlan(algorithm="flat")}, r"`algorithm` \(='flat'\) cannot be combined"),
-        ({"plan": PlansFlat()}, r"`plan` \(='a planner'\) cannot"),
-        ({"comm_dtype_across_nodes": "float16"}, r"`comm_dtype_across_nodes` \(='float16'\) cannot be combined"),
-        ({"comm_dtype_across_nodes": "int8"}, r"`comm_dtype_across_nodes` \(='int8'\) cannot be combined"),
-        ({"tune": "on"}, r"`tune` \(='on'\) cannot be combined"),
-    ],
-    ids=["name", "algorithm", "plan", "planner", "dtype", "codec", "tune"],
-)
-def test_what_adasum_cannot_be_combined_with_is_refused_when_the_object_is_made(options, message):
-    with pytest.raises(ValueError, match=message):
-        HybridAllReduceStrategy(**{"reduction": "adasum", **options})
-
-
 def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
     for text in three_ranks.run(refusal_of_three_nodes):
-        assert text.startswith("ValueError: `reduction` (='adasum') needs a power of two of nodes, and there are 3")
+        assert text.startswith("ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 3")
         assert "Launch 2 or 4 nodes" in text
 
 
@@ -158,7 +134,7 @@ def warnings_of(optimizer, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         moved, _ = fit("32-true", options, Slopes(optimizer=optimizer))
-    return moved, [str(each.message) for each in caught if "`reduction`" in str(each.message)]
+    return moved, [str(each.message) for each in caught if "Adasum()" in str(each.message)]
 
 
 def lars(parameters):
@@ -182,13 +158,15 @@ def sgd_on_groups(parameters):
 def test_optimizers_that_throw_its_size_away_are_warned_of_once(two_ranks, optimizer, word):
     for rank, (_, found) in enumerate(two_ranks.run(warnings_of, optimizer, {"ranks_per_node": 1})):
         assert len(found) == (1 if word and rank == 0 else 0)
-        assert all(text.startswith(f"`reduction` (='adasum') with {word}: its trust ratio divides") for text in found)
+        assert all(
+            text.startswith(f"`between_nodes` (=Adasum()) with {word}: its trust ratio divides") for text in found
+        )
 
 
 def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
     expected = [sum(pair) / 2 for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)]
     for rank, (moved, found) in enumerate(two_ranks.run(warnings_of, None, {"ranks_per_node": 2})):
         assert all(map(torch.equal, moved, expected))
-        assert [text[:32] for text in found] == ["`reduction` (='adasum') combines"] * (rank == 0)
+        assert [text[:36] for text in found] == ["`between_nodes` (=Adasum()) combines"] * (rank == 0)
     for rank, (_, found) in enumerate(two_ranks.run(warnings_of, lars, {"ranks_per_node": 2})):
         assert len(found) == (rank == 0)  # and no word of the trust ratio
