@@ -1,0 +1,147 @@
+"""The table of what excludes what: every row makes its error, and the page of options shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from torch import nn
+
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.flavours import fabric
+from lightning_hybrid.optim import LARS
+from lightning_hybrid.pipeline.options import refuse_in_pipeline
+from lightning_hybrid.strategy import compatibility as table
+from lightning_hybrid.strategy.feedback_state import refuse_unknown_outcomes
+
+README = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+
+
+class Plans:
+    def plan_for(self, numels, topology, *, itemsize, on_cuda):
+        return CommPlan()
+
+
+ASKED = {
+    "adasum": {"between_nodes": Adasum()},
+    "local steps": {"between_nodes": LocalSteps(every=4)},
+    "narrow sums": {"between_nodes": Mean(dtype="float16")},
+    "codec": {"between_nodes": Mean(dtype="int8")},
+    "error feedback": {"between_nodes": Mean(dtype="int8", error_feedback=True)},
+    "shard update": {"shard_update": "node"},
+    "algorithm": {"comm": Comm(plan=CommPlan(algorithm="two_level"))},
+    "planner": {"comm": Comm(plan=Plans())},
+    "tune": {"comm": Comm(tune=True)},
+    "extensions": {"extensions": [object]},
+    "unused parameters": {"find_unused_parameters": True},
+}
+KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
+LAYER = nn.Linear(2, 2)
+PRUNING = callbacks.ModelPruning("l1_unstructured", parameters_to_prune=[(LAYER, "weight")])
+
+
+def compiled():
+    layer = nn.Linear(2, 2)
+    layer._compiled_call_impl = object()  # as `layer.compile()` leaves it, without importing the compiler
+    return layer
+
+
+def precision(name, **attributes):
+    return SimpleNamespace(precision=name, **attributes)
+
+
+def adam_of_ones_own():
+    return [type("Adam", (torch.optim.Adam,), {})(LAYER.parameters())]
+
+
+FOUND = {
+    "unequal nodes": lambda: table.in_nodes(Topology(rank=0, nodes=((0, 1), (2,)))),
+    "precision": lambda: table.in_precision(precision("bf16-mixed")),
+    "gradient scaler": lambda: table.in_precision(precision("16-mixed", scaler=object())),
+    "SyncBatchNorm": lambda: table.in_module(nn.Sequential(LAYER, nn.SyncBatchNorm(2))),
+    "compiled": lambda: table.in_module(nn.Sequential(LAYER, compiled())),
+    "ModelPruning": lambda: table.in_callbacks([PRUNING]),
+    "pruned slices": lambda: table.in_callbacks([PRUNING], cut=[LAYER]),
+    "StochasticWeightAveraging": lambda: table.in_callbacks([callbacks.StochasticWeightAveraging(0.1)]),
+    "BaseFinetuning": lambda: table.in_callbacks([callbacks.BaseFinetuning()]),
+    "GradientAccumulationScheduler": lambda: table.in_callbacks([callbacks.GradientAccumulationScheduler({1: 2})]),
+    "whole tensors": lambda: table.in_optimizers(adam_of_ones_own()),
+    "orthogonal": lambda: table.in_optimizers([LARS(LAYER.parameters(), lr=0.1, direction="orthogonal")]),
+    "two owners": lambda: table.in_optimizers([torch.optim.SGD(LAYER.parameters(), lr=0.1)] * 2),
+}
+OF_A_PIPELINE = {
+    "accumulation": {"accumulate_grad_batches": 4},
+    "manual optimization": {"automatic_optimization": False},
+    "SyncBatchNorm": {"_layer_sync": object()},
+    "precision": {"precision": "64-true"},
+}
+
+
+def in_a_pipeline(name):
+    seen = {"accumulate_grad_batches": 1, "automatic_optimization": True, "_layer_sync": None, "precision": "32-true"}
+    one = SimpleNamespace(**seen | OF_A_PIPELINE[name])
+    one.strategy = one
+    refuse_in_pipeline(one, one, one)
+
+
+def by_hand(is_automatic=False):
+    module = SimpleNamespace(automatic_optimization=is_automatic)
+    refuse_unknown_outcomes(precision("16-true"), module, may_skip=True)
+
+
+def made(pair):
+    """What a user would do to get the error."""
+    names = {pair.one, pair.other}
+    if names <= {*ASKED, *KINDS}:
+        (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]
+        options = [ASKED[name] for name in sorted(names) if name in ASKED]
+        kind(**{name: value for each in options for name, value in each.items()})
+    elif pair.other == "pipeline" and pair.one in OF_A_PIPELINE:
+        in_a_pipeline(pair.one)
+    elif pair.one == "manual steps":
+        by_hand()
+    else:
+        given = {name: f"`{name}`" for name in names if name not in FOUND}
+        table.refuse_excluded({name: text for f in names & FOUND.keys() for name, text in FOUND[f]().items()} | given)
+
+
+@pytest.mark.parametrize("pair", table.EXCLUDED, ids=lambda pair: f"{pair.one}, {pair.other}")
+def test_every_row_makes_its_error_with_both_names_the_reason_and_both_cures(pair):
+    with pytest.raises(Exception, match="exclude each other: ") as caught:
+        made(pair)
+    of_lightning = pair.other == "pipeline" and pair.one in OF_A_PIPELINE
+    assert type(caught.value).__name__ == ("MisconfigurationException" if of_lightning else "ValueError")
+    both, _, rest = str(caught.value).partition(" exclude each other: ")
+    assert " and " in both
+    assert rest.lower().startswith(f"{pair.why}. {table.CURES[pair.one]}, or {table.CURES[pair.other]}.".lower())
+
+
+def test_a_run_without_any_of_it_goes_on():
+    plain = [
+        table.in_nodes(Topology(rank=0, nodes=((0,), (1,)))),
+        table.in_precision(precision("16-true")),
+        table.in_module(nn.Sequential(nn.BatchNorm2d(4), LAYER)),
+        table.in_callbacks([callbacks.EarlyStopping("loss")]),
+        table.in_optimizers([LARS(LAYER.parameters(), lr=0.1), torch.optim.SGD([nn.Parameter(torch.zeros(1))])]),
+        table.in_optimizers(adam_of_ones_own(), of={id(nn.Parameter())}),
+    ]
+    assert not any(plain)
+    by_hand(is_automatic=True)
+    for options in ASKED.values():
+        HybridAllReduceStrategy(**options)
+    for name in ("narrow sums", "algorithm", "unused parameters"):
+        HybridPipelineStrategy(**ASKED[name])
+
+
+def test_the_page_has_the_table():
+    """One line for each option, with all that it excludes."""
+    text = README.read_text().partition("## What excludes what")[2].partition("\n## ")[0]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    shown = {(one, other) for other, *rest in lines[2:] for one in ", ".join(rest).split(", ")}
+    assert shown == {(pair.one, pair.other) for pair in table.EXCLUDED}
