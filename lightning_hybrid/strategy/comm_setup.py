@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_choice, require_whole
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
@@ -35,9 +36,7 @@ from lightning_hybrid.strategy.options import (
     LocalSteps,
     Mean,
     Report,
-    factories_from,
     require_value,
-    shard_update_from,
 )
 from lightning_hybrid.strategy.reduction import adasum_plan, warn_of_trust_ratios
 
@@ -86,14 +85,29 @@ class CommSetupMixin:
         require_value("report", report, (Report,), 'Report(trace_dir="traces")')
         for_ddp = dict(ddp_kwargs)
         if (cap_mb := for_ddp.pop("bucket_cap_mb", None)) is not None:
-            comm = comm.with_bucket_cap(cap_mb)
+            if comm.bucket_bytes is not None:
+                raise ValueError(
+                    f"`bucket_cap_mb` (={cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
+                    "Keep `comm.bucket_bytes`."
+                )
+            comm = replace(comm, bucket_bytes=int(cap_mb * 2**20))
         if ranks_per_node is not None:
             require_whole("ranks_per_node", ranks_per_node, "leave `strategy.ranks_per_node` out to find out")
+        why = (
+            "whether a node's ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
+        )
+        require_choice("shard_update", shard_update, ("off", "node", False), why)  # YAML reads `off` as a boolean
+        self._extension_factories = tuple(extensions or ())
+        if wrong := [one for one in self._extension_factories if not callable(one)]:
+            raise ValueError(
+                f"`extensions` (with {wrong[0]!r:.80}) must hold what makes extensions, such as their classes or "
+                "`functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Leave out the call."
+            )
         self._plan, self._planner, self._comm_dtype = comm.made_plan(), comm.planner, comm.on_wire
         self._dtype_across_nodes = between_nodes.on_wire
         self._reduction = "adasum" if isinstance(between_nodes, Adasum) else "mean"
         self._local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
-        self._shard_update, self._extension_factories = shard_update_from(shard_update), factories_from(extensions)
+        self._shard_update = shard_update or "off"
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
         self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
         self.link_bytes_per_s = report.link_bytes_per_s

@@ -16,18 +16,9 @@ from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.options import Adasum, BetweenNodes, Comm, LocalSteps
 
 # Their step treats each element by itself, so a part of a tensor is as good as the whole.
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
+ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax ASGD Rprop".split()
 )
 
 PRECISIONS = ("16-true", "bf16-true", "32-true")
@@ -83,72 +74,67 @@ class Pair(NamedTuple):
 
 _WHOLE = "it works on gradients and weights that every rank has whole"
 _RULES = "rules with norms, factors or line searches need whole tensors, and each rank would have a part"
+_RULE_OF_SCALE = (
+    "residuals follow the loss scale and its skipped steps, which Lightning's gradient scaler keeps to itself"
+)
+_SEVERAL = "a sum may be used by several optimizers, of which some skip their step, and has one residual"
+_PROVED = ", ".join(PRECISIONS)
 
-EXCLUDED = (
-    Pair("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
-    Pair("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
-    Pair("tune", "adasum", "Adasum has one algorithm, so there is nothing to try"),
-    Pair("shard update", "local steps", "an average needs whole masters"),
-    Pair("tune", "local steps", "there is no all-reduce over all ranks in each step whose plan could be tried"),
-    Pair("unused parameters", "local steps", "DDP asks all ranks in every step which parameters each has used"),
-    Pair("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
-    Pair("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
-    Pair("adasum", "pipeline", "data ranks average the gradients of their stages"),
-    Pair("shard update", "pipeline", "a rank has masters and optimizer state of its stages only"),
-    Pair("local steps", "pipeline", "its stages may be on several nodes"),
-    Pair("tune", "pipeline", "plans are tried on the buckets of a whole network"),
-    Pair("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
-    Pair("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
-    Pair("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
-    Pair("tune", "Fabric", "the number of steps is not known"),
-    Pair("node slices", "pipeline", _WHOLE),
-    Pair("node slices", "shard update", _WHOLE),
-    Pair("node slices", "adasum", _WHOLE),
-    Pair("node slices", "narrow sums", _WHOLE),
-    Pair("node slices", "local steps", _WHOLE),
-    # with what the run has
-    Pair("unequal nodes", "local steps", "each node counts as much in the average"),
-    Pair("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
-    Pair("unequal nodes", "node slices", "a slice is the same on every node"),
-    Pair("precision", "shard update", f"the update is shared with {', '.join(PRECISIONS)}"),
-    Pair("precision", "node slices", f"all slices get one verdict on overflow with {', '.join(PRECISIONS)}"),
-    Pair("precision", "pipeline", f"{', '.join(PRECISIONS)} alone are proved against accumulation"),
-    Pair("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
-    Pair(
-        "gradient scaler",
-        "error feedback",
-        "residuals follow the loss scale and its skipped steps, and Lightning's gradient scaler keeps both to itself",
-    ),
-    Pair(
-        "manual steps",
-        "error feedback",
-        "a sum may be used by several optimizers, of which some skip their step, and has one residual",
-    ),
-    Pair("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
-    Pair("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
-    Pair("SyncBatchNorm", "pipeline", "each micro-batch has statistics of its own, as batches of an accumulation have"),
-    Pair(
-        "SyncBatchNorm",
-        "local steps",
-        "it waits for all ranks in every forward pass, and running statistics are averaged with the weights",
-    ),
-    Pair("compiled", "node slices", "ranks talk in the middle of its forward"),
-    Pair("ModelPruning", "local steps", "each node would prune by its own weights"),
-    Pair("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
-    Pair("pruned slices", "node slices", "its masks are as large as whole weights"),
-    Pair("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
-    Pair(
-        "StochasticWeightAveraging",
-        "node slices",
-        "its average is a copy with whole layers, and each rank would have slices to add to it",
-    ),
-    Pair("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
-    Pair("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
-    Pair("whole tensors", "shard update", _RULES),
-    Pair("whole tensors", "node slices", _RULES),
-    Pair("orthogonal", "shard update", "it needs whole matrices; without sharing a node's ranks divide its work"),
-    Pair("orthogonal", "node slices", "it needs whole matrices"),
-    Pair("two owners", "shard update", "a part of it can stand in one of them only"),
+EXCLUDED = tuple(
+    Pair(*row)
+    for row in (
+        ("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
+        ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
+        ("tune", "adasum", "Adasum has one algorithm, so there is nothing to try"),
+        ("shard update", "local steps", "an average needs whole masters"),
+        ("tune", "local steps", "there is no all-reduce over all ranks in each step whose plan could be tried"),
+        ("unused parameters", "local steps", "DDP asks all ranks in every step which parameters each has used"),
+        ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
+        ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
+        ("adasum", "pipeline", "data ranks average the gradients of their stages"),
+        ("shard update", "pipeline", "a rank has masters and optimizer state of its stages only"),
+        ("local steps", "pipeline", "its stages may be on several nodes"),
+        ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
+        ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
+        ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
+        ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
+        ("tune", "Fabric", "the number of steps is not known"),
+        *(
+            (name, "node slices", _WHOLE)
+            for name in ("pipeline", "shard update", "adasum", "narrow sums", "local steps")
+        ),
+        # with what the run has
+        ("unequal nodes", "local steps", "each node counts as much in the average"),
+        ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
+        ("unequal nodes", "node slices", "a slice is the same on every node"),
+        ("precision", "shard update", f"the update is shared with {_PROVED}"),
+        ("precision", "node slices", f"all slices get one verdict on overflow with {_PROVED}"),
+        ("precision", "pipeline", f"{_PROVED} alone are proved against accumulation"),
+        ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
+        ("gradient scaler", "error feedback", _RULE_OF_SCALE),
+        ("manual steps", "error feedback", _SEVERAL),
+        ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
+        ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
+        ("SyncBatchNorm", "pipeline", "each micro-batch has its statistics, as batches of an accumulation have"),
+        (
+            "SyncBatchNorm",
+            "local steps",
+            "it waits for all ranks in every forward; statistics are averaged with weights",
+        ),
+        ("compiled", "node slices", "ranks talk in the middle of its forward"),
+        ("ModelPruning", "local steps", "each node would prune by its own weights"),
+        ("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
+        ("pruned slices", "node slices", "its masks are as large as whole weights"),
+        ("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
+        ("StochasticWeightAveraging", "node slices", "its copy has whole layers, and each rank slices to add to it"),
+        ("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
+        ("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
+        ("whole tensors", "shard update", _RULES),
+        ("whole tensors", "node slices", _RULES),
+        ("orthogonal", "shard update", "it needs whole matrices; without sharing, ranks of a node divide its work"),
+        ("orthogonal", "node slices", "it needs whole matrices"),
+        ("two owners", "shard update", "a part of it can stand in one of them only"),
+    )
 )
 
 

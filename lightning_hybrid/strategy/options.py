@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -220,19 +220,6 @@ class Comm(_Value):
         """What chooses the plan when training starts."""
         return self.plan if isinstance(self.plan, Planner) else None
 
-    def with_bucket_cap(self, cap_mb: float) -> Comm:
-        """Return these with DDP's `bucket_cap_mb` (MiB) for `bucket_bytes`.
-
-        Raises:
-            ValueError: both were given.
-        """
-        if self.bucket_bytes is not None:
-            raise ValueError(
-                f"`bucket_cap_mb` (={cap_mb}) and `comm.bucket_bytes` (={self.bucket_bytes}) say the same thing. Keep "
-                "`comm.bucket_bytes`."
-            )
-        return replace(self, bucket_bytes=int(cap_mb * 2**20))
-
     def made_plan(self) -> CommPlan:
         """Return the plan, or read it from its file, or make it from the two options that need none.
 
@@ -303,38 +290,6 @@ def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) 
             f"`{name}` (={value!r:.80}) must be {names}, of `lightning_hybrid`: fields are checked where they "
             f"stand. Write {name}={example}."
         )
-
-
-def shard_update_from(setting: Any) -> str:
-    """Return the setting of `shard_update`.
-
-    Raises:
-        ValueError: it is neither off nor node.
-
-    >>> shard_update_from("node"), shard_update_from(False)
-    ('node', 'off')
-    """
-    setting = "off" if setting is False else setting  # YAML reads `off` as a boolean
-    why = (
-        "whether the ranks of a node share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
-    )
-    require_choice("shard_update", setting, ("off", "node"), why)
-    return str(setting)
-
-
-def factories_from(extensions: Any) -> tuple[Callable[..., Any], ...]:
-    """Return what makes the extensions of a fit.
-
-    Raises:
-        ValueError: one is an object in place of what makes it.
-    """
-    for one in extensions or ():
-        if not callable(one):
-            raise ValueError(
-                f"`extensions` (with {one!r:.80}) must hold what makes extensions, such as their classes or "
-                "`functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Leave out the call."
-            )
-    return tuple(extensions or ())
 
 
 def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()) -> torch.dtype | None:

@@ -56,7 +56,7 @@ def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, mess
 
 @pytest.mark.parametrize("setting", ["world", 2, True])
 def test_the_update_is_shared_in_nodes_or_not(setting):
-    with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node'"):
+    with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', False"):
         HybridAllReduceStrategy(shard_update=setting)
 
 

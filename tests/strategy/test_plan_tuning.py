@@ -130,13 +130,3 @@ def test_a_named_algorithm_is_the_users_choice_and_is_not_tuned():
     assert HybridAllReduceStrategy()._tune == "auto"
     assert HybridAllReduceStrategy(comm=Comm(algorithm="flat"))._tune == "off"
     assert HybridAllReduceStrategy(comm=Comm(algorithm="flat", tune="on"))._tune == "on"
-
-
-def test_the_cache_of_plans_is_gone_and_its_option_is_warned_of():
-    with pytest.warns(FutureWarning, match=r"`tune_cache_dir` \(='x'\) has no effect any more"):
-        HybridAllReduceStrategy(tune_cache_dir="x")
-
-
-def test_another_value_is_refused_when_the_strategy_is_made():
-    with pytest.raises(ValueError, match=r"^`tune` \(='yes'\) must be one of auto, on, off"):
-        HybridAllReduceStrategy(comm=Comm(tune="yes"))

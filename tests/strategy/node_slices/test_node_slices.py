@@ -489,7 +489,7 @@ def fit_with(options):
 def test_a_fit_is_refused_before_training(two_ranks, name, value):
     for error in two_ranks.run(fit_with, {name: value}):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
-        assert error.startswith(f"ValueError: `node_slices` (={names}) and `{name}` (={value!r}) exclude each other")
+        assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
 
 
 class Unfreezes(pl.Callback):
