@@ -16,14 +16,8 @@ from lightning_hybrid.checks import require_choice, require_number, require_whol
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPES = {name: getattr(torch, full) for short, full in _NAMES.items() for name in (full, short)}
 
 
 @runtime_checkable
