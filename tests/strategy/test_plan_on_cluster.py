@@ -116,11 +116,6 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
         assert "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1" in error
 
 
-def test_a_cluster_beside_an_algorithm_is_refused():
-    with pytest.raises(ValueError, match="says which algorithm and what bucket size are used"):
-        HybridAllReduceStrategy(comm=Comm(plan=cluster(2), algorithm="flat"))
-
-
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
 def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
     assert HybridAllReduceStrategy(comm=Comm(plan=plan))._tune == tune

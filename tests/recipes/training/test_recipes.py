@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
+from lightning_hybrid import LocalSteps
 from lightning_hybrid.optim.schedule import warmup_polynomial_lr
 from recipes.cli import launch
 from recipes.training.build import build
@@ -183,13 +184,16 @@ def test_every_command_of_the_readmes_is_a_configuration(overrides):
     assert cfg.trainer.accumulate_grad_batches >= 1
 
 
-def test_a_codec_is_a_key_of_the_strategy():
+def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
     ask = ["recipe=resnet50_8k", "data=synthetic"]
     for name, bits in (("int8", 8), ("int4", 4)):
         strategy = instantiate(configured(*ask, f"strategy.between_nodes.dtype={name}").strategy)
         assert strategy._dtype_across_nodes.bits == bits
+    steps = ["strategy/between_nodes=local_steps", "strategy.between_nodes.every=4"]
+    assert instantiate(configured(*ask, *steps).strategy)._local_steps == LocalSteps(every=4)
+    assert instantiate(configured(*ask, "strategy/between_nodes=adasum").strategy)._reduction == "adasum"
     pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
-    with pytest.raises(InstantiationException, match="cannot be combined with a pipeline"):
+    with pytest.raises(InstantiationException, match="and a pipeline exclude each other"):
         instantiate(pipeline)
 
 
