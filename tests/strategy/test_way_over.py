@@ -138,7 +138,7 @@ def trained_with(code: str, folder: str):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.filterwarnings("ignore:`reduction` .='adasum'. combines the means of several nodes")  # here is one
+@pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
 @pytest.mark.parametrize("code", CODES)
 def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
     one, other = two_ranks.run(trained_with, code, str(tmp_path))
