@@ -118,22 +118,20 @@ class CommSetup:
             ValueError: it does not fit.
         """
         if self._ranks_per_node is not None:
-            topology = Topology.from_ranks_per_node(
-                rank=rank, world_size=world_size, ranks_per_node=self._ranks_per_node
-            )
+            topology = self.topology_of(rank, world_size)
             if self._reduction == "adasum":
                 refuse_odd_nodes(topology)
 
+    def topology_of(self, rank: int, world_size: int) -> Topology:
+        """Return which ranks share a node. Collective, unless the user said it by `ranks_per_node`."""
+        if self._ranks_per_node is None:
+            return Topology.discover()
+        return Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=self._ranks_per_node)
+
     def begin(self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
-        self.device, self._timeout = device, timeout
-        self.plan, self.bucket_hook, self.shares_update = self._plan, average_bucket, False
-        if self._ranks_per_node is None:
-            self.topology = Topology.discover()
-        else:
-            self.topology = Topology.from_ranks_per_node(
-                rank=rank, world_size=world_size, ranks_per_node=self._ranks_per_node
-            )
+        self.device, self._timeout, self.plan, self.shares_update = device, timeout, self._plan, False
+        self.topology = self.topology_of(rank, world_size)
 
     def find_plan(self, module: nn.Module, *, cut: Collection[str] = ()) -> None:
         """Make the plan for the topology and this module, whose layers of the names `cut` are slices."""

@@ -153,7 +153,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), folder_from("trace_dir", trace_dir)
         self._shard_update, self._loss_scale = shard_update_from(shard_update), loss_scale
         # Read by the mixins of features.
-        self._reduction, self._local_steps = self._comm._reduction, self._comm._local_steps
+        self._reduction, self._local_steps, self._plan = reduction, self._comm._local_steps, self._comm._plan
         self._comm_dtype, self._dtype_across_nodes = self._comm._comm_dtype, self._comm._dtype_across_nodes
         sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
         is_own_choice = (plan is None or self._comm._planner is not None) and algorithm == "auto" and sums_all_ranks
