@@ -183,9 +183,7 @@ class FabricHybridAllReduce(_Base):
             half.follow_device(self.root_device)
             half.connect_averaging(self._averages)
         averaged, ignored = trained_parameters(module)
-        self._comm.begin(
-            rank=self.global_rank, world_size=self.world_size, device=self.root_device, timeout=self._timeout
-        )
+        self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
         self._comm.find_plan(module)
         wrapped = self._comm.wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice
-from lightning_hybrid.comm import CommEngine, CommTrace
+from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
@@ -93,16 +93,10 @@ class HybridPipeline(DataRanksMixin):
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
         self._stages: Stages | None = None
         self._training: TrainingStep | None = None
-        self._data_engine: CommEngine | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
         self._until_teardown = ExitStack()
         super().__init__(**{"tune": "off", **options})
-
-    @property
-    def comm_trace(self) -> CommTrace | None:
-        """Counters of the communication between data ranks, while a fit runs."""
-        return None if self._data_engine is None else self._data_engine.trace
 
     @property
     def _here(self) -> Stages:
@@ -181,11 +175,10 @@ class HybridPipeline(DataRanksMixin):
         self._averaged_parameters, _ = trained_parameters(here.module)
         if here.ranks.num_data_ranks > 1:
             replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
-            self._data_engine = self._comm.new_engine(
+            here.watchdog.engine = self._comm.engine = self._comm.new_engine(
                 keep_events=self._trace_dir is not None, replicas=replicas, group=self._data_group
             )
-            here.watchdog.engine = self._data_engine
-            here.wrapped = {index: self._wrapped(body, self._data_engine) for index, body in here.bodies.items()}
+            here.wrapped = {index: self._wrapped(body, self._comm.engine) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]
@@ -289,7 +282,7 @@ class HybridPipeline(DataRanksMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
-        refuse_after_failure(self._data_engine)
+        refuse_after_failure(self._comm.engine)  # before anything collective
         self._failures.refuse_to_save_alone("A pipeline", "its stages are on several ranks")
         group = None if self._groups is None else self._groups.agree  # None: after the fit
         gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
@@ -311,12 +304,8 @@ class HybridPipeline(DataRanksMixin):
             own = " and ".join(map(str, self.pipeline_ranks.stages))
             add_cause(exception, stages=f"stage {own} of {self.pipeline_ranks.num_stages}")
         super().on_exception(exception)
-        if self._data_engine is not None:
-            self._data_engine.abort(f"{type(exception).__name__}: {exception}")
-
-    def _close_engines(self) -> None:
-        engine, self._data_engine = self._data_engine, None
-        self._close(engine)
+        if self._comm.engine is not None:
+            self._comm.engine.abort(f"{type(exception).__name__}: {exception}")
 
     def _put_back(self) -> None:
         """Make the module whole again on every rank, unless the run has failed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,18 @@ from lightning_hybrid.strategy.local_steps.settings import LocalSteps, local_ste
 from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_hybrid.strategy.plan_tuning import FitTuning
+
 
 class CommSetup:
     """What a strategy has of communication: options, and in a fit topology, plan and the engines that carry it out.
 
     `plan`: of this fit, made from the options' for its topology and module. `communication_plan`: ranks, nodes, buckets
-    and algorithms in one line, once known. `shares_update`: whether ranks of a node have parts of masters.
+    and algorithms in one line, once known. `shares_update`: whether ranks of a node have parts of masters. `engine`,
+    `hook_state`: of the fit, from the moment when its module is in DDP until `close`.
     """
 
     topology: Topology
@@ -53,6 +59,9 @@ class CommSetup:
         self.communication_plan: str | None = None
         self.bucket_hook: Callable[..., Any] = average_bucket
         self.shares_update = False
+        self.engine: CommEngine | None = None
+        self.hook_state: HookState | None = None
+        self._tuning: FitTuning | None = None
         self._local_steps: LocalSteps | None = None
         self._reduction: Literal["mean", "adasum"] = "mean"
         self._timeout: timedelta | None = None
@@ -128,7 +137,7 @@ class CommSetup:
             return Topology.discover()
         return Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=self._ranks_per_node)
 
-    def begin(self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
+    def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
         self.device, self._timeout, self.plan, self.shares_update = device, timeout, self._plan, False
         self.topology = self.topology_of(rank, world_size)
@@ -187,6 +196,26 @@ class CommSetup:
         wrapped.register_comm_hook(state, self.bucket_hook)
         return state
 
+    def begin_tuning(self, tune: Literal["auto", "on", "off"]) -> None:
+        """Let the first steps of a fit try other plans, unless that is off."""
+        if tune != "off":
+            from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
+
+            assert self.engine is not None
+            self._tuning = FitTuning(self.engine, tune, on_plan=self.note_plan)
+
+    def before_batch(self, module: pl.LightningModule) -> None:
+        """Tell the codec the number of the step; between two steps tuning may change the plan."""
+        if self.engine is not None and self.engine.coder is not None:
+            self.engine.coder.begin_step(module.trainer.global_step)
+        if self._tuning is not None:
+            self._tuning.before_batch(module)
+
+    def after_optimizer_step(self) -> None:
+        """Count a step of an optimizer."""
+        if self._tuning is not None:
+            self._tuning.after_optimizer_step()
+
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
         sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
@@ -195,8 +224,19 @@ class CommSetup:
             for one in sharing:
                 vars(one)["work_group"] = self._work_group
 
-    def end_shared_work(self, optimizers: Sequence[Optimizer], *, has_failed: bool) -> None:
-        """Free the group of `share_work`."""
+    def close(self, optimizers: Sequence[Optimizer], *, trace_dir: str | None, rank: int) -> None:
+        """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
+        engine, self.engine = self.engine, None
+        self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
+        try:
+            if engine is not None:
+                engine.close()
+                if trace_dir is not None:
+                    engine.trace.write_if_possible(trace_dir, rank=rank)
+        finally:
+            self._end_shared_work(optimizers, has_failed=engine is not None and bool(engine.failure))
+
+    def _end_shared_work(self, optimizers: Sequence[Optimizer], *, has_failed: bool) -> None:
         group, self._work_group = self._work_group, None
         if group is not None:
             for one in optimizers:

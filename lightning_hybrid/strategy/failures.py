@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -22,6 +22,7 @@ from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.watchdog import failed_wait, is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
+from lightning_hybrid.strategy.arguments import with_own_names
 from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
@@ -183,6 +184,18 @@ class FailureReports:
             exception.args = (said[said.index("comm: ") :],)
         if cure := shared_memory_cure(exception):
             exception.add_note(cure)
+
+    def close_report(
+        self, exception: BaseException, *, strategy: str, module: pl.LightningModule | None, precision: Any
+    ) -> None:
+        """Add the cures, in the words of this `strategy`, once DDP has added its own; note what has ended the run."""
+        if exception.args and isinstance(exception.args[0], str):
+            exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
+        if module is not None:
+            from lightning_hybrid.precision.dtype_errors import add_cure  # here: only an error needs it
+
+            add_cure(exception, precision)
+            self.ended_by = exception
 
     # ---- end -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_io
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -31,7 +31,6 @@ from lightning_hybrid.strategy.arguments import (
     refuse_what_is_not_averaged,
     tune_from,
     user_moves_batches,
-    with_own_names,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
-
-    from lightning_hybrid.strategy.plan_tuning import FitTuning
 else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
@@ -158,8 +155,6 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
         is_own_choice = (plan is None or self._comm._planner is not None) and algorithm == "auto" and sums_all_ranks
         self._tune = tune_from(tune, is_own_choice=is_own_choice, cache_dir=tune_cache_dir)
-        self._tuning: FitTuning | None = None
-        self._engine: CommEngine | None = None
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
         super().__init__(
@@ -174,17 +169,11 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
             **for_ddp,
         )
 
-    # ---- read by the mixins of features, until they are extensions -------------------------------------------------
-
-    @property
-    def _ending_error(self) -> BaseException | None:  # type: ignore[override]
-        return self._failures.ending_error
-
-    def _refuse_to_save_alone(self, option: str, where: str) -> None:
-        self._failures.refuse_to_save_alone(option, where)
-
-    def _discover_topology(self) -> Topology:
-        return self._comm.topology
+    # Read by the mixins of features, until they are extensions.
+    _ending_error = property(lambda self: self._failures.ending_error)
+    _refuse_to_save_alone = property(lambda self: self._failures.refuse_to_save_alone)
+    _discover_topology = property(lambda self: lambda: self._comm.topology)
+    _hook_state = property(lambda self: self._comm.hook_state)
 
     # ---- what others know ------------------------------------------------------------------------------------------
 
@@ -210,7 +199,11 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     @property
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
-        return None if self._engine is None else self._engine.trace
+        return None if self._comm.engine is None else self._comm.engine.trace
+
+    @property
+    def _engine(self) -> CommEngine | None:  # type: ignore[override]
+        return self._comm.engine
 
     @property
     def communication_plan(self) -> str | None:
@@ -296,12 +289,10 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
-            self._comm.begin(
-                rank=self.global_rank, world_size=self.world_size, device=self.root_device, timeout=self._timeout
-            )
+            self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._topology = self._comm.topology
         super().setup(trainer)
-        if self._engine is not None:
+        if self._failures.engine is not None:
             self._comm.share_work(self.optimizers)
             self._connect_slices()
             if self._comm.shares_update:
@@ -346,12 +337,10 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        self._engine = self._failures.engine = self._comm.new_engine(keep_events=self._trace_dir is not None)
-        self._hook_state = self._comm.average_by(self._engine, self.model, self.model.parameters())
-        if self._tune != "off":
-            from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
-
-            self._tuning = FitTuning(self._engine, self._tune, on_plan=self._comm.note_plan)
+        engine = self._comm.new_engine(keep_events=self._trace_dir is not None)
+        self._comm.engine = self._failures.engine = engine
+        self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
+        self._comm.begin_tuning(self._tune)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -393,26 +382,16 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         super().on_train_batch_start(batch, batch_idx)
         if self._failures.sigterm is not None:
             self._failures.sigterm.before_batch()
-        if self._engine is not None and self._engine.coder is not None:
-            assert self.lightning_module is not None
-            self._engine.coder.begin_step(self.lightning_module.trainer.global_step)
-        if self._tuning is not None:
-            self._tuning.before_batch(self.lightning_module)
+        assert self.lightning_module is not None
+        self._comm.before_batch(self.lightning_module)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
             assert self.lightning_module is not None
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         outputs = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._tuning is not None:
-            self._tuning.after_optimizer_step()
+        self._comm.after_optimizer_step()
         return outputs
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,7 +418,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save as DDP, unless a failure has left weights behind that no step has made."""
-        refuse_after_failure(self._engine)
+        refuse_after_failure(self._comm.engine)
         super().save_checkpoint(*args, **kwargs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -463,44 +442,26 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
         self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
         super().on_exception(exception)
-        # DDPStrategy has added its advice on unused parameters, in which it names itself.
-        if exception.args and isinstance(exception.args[0], str):
-            exception.args = (with_own_names(exception.args[0], type(self).__name__), *exception.args[1:])
-        if self.lightning_module is not None:
-            from lightning_hybrid.precision.dtype_errors import add_cure  # here: only an error needs it
-
-            add_cure(exception, self.precision_plugin.precision)
-            self._failures.ended_by = exception
+        name, precision = type(self).__name__, self.precision_plugin.precision
+        self._failures.close_report(exception, strategy=name, module=self.lightning_module, precision=precision)
 
     def teardown(self) -> None:
         """End what a fit has begun, the last first: engine, masters, what the module lacks, then DDP's own."""
         try:
             self._end_sharing(self._failures.ended_by)
-            self._close_engines()
         finally:
-            if self._masters is not None:
-                self._masters.restore()  # before Lightning moves the module away from its masters
+            self._failures.engine = None
             try:
-                self._put_back()
+                self._comm.close(self.optimizers, trace_dir=self._trace_dir, rank=self.global_rank)
             finally:
-                self._failures.end(self.lightning_module)
-                with self._hidden():
-                    super().teardown()
-
-    def _close_engines(self) -> None:
-        engine, self._engine, self._failures.engine = self._engine, None, None
-        self._tuning = None
-        vars(self).pop("_hook_state", None)  # a codec's buckets are as large as all gradients
-        try:
-            self._close(engine)
-        finally:
-            self._comm.end_shared_work(self.optimizers, has_failed=engine is not None and bool(engine.failure))
-
-    def _close(self, engine: CommEngine | None) -> None:
-        if engine is not None:
-            engine.close()
-            if self._trace_dir is not None:
-                engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
+                if self._masters is not None:
+                    self._masters.restore()  # before Lightning moves the module away from its masters
+                try:
+                    self._put_back()
+                finally:
+                    self._failures.end(self.lightning_module)
+                    with self._hidden():
+                        super().teardown()
 
     def _put_back(self) -> None:
         """Give the module back what a fit has taken from it."""

@@ -105,7 +105,7 @@ def test_ddp_is_built_on_the_stream_on_which_backward_runs(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, no_stream)
     module = nn.Linear(1, 1)
     strategy = HybridAllReduceStrategy(find_unused_parameters=True, ranks_per_node=1)
-    strategy._comm.begin(rank=0, world_size=1, device=torch.device("cpu"), timeout=None)
+    strategy._comm.begin(0, 1, torch.device("cpu"), None)
     strategy._setup_model(module)
     ((args, kwargs),) = seen
     assert args == (module,)

@@ -64,7 +64,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     saved = []
     monkeypatch.setattr(DDPStrategy, "save_checkpoint", lambda self, *args: saved.append(args))
     strategy = strategy_on(device_type)
-    strategy._engine = failed_engine(device_type)
+    strategy._comm.engine = failed_engine(device_type)
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
@@ -95,7 +95,7 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
     comm = CommSetup()
     comm.device, comm._work_group = torch.device("cuda"), "work"
-    comm.end_shared_work([], has_failed=has_failed)
+    comm._end_shared_work([], has_failed=has_failed)
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)
