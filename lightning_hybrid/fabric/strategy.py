@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.io import durable_io
+from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
@@ -73,6 +73,7 @@ class FabricHybridAllReduce(_Base):
 
     _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric, as the next
     _checkpoint_io_type: type
+    checkpoint_io = durable_by_default
 
     def __init__(
         self,
@@ -133,16 +134,6 @@ class FabricHybridAllReduce(_Base):
     def precision(self, precision: Precision | None) -> None:
         """Put master weights in the place of Fabric's plain half precision; leave everything else."""
         self._precision = with_masters(precision, self._precision_type, self._loss_scale)
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The plugin of the user, or else `DurableCheckpointIO`."""
-        self._checkpoint_io = durable_io(self._checkpoint_io, self._checkpoint_io_type)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
 
     @property
     def communication_plan(self) -> str | None:

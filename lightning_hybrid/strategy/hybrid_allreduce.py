@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.io import durable_io
+from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
@@ -99,6 +99,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     registered_name = STRATEGY_NAME
     _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
     _checkpoint_io_type: type
+    checkpoint_io = durable_by_default
 
     def __init__(
         self,
@@ -209,16 +210,6 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     def communication_plan(self) -> str | None:
         """Ranks, nodes, buckets and algorithms in one line, once known."""
         return self._comm.communication_plan
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The plugin of the user, or else `DurableCheckpointIO`."""
-        self._checkpoint_io = durable_io(self._checkpoint_io, self._checkpoint_io_type)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
 
     @property
     def precision_plugin(self) -> Precision:
