@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,7 @@ from lightning_hybrid.strategy.half_precision import with_masters
 from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
-from lightning_hybrid.strategy.setup_watchdog import new_watchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator
@@ -154,8 +155,7 @@ class FabricHybridAllReduce(_Base):
         """Set up as DDP; from here on a missing rank is named."""
         self._failures.begin(self.parallel_devices or ())
         super().setup_environment()
-        if self.world_size > 1:
-            self._failures.setup_watchdog = new_watchdog(self.root_device, self._timeout)
+        self._failures.watch_setup(SetupWatchdog, self.root_device, self._timeout)
 
     def _set_world_ranks(self) -> None:
         super()._set_world_ranks()
@@ -172,7 +172,7 @@ class FabricHybridAllReduce(_Base):
         half = self._half
         if half is not None:
             half.follow_device(self.root_device)
-            half.connect_averaging(self._averages)
+            half.connect_averaging(partial(_averages, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
         self._comm.find_plan(module)
@@ -200,11 +200,6 @@ class FabricHybridAllReduce(_Base):
         if self._half is not None:
             self._half.connect_optimizer(optimizer)
         return optimizer
-
-    def _averages(self, parameter: Tensor) -> bool:
-        # DDP's own flag: False under `no_backward_sync`.
-        wrapper = self._wrapper_of.get(id(parameter))
-        return wrapper is None or wrapper.require_backward_grad_sync
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -301,6 +296,12 @@ class FabricHybridAllReduce(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
+
+
+def _averages(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
+    # DDP's own flag: False under `no_backward_sync`.
+    wrapper = wrapper_of.get(id(parameter))
+    return wrapper is None or wrapper.require_backward_grad_sync
 
 
 def _has_optimizer(state: dict[str, Any]) -> bool:

@@ -75,6 +75,7 @@ class HybridPipeline(DataRanksMixin):
     """
 
     registered_name = PIPELINE_NAME
+    _watchdog_type = PipelineWatchdog
 
     def __init__(
         self,
@@ -102,10 +103,6 @@ class HybridPipeline(DataRanksMixin):
     def _here(self) -> Stages:
         assert self._stages is not None  # from setup to teardown
         return self._stages
-
-    def _new_watchdog(self) -> PipelineWatchdog:
-        assert self._timeout is not None
-        return PipelineWatchdog(timeout=self._timeout, device=self.root_device)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -41,7 +40,7 @@ from lightning_hybrid.strategy.local_steps.extension import LocalSGDMixin
 from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog, new_watchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.shard_update.extension import SharedUpdateMixin
 from lightning_hybrid.strategy.shard_update.refusals import shard_update_from
 
@@ -97,6 +96,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     """
 
     registered_name = STRATEGY_NAME
+    _watchdog_type: type[SetupWatchdog] = SetupWatchdog
     _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
@@ -250,11 +250,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         """Set up as DDP; from here on a missing rank is named."""
         self._failures.begin(self.parallel_devices or ())
         super().setup_environment()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._failures.setup_watchdog = self._new_watchdog()
-
-    def _new_watchdog(self) -> SetupWatchdog:
-        return new_watchdog(self.root_device, self._timeout)
+        self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
 
     def set_world_ranks(self) -> None:
         """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
@@ -263,11 +259,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
             self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
 
     def setup_distributed(self) -> None:
-        """Set up as DDP, with the store of `rendezvous.meet`.
-
-        Raises:
-            RendezvousError: ranks did not come, or cannot connect to one another.
-        """
+        """Set up as DDP, with the store of `rendezvous.meet`."""
         lightning_function("fabric.utilities.seed.reset_seed")()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
