@@ -31,6 +31,8 @@ def place_of(page: Path) -> Path:
         return Path(*page.parts[1:])
     if page == Path("README.md"):
         return Path("overview.md")
+    if page.parts[0] == ".github":  # Sphinx looks into no folder with a dot
+        return Path("github", *page.parts[1:])
     return page.with_name("index.md") if page.name == "README.md" else page
 
 
