@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Blocks of code, links, code in a line: what comes first holds the others.
 PART = re.compile(
-    r"^ *```.*?^ *```|(?P<before>!?\[[^\]]*\]\()(?P<path>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)|`[^`\n]+`",
+    r"^ *```.*?^ *```|(?P<before>!?\[[^\]]*\]\()(?P<path>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)|`[^`\n]+`"
+    r'|(?P<html>src(?:set)?=")(?P<picture>[^"]+)"',
     re.MULTILINE | re.DOTALL,
 )
 
@@ -42,6 +43,9 @@ def rewritten(text: str, page: Path, pages: set[Path], out: Path) -> str:
 
     def part(match: re.Match[str]) -> str:
         before, path, anchor = match["before"], match["path"], match["anchor"] or ""
+        after = ")"
+        if match["html"]:
+            before, path, after = match["html"], match["picture"], '"'
         if not path or re.match(r"[a-z]+:", path):
             return match[0]
         target = Path(os.path.normpath(page.parent / path))
@@ -56,7 +60,7 @@ def rewritten(text: str, page: Path, pages: set[Path], out: Path) -> str:
             copy = copy.with_name(copy.name + ".txt")
         (out / copy).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / target, out / copy)
-        return f"{before}{os.path.relpath(copy, here.parent)})"
+        return f"{before}{os.path.relpath(copy, here.parent)}{after}"
 
     return PART.sub(part, text)
 
