@@ -23,7 +23,7 @@ from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
 from tests.test_readme import python_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "fabric" / "README.md"
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

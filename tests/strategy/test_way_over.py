@@ -1,4 +1,4 @@
-"""The tables of the strategy's README for users of other libraries: what stands in their middle column trains."""
+"""The tables of the page for users of other libraries: what stands in their middle column trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import toy
 from tests.data.images.pictures import write_root
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "lightning_hybrid" / "strategy" / "README.md"
+README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 
 # Rows whose middle column is no Python: the file that proves them, and a word of it. `test_readme_commands.py` checks
 # the keys of commands.
@@ -40,9 +40,9 @@ PROVED_BY = {
 
 def rows() -> dict[str, list[tuple[str, str]]]:
     """The first two columns of each table, by the name of the library."""
-    text = README.read_text().partition("## Coming from another library")[2].partition("\n## ")[0]
+    text = README.read_text().partition("## Checkpoints of other libraries")[0]
     found = {}
-    for section in text.split("\n### ")[1:]:
+    for section in text.split("\n## ")[1:]:
         lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
         found[section.splitlines()[0]] = [(had.strip(), write.strip()) for had, write, *_ in lines[1:]]
     return found
