@@ -152,11 +152,8 @@ class CommEngine:
             return None
         if topology.num_nodes == 1:
             if topology.rank == 0:
-                warnings.warn(
-                    f"`between_nodes.dtype` (='int{codec.bits}') has nothing to do: all "
-                    "ranks are on one node, where sums keep their dtype",
-                    stacklevel=3,
-                )
+                text = f"`between_nodes.dtype` (='int{codec.bits}') has nothing to do: all ranks are on one node"
+                warnings.warn(f"{text}, where sums keep their dtype", stacklevel=3)
             return None
         return Coder(codec, self.device, self.trace.count_rounding)
 
