@@ -199,12 +199,12 @@ def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
     [
         (
             {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-            "give comm_dtype='float16'",
+            "give comm=Comm\\(dtype='float16'",
         ),
         ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, .* use strategy='ddp'"),
         ({"ddp_comm_state": object()}, "use strategy='ddp'"),
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "use strategy='ddp'"),
-        ({"model_averaging_period": 4}, "for local steps use strategy='ddp'"),
+        ({"model_averaging_period": 4}, "in place of averages of models between_nodes=LocalSteps"),
     ],
     ids=["fp16", "PowerSGD", "state", "wrapper", "local SGD"],
 )
