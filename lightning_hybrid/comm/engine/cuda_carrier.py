@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,8 +79,8 @@ class CudaCarrier:
         """Free the communicators that the algorithms in use do not need. Collective."""
         self._groups.keep(self._in_use)
 
-    def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into the chunks of its plan."""
+    def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
+        """Cut a bucket into the chunks of its plan; the thread that submits also puts them on the streams."""
         if is_any_captured():
             raise RuntimeError(
                 "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order "
@@ -90,9 +91,6 @@ class CudaCarrier:
         alignment = max(map(len, self._groups.topology.nodes)) * (BLOCK if bucket.is_coded else SHARD_ALIGNMENT)
         bucket.split(job, bucket.plan.num_chunks, checksum=None, alignment=alignment)
         bucket.chunks[-1].checksum = checksum
-
-    def accept(self, bucket: InFlightBucket) -> None:
-        """Do nothing: the thread that submits also puts the bucket on the streams."""
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
         """Put all of a bucket on the streams; the future carries a CUDA event. Raises where a stage does."""
@@ -105,10 +103,8 @@ class CudaCarrier:
             self._watchdog.report(bucket.failed_in(issued.at, error), error)
             raise RuntimeError(bucket.error) from bucket.cause
         bucket.release_tensors()
-        bucket.is_issued = True
         self._issued.append(issued)
-        if bucket.error is not None:  # another rank failed meanwhile
-            raise RuntimeError(bucket.error) from bucket.cause
+        self._latch.raise_if_tripped()  # another rank may have failed meanwhile
         return future
 
     def _put(self, issued: Issued) -> Future[Tensor]:
@@ -134,19 +130,16 @@ class CudaCarrier:
         different = None
         if not self._issued or is_any_captured():
             return
-        with self._lock:
-            try:
-                while self._issued and self._stuck is None and self._issued[0].is_through():
-                    self._done.append(issued := self._issued.popleft())
-                    if issued.spread is not None and int(issued.spread) != -1:
-                        different = issued.bucket
-                    self._latch.remove(issued.bucket)
-                    if issued.bucket.is_last or len(self._done) == MOST_UNREPORTED:
-                        self._report_times()
-                if places and self._issued and self._stuck is None:
-                    _set_places(self._issued[0])
-            except RuntimeError:  # of the driver: the host meets it too, and says so
-                return
+        with self._lock, suppress(RuntimeError):  # of the driver: the host meets it too, and says so
+            while self._issued and self._stuck is None and self._issued[0].is_through():
+                self._done.append(issued := self._issued.popleft())
+                if issued.spread is not None and int(issued.spread) != -1:
+                    different = issued.bucket
+                self._latch.remove(issued.bucket)
+                if issued.bucket.is_last or len(self._done) == MOST_UNREPORTED:
+                    self._report_times()
+            if places and self._issued and self._stuck is None:
+                _set_places(self._issued[0])
         # Without the lock: `report` asks other ranks, and the failure that follows takes it.
         if different is not None and self._stuck is None:
             error = OrderError("the order of buckets in the step before was not the same")
@@ -154,13 +147,10 @@ class CudaCarrier:
 
     def _report_times(self) -> None:
         done, self._done = self._done, []
-        if not done:
-            return
         first = done[0].ready
         # From step to step, as an event gives milliseconds in fp32: after an hour 0.25 ms would be its smallest step.
-        if self._anchor is None:
-            begin_s = self._trace.now_s() - first.elapsed_time(done[-1].done) / 1e3
-        else:
+        begin_s = self._trace.now_s() - first.elapsed_time(done[-1].done) / 1e3
+        if self._anchor is not None:
             begin_s = self._anchor[1] + self._anchor[0].elapsed_time(first) / 1e3
         self._anchor = (first, begin_s)
 
@@ -203,7 +193,8 @@ class CudaCarrier:
             self._give_up()
             self._stuck = self._stuck or ["of buckets that the device did not finish"]
         if self._stuck is None:
-            self._report_times()
+            if self._done:
+                self._report_times()
             self._groups.destroy()
         elif not self._stuck:
             self._groups.forget()

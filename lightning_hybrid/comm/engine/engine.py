@@ -259,9 +259,8 @@ class CommEngine:
             with self._latch.lock:  # counts, queues and closing see submits in one order
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
-                self._carrier.split(bucket, new_job, self._record(bucket))
-                self._latch.in_flight[bucket] = None  # before it can fail or end
-                self._carrier.accept(bucket)
+                self._carrier.accept(bucket, new_job, self._record(bucket))
+                self._latch.in_flight[bucket] = None  # it fails or ends under this lock, so not before
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
 
     def _jobs_of(
@@ -318,9 +317,7 @@ class CommEngine:
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Every bucket of gradients that was submitted so far, by contents."""
-        plans = (
-            plan for plan, _ in self._buckets.values() if not is_node_exchange(plan.algorithm)
-        )  # without their traffic
+        plans = (plan for plan, _ in self._buckets.values() if not is_node_exchange(plan.algorithm))
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property

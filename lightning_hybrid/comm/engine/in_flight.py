@@ -185,7 +185,7 @@ class InFlightBucket:
         for chunk in self.chunks:
             chunk.part = chunk.job.flat = _NOTHING
             chunk.job.shard = None
-        self.flat, self.finish = _NOTHING, _unchanged
+        self.flat, self.finish, self.is_issued = _NOTHING, _unchanged, True
 
 
 def _unchanged(flat: Tensor) -> Tensor:

@@ -109,12 +109,9 @@ class StageThreads:
             each.thread.start()
         return stage_threads
 
-    def split(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into the chunks of its plan."""
+    def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
+        """Cut a bucket into the chunks of its plan, and queue them, round the columns. Called in the order of submits."""
         bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=BLOCK if bucket.is_coded else ALIGNMENT)
-
-    def accept(self, bucket: InFlightBucket) -> None:
-        """Queue the chunks of a bucket, round the columns. Called in the order of submits."""
         bucket.traced_s = self._trace.begin(
             num_bytes=bucket.plan.num_bytes,
             is_last=bucket.is_last,

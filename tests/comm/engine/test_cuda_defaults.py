@@ -92,7 +92,7 @@ def pieces_of(plan, numels, cluster):
             index=index, numel=len(flat), dtype="float16", num_bytes=size, topology=topology, on_cuda=True
         )
         bucket = InFlightBucket(flat=flat, plan=planned, finish=lambda flat: flat)
-        CudaCarrier.split(carrier, bucket, partial(Job, topology=topology), None)
+        CudaCarrier.accept(carrier, bucket, partial(Job, topology=topology), None)
         found += [(planned.algorithm, chunk.num_bytes) for chunk in bucket.chunks]
     return found
 

@@ -116,20 +116,17 @@ def norms(
     if is_wide & _is_aligned(grad):
         total = _squares(
             *(grad, weight, at, everywhere, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
-            IS_ALIGNED=True,
-            IS_GRAD_ALIGNED=True,
+            *(True, True),
         )
     elif is_wide:
         total = _squares(
             *(grad, weight, at, everywhere, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
-            IS_ALIGNED=True,
-            IS_GRAD_ALIGNED=False,
+            *(True, False),
         )
     else:
         total = _squares(
             *(grad, weight, at, at < numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
-            IS_ALIGNED=False,
-            IS_GRAD_ALIGNED=False,
+            *(False, False),
         )
     tl.store(sums + num_chunks + chunk, total)
     is_finite = total < float("inf")  # nan is not
@@ -273,20 +270,17 @@ def lars_update(
         if is_wide & _is_aligned(grad):
             total = _move(
                 *(grad, weight, buffer, copy, at, everywhere, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                IS_ALIGNED=True,
-                IS_GRAD_ALIGNED=True,
+                *(True, True),
             )
         elif is_wide:
             total = _move(
                 *(grad, weight, buffer, copy, at, everywhere, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                IS_ALIGNED=True,
-                IS_GRAD_ALIGNED=False,
+                *(True, False),
             )
         else:
             total = _move(
                 *(grad, weight, buffer, copy, at, at < numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                IS_ALIGNED=False,
-                IS_GRAD_ALIGNED=False,
+                *(False, False),
             )
         if HAS_COPY:
             tl.store(sums + chunk, total)
