@@ -81,7 +81,7 @@ class FakeCuda:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """For `torch.cuda.device`."""
+        """For `torch.cuda.device_of`."""
         before, self.current = self.current, torch.device(device)
         try:
             yield
@@ -131,7 +131,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         for name in ("norms", "finalize", "lars_update"):
             patch.setattr(lars_kernels, name, fake.kernel(name))
         patch.setattr(lamb, "_count", count)
-        patch.setattr(torch.cuda, "device", fake.device)
+        patch.setattr(torch.cuda, "device_of", lambda tensor: fake.device(tensor.device))
         yield fake
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class TritonPasses:
         """Write `flat` into `message`, or cut into the rows of a matrix; see `TorchPasses`. Noise is not measured."""
         num_blocks, rows, whole = num_blocks_of(flat.numel()), self._rows(message), message.view(-1)
         seed, step, sender, turn = key or (0, 0, 0, 0)
-        with _current(flat.device):
+        with torch.cuda.device_of(flat):  # Triton launches on the current device, whichever the tensors are on
             triton_kernels.encode_block[(num_blocks,)](
                 *(flat, flat.numel(), ids, ids if self._signs is None else self._signs),
                 *(seed | step << 32, sender, turn),
@@ -69,15 +68,10 @@ class TritonPasses:
 
     def _add(self, messages: Tensor, num: int, stride: int, row_blocks: int, row_bytes: int, to: Tensor) -> None:
         num_blocks = num_blocks_of(to.numel())
-        with _current(to.device):
+        with torch.cuda.device_of(to):
             triton_kernels.add_block[(num_blocks,)](
                 *(messages, num, stride, num_blocks, row_blocks, row_bytes, to.numel()),
                 *(messages if self._signs is None else self._signs, to),
                 MOST=self._most,
                 **_LAUNCH,
             )
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, whichever device the tensors are on.
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

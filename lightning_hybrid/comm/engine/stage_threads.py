@@ -110,7 +110,7 @@ class StageThreads:
         return stage_threads
 
     def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into the chunks of its plan, and queue them, round the columns. Called in the order of submits."""
+        """Cut a bucket into chunks, and queue them, round the columns. Called in the order of submits."""
         bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=BLOCK if bucket.is_coded else ALIGNMENT)
         bucket.traced_s = self._trace.begin(
             num_bytes=bucket.plan.num_bytes,

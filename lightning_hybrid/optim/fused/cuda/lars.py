@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ class KernelLars:
         update()    `finalize`, `lars_update`
 
     Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
-    addresses. The host waits for nothing, and compares addresses only. Each launch is under `current`. `chunk` is the
-    number of elements per program, a power of two. `parts` is empty, or has the part of each tensor: then the sums that
-    count are those in `block_sums`.
+    addresses. The host waits for nothing, and compares addresses only. `chunk` is the number of elements
+    per program, a power of two. `parts` is empty, or has the part of each tensor: then the sums that count are those in
+    `block_sums`.
     """
 
     block_sums: BlockSums | None = None
@@ -116,7 +115,7 @@ class KernelLars:
         found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
         # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
-        with current(self._device):
+        with torch.cuda.device_of(self._sums):  # Triton launches on the current device, whichever the tensors are on
             self._load(grads)
             if self._grid[0]:  # CUDA refuses an empty grid
                 lars_kernels.norms[self._grid](
@@ -131,7 +130,7 @@ class KernelLars:
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
         """Write the step; see `step.Engine`."""
-        with current(self._device):
+        with torch.cuda.device_of(self._sums):
             self._update(options, scaling)
             self._views.unload()
 
@@ -182,12 +181,6 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
     table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
     return table
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the one that kernels are launched on, within a `with` block; nothing without CUDA."""
-    # Triton launches on the current device, whichever device the tensors are on.
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
