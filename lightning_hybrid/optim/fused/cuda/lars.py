@@ -130,29 +130,26 @@ class KernelLars:
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
         """Write the step; see `step.Engine`."""
-        with torch.cuda.device_of(self._sums):
-            self._update(options, scaling)
-            self._views.unload()
-
-    def _update(self, options: OptionTable, scaling: GradScaling) -> None:
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
-        self._add_up()
-        if self._grid[0]:
-            lars_kernels.finalize[(self._counts[0],)](
-                *(self._added, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
-                *self._added_counts,
-                IS_JOINT=self._is_joint,
-            )
-            weights, buffers, copies = self._pointers
-            lars_kernels.lars_update[self._grid](
-                *(weights, self._grad_pointers, buffers, copies, *self._chunks),
-                *(self._numbers, found_inf, self._sums),
-                COPY=self._copy,
-                HAS_MOMENTUM=self._has_momentum,
-                HAS_COPY=self._are_masters,
-                **self._common,
-                **self._of_grads,
-            )
+        with torch.cuda.device_of(self._sums):
+            self._add_up()
+            if self._grid[0]:
+                lars_kernels.finalize[(self._counts[0],)](
+                    *(self._added, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
+                    *self._added_counts,
+                    IS_JOINT=self._is_joint,
+                )
+                weights, buffers, copies = self._pointers
+                lars_kernels.lars_update[self._grid](
+                    *(weights, self._grad_pointers, buffers, copies, *self._chunks),
+                    *(self._numbers, found_inf, self._sums),
+                    COPY=self._copy,
+                    HAS_MOMENTUM=self._has_momentum,
+                    HAS_COPY=self._are_masters,
+                    **self._common,
+                    **self._of_grads,
+                )
+            self._views.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
         places = self._views.load(grads)

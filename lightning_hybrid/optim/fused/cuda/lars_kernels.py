@@ -43,8 +43,9 @@ def _places(address, at, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _is_aligned(address):
-    return (address & 15) == 0
+def _case_of(is_whole, others, grad):
+    """Return the branch of a chunk: 0 all wide, 1 all but the gradient, 2 masks; by the addresses of both."""
+    return tl.where(is_whole & ((others & 15) == 0), ((grad & 15) != 0).to(tl.int32), 2)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _squares(
     grad,
     weight,
     at,
-    is_in,
+    numel,
     decay,
     weight_sum,
     WEIGHT: tl.constexpr,
@@ -60,12 +61,12 @@ def _squares(
     STATE: tl.constexpr,
     IS_JOINT: tl.constexpr,
     HAS_WEIGHT_SUMS: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    IS_GRAD_ALIGNED: tl.constexpr,
+    CASE: tl.constexpr,
 ):
-    g = tl.load(_places(grad, at, GRAD, IS_GRAD_ALIGNED), mask=is_in, other=0.0).to(STATE)
+    is_in = (at < numel) | (CASE < 2)
+    g = tl.load(_places(grad, at, GRAD, CASE == 0), mask=is_in, other=0.0).to(STATE)
     if IS_JOINT or not HAS_WEIGHT_SUMS:
-        w = tl.load(_places(weight, at, WEIGHT, IS_ALIGNED), mask=is_in, other=0.0).to(STATE)
+        w = tl.load(_places(weight, at, WEIGHT, CASE < 2), mask=is_in, other=0.0).to(STATE)
         if not HAS_WEIGHT_SUMS:
             tl.store(weight_sum, tl.sum(w * w, 0))
         if IS_JOINT:
@@ -110,24 +111,13 @@ def norms(
         decay = decay.to(STATE)
     numel = tl.load(numels + tensor)
     weight_sum = sums + chunk
+    case, total = _case_of(begin + CHUNK <= numel, weight, grad), tl.cast(0, STATE)
     # The same code three times: the compiler needs to know the alignment, and so each case is a branch of its own.
-    everywhere = tl.full((CHUNK,), 1, tl.int1)
-    is_wide = (begin + CHUNK <= numel) & _is_aligned(weight)
-    if is_wide & _is_aligned(grad):
-        total = _squares(
-            *(grad, weight, at, everywhere, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
-            *(True, True),
-        )
-    elif is_wide:
-        total = _squares(
-            *(grad, weight, at, everywhere, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
-            *(True, False),
-        )
-    else:
-        total = _squares(
-            *(grad, weight, at, at < numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS),
-            *(False, False),
-        )
+    for each in tl.static_range(3):
+        if case == each:
+            total = _squares(
+                *(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS, each)
+            )
     tl.store(sums + num_chunks + chunk, total)
     is_finite = total < float("inf")  # nan is not
     # No atomic: all programs that write here write the same.
@@ -200,7 +190,7 @@ def _move(
     buffer,
     copy,
     at,
-    is_in,
+    numel,
     line,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
@@ -208,25 +198,25 @@ def _move(
     STATE: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
     HAS_COPY: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    IS_GRAD_ALIGNED: tl.constexpr,
+    CASE: tl.constexpr,
 ):
+    is_in = (at < numel) | (CASE < 2)
     scale, decay = tl.load(line).to(STATE), tl.load(line + 1).to(STATE)
     inside, outside = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)
-    weight_at = _places(weight, at, WEIGHT, IS_ALIGNED)
-    g = tl.load(_places(grad, at, GRAD, IS_GRAD_ALIGNED), mask=is_in, other=0.0).to(STATE)
+    weight_at = _places(weight, at, WEIGHT, CASE < 2)
+    g = tl.load(_places(grad, at, GRAD, CASE == 0), mask=is_in, other=0.0).to(STATE)
     w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
     step = inside * (scale * g + decay * w)
     if HAS_MOMENTUM:
         momentum = tl.load(line + 2).to(STATE)
-        buffer_at = _places(buffer, at, STATE, IS_ALIGNED)
+        buffer_at = _places(buffer, at, STATE, CASE < 2)
         v = momentum * tl.load(buffer_at, mask=is_in, other=0.0) + step
         tl.store(buffer_at, v, mask=is_in)
         step = tl.where(tl.load(line + 5) > 0, momentum * v + step, v)
     moved = (w - outside * step).to(WEIGHT)
     tl.store(weight_at, moved, mask=is_in)
     if HAS_COPY:
-        tl.store(_places(copy, at, COPY, IS_ALIGNED), moved.to(COPY), mask=is_in)
+        tl.store(_places(copy, at, COPY, CASE < 2), moved.to(COPY), mask=is_in)
     # The sum of the stored, rounded weights, for the next step; elements outside the tensor are 0.
     stored = moved.to(STATE)
     return tl.sum(stored * stored, 0)
@@ -265,22 +255,12 @@ def lars_update(
         buffer, copy = tl.load(buffers + tensor), tl.load(copies + tensor)
         numel = tl.load(numels + tensor)
         line = numbers + tensor * _NUM
-        everywhere = tl.full((CHUNK,), 1, tl.int1)
-        is_wide = (begin + CHUNK <= numel) & _is_aligned(weight | buffer | copy)
-        if is_wide & _is_aligned(grad):
-            total = _move(
-                *(grad, weight, buffer, copy, at, everywhere, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                *(True, True),
-            )
-        elif is_wide:
-            total = _move(
-                *(grad, weight, buffer, copy, at, everywhere, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                *(True, False),
-            )
-        else:
-            total = _move(
-                *(grad, weight, buffer, copy, at, at < numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                *(False, False),
-            )
+        case, total = _case_of(begin + CHUNK <= numel, weight | buffer | copy, grad), tl.cast(0, STATE)
+        for each in tl.static_range(3):
+            if case == each:
+                total = _move(
+                    *(grad, weight, buffer, copy, at, numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
+                    each,
+                )
         if HAS_COPY:
             tl.store(sums + chunk, total)
