@@ -27,7 +27,6 @@ from lightning_hybrid.strategy.arguments import plan_from
 from recipes.cli import launch
 from recipes.planning import tune_setup
 from recipes.planning.tune_report import TuneReport
-from tests.evidence.planner import tune_check
 from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,7 +91,7 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert "| between nodes |" in table
     assert "(the library's own)" in table
-    assert tune_check.cluster_from(content["cluster"]) == found.found.cluster
+    assert content["cluster"] == asdict(found.found.cluster)
 
 
 def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
