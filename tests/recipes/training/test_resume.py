@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_checkpoint
-from recipes.cli import launch
 from recipes.training import resume
 from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
 from recipes.training.tracking import TrackerRun, saved_state
 from tests import toy
 from tests.evidence.resume import trials
 from tests.evidence.resume.kill_points import PHASES
+from tests.recipes.composed import composed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -96,9 +95,7 @@ def test_a_file_that_holds_more_than_data_is_named_and_passed_over(tmp_path):
 
 
 def configured(run_dir, *overrides):
-    launch.register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides=["trainer.devices=1", f"run_dir={run_dir}", *overrides])
+    return composed("train", "trainer.devices=1", f"run_dir={run_dir}", *overrides)
 
 
 def test_a_path_must_be_a_whole_checkpoint(tmp_path):

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid.callbacks import metrics as m
-from recipes.cli import launch
 from recipes.training import resume, tracking
 from recipes.training.build import build
 from tests import toy
+from tests.recipes.composed import composed
 from tests.recipes.training.wandb_file import BLOCK_BYTES, frames, runs_in
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -34,9 +33,7 @@ SMALL = [
 
 
 def configured(run_dir, *overrides):
-    launch.register_resolvers()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=[*SMALL, f"run_dir={run_dir}", *overrides])
+    return composed("train", *SMALL, f"run_dir={run_dir}", *overrides)
 
 
 @contextmanager
