@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import logging
+import operator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +31,9 @@ def property_of(owner: Any, name: str) -> Any:
     except Exception as error:
         return f"raises {type(error).__name__}"
     if name.endswith(("dataloader", "dataloaders")):  # its class: `class_of_a_loader`
-        return tree_map(lambda one: one and (type(one.dataset), type(one.sampler), one.batch_size), value)
+        return tree_map(
+            lambda one: one if one is None else (type(one.dataset), type(one.sampler), one.batch_size), value
+        )
     return value
 
 

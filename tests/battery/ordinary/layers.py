@@ -55,6 +55,11 @@ def by_gru_cell(self, x):
     return self.head(h)
 
 
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
 def decoded(self, x):
     memory = self.embed(steps_of(x))
     mask = nn.Transformer.generate_square_subsequent_mask(3)
@@ -70,9 +75,9 @@ def checkpointed_lstm(self, x):
     return self.head(checkpoint(lambda t: self.layer(t)[0], steps_of(x), use_reentrant=False)[:, -1])
 
 
-def embedded(make, last=head(96), **more):  # noqa: B008
+def embedded(make, **more):
     return row(
-        parts={"embedding": make, "head": last},
+        parts={"embedding": make, "head": head(96)},
         forward=lambda self, x: self.head(self.embedding(tokens_of(x)).flatten(1)),
         **more,
     )
@@ -127,15 +132,7 @@ ROWS = {
         lr=1.0,
     ),
     "Encoder": row(
-        parts=EMBED
-        | {
-            "mix": lambda: nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True),
-                2,
-                enable_nested_tensor=False,
-            ),
-            "head": head(8),
-        },
+        parts={"mix": encoder, **EMBED, "head": head(8)},
         forward=lambda self, x: self.head(self.mix(self.embed(steps_of(x))).mean(1)),
         roundings=24,  # two layers with six products each
     ),

@@ -213,9 +213,14 @@ class Lbfgs(Row):
         return optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
 
 
+def build_sparse(self):
+    Row.build(self)
+    self.embedding, self.head = nn.Embedding(8, 8, sparse=True), nn.Linear(96, NUM_CLASSES).requires_grad_(False)
+
+
 ROWS["Sparse"] = embedded(  # gradients are sparse
-    lambda: nn.Embedding(8, 8, sparse=True),
-    last=lambda: nn.Linear(96, NUM_CLASSES).requires_grad_(False),
+    lambda: nn.Embedding(8, 8, padding_idx=0),
+    build=build_sparse,
     configure_optimizers=lambda self: optim.SparseAdam(self.embedding.parameters(), lr=0.1),
     refused=dict.fromkeys(("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`"),
 )

@@ -121,6 +121,7 @@ def trial_of_a_rank():
     return trial(*TWO_NODES, "strategy.comm_dtype_across_nodes=int8")
 
 
+@pytest.mark.long
 def test_a_trial_on_two_nodes_says_what_their_codec_lost_and_how_many_steps_were_skipped(two_ranks):
     one, other = two_ranks.run(trial_of_a_rank, timeout_s=180.0)
     assert one.status == "done"
