@@ -15,7 +15,7 @@ from tests.battery import case, judge
 from tests.battery.as_ddp.callbacks import CALLBACKS
 from tests.checkout import ROOT
 
-README = ROOT / "lightning_hybrid/strategy/README.md"
+README = ROOT / "lightning_hybrid/strategy/differences.md"
 PRECISIONS = ("32-true", *case.HALF)
 QUICK = (
     "models.Plain models.Temperature layers.Convolutions state.Moco optimizers.Adam optimizers.LarsFused "
@@ -70,8 +70,7 @@ def test_what_users_of_mixed_precision_may_expect(rank_pool, references, name, p
 
 def deliberate():
     """Behaviour -> precisions in which it differs, as the README's table says."""
-    section = README.read_text().partition("## Differences from `ddp`\n")[2].partition("\n## ")[0]
-    table = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    table = [line.split(" | ") for line in README.read_text().splitlines() if line.startswith("| `")]
     found = {}
     for names, where, *_ in table:
         precisions = tuple(re.findall(r"`([\w-]+)`", where)) or PRECISIONS

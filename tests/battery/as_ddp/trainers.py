@@ -7,7 +7,6 @@ import functools
 import inspect
 import io
 import logging
-import operator
 from typing import Any
 
 import lightning.pytorch as pl
