@@ -126,9 +126,12 @@ class Command:
     is_default: bool = False
 
 
-TRIAL = "recipe=claim_digits,global_batch_size=600,batch_size_per_rank=null,callbacks=none,trainer.max_epochs=2"
+TRIAL = [
+    *("recipe=claim_digits", "global_batch_size=600", "batch_size_per_rank=null", "callbacks=none"),
+    *("trainer.max_epochs=2", "optim=sgd", "precision=32-true"),
+]
 SEARCH = (
-    f"recipes/search.py trial=[{TRIAL},optim=sgd,precision=32-true] axes.optim.lr.low=1e-2 axes.optim.lr.high=1e37 "
+    f"recipes/search.py trial=[{','.join(map(repr, TRIAL))}] axes.optim.lr.low=1e-2 axes.optim.lr.high=1e37 "
     "axes.optim.lr.num=4 backend.num_rounds=1"
 )
 QUIET = "trainer.devices=1 trainer.max_epochs=1 logger=csv trainer.enable_progress_bar=false"
