@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -133,22 +131,6 @@ def test_an_epoch_is_that_of_the_threads_but_for_rounding(root):
 
 
 @needs_dali
-def test_evaluation_reads_every_image_once_and_cuts_the_same_centre(root):
-    batches = read(module_of(root).val_dataloader())
-    assert sum(len(labels) for _, labels in batches) == 7
-    assert_same_but_for_rounding(batches, read(module_of(root, "pillow").val_dataloader()))
-
-
-@needs_dali
-def test_views_change_with_the_epoch_and_not_with_threads(root):
-    loader = module_of(root).train_dataloader()
-    first, second = read(loader), read(loader)
-    other = read(module_of(root, num_threads=1, num_batches_ahead=1).train_dataloader())
-    assert all(torch.equal(a, b) for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True))
-    assert_same_but_for_rounding(second, read(module_epoch(root, 1)), ring=1)
-
-
-@needs_dali
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_other(root, stop):
     whole = read(module_of(root).train_dataloader())
@@ -165,13 +147,6 @@ def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_ot
     threads.load_state_dict(loader.state_dict())
     assert_same_but_for_rounding(rest, read(threads), ring=1)
     iterator.close()
-
-
-@needs_dali
-def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
-    loader = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
-    next(iter(loader))
-    assert readers() == []
 
 
 @needs_dali
@@ -290,23 +265,6 @@ def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, mon
     else:
         found.extend(labels.tolist() for _, labels in batches)
     assert found == rows.source.labels[: 4 * num_batches].reshape(-1, 4).tolist()
-
-
-IN_A_PROGRAM = """
-import sys
-from tests.data.images.test_dali import module_of
-iterator = iter(module_of(sys.argv[1]).train_dataloader())
-next(iterator)
-"""
-
-
-@needs_dali
-@pytest.mark.slow
-def test_a_program_ends_in_mid_epoch(root):
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROGRAM, str(root)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @needs_dali
