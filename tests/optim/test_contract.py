@@ -332,7 +332,12 @@ def held(request, kind, promise, *args, num_ranks=2):
     return request.getfixturevalue("rank_pool").ranks(num_ranks).run(promise, kind, *args)
 
 
+# Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.
+SHARDED = [(8, 5), (5, 7), (1, 6), (3,), (4, 5000), (2, 3, 2, 2)]
+
+
 def beside(kind, path, rule, **more):
+    more |= {"shapes": SHARDED} if kind == "shards" else {}
     return Beside(place_of(kind), PATHS[path], RULE[rule], whole_path=LOOP if kind == "whole" else PATHS[path], **more)
 
 
@@ -370,9 +375,10 @@ def overflow(kind, path, rule, spoilt, half, given):
     )
     found = [both.step(1)]
     with torch.no_grad():
-        makers.local(both.own[0]).view(-1)[0] = -0.0  # must not become 0.0
-        both.wholes[0].view(-1)[0] = -0.0
-        makers.local(both.optimizer.copies[both.own[0]]).view(-1)[0] = -0.0
+        both.wholes[0].view(-1)[0] = -0.0  # must not become 0.0
+        if kind != "shards" or dist.get_rank() == 0:
+            for tensor in (both.own[0], both.optimizer.copies[both.own[0]]):
+                makers.local(tensor.detach()).view(-1)[0] = -0.0
     before = both.bits()
     is_spoilt_here = dist.get_rank() == dist.get_world_size() - 1 if kind == "parts" else True
     if given:
@@ -390,8 +396,8 @@ def overflow(kind, path, rule, spoilt, half, given):
 @pytest.mark.parametrize(
     ("spoilt", "half", "given"),
     [
-        pytest.param((3, 7), torch.float16, False, id="in the first part"),
-        pytest.param((3, -1), torch.bfloat16, False, id="in the last part"),
+        pytest.param((4, 7), torch.float16, False, id="in the first part"),
+        pytest.param((4, -1), torch.bfloat16, False, id="in the last part"),
         pytest.param((5, 2), torch.float16, False, id="where all have it"),
         pytest.param(None, torch.float16, True, id="given"),
     ],
@@ -463,7 +469,7 @@ def ratios_beside(kind, path, rule):
 @both_rules
 def test_the_trust_ratios_that_are_logged_are_those_of_whole_tensors(request, kind, path, rule):
     for found, expected in held(request, kind, ratios_beside, path, rule):
-        assert found == pytest.approx(expected, rel=1e-5 if kind == "whole" or path == "fused" else 1e-12)
+        assert found == pytest.approx(expected, rel=1e-5 if kind == "whole" or path == "fused" else 1e-9)
         assert len(found) == 3
 
 
