@@ -8,7 +8,7 @@
 * `module` is a LightningModule, or what makes one on the rank: `Toy`, `partial(Toy, lr=0.0)`.
 * Keywords that `Trainer` knows go to it, all others to the strategy's class (`kind`).
 * `at(hook=look)` is a callback that does `look(trainer, module, ...)` and keeps what it returns in `Seen.looks`.
-* All crosses to the ranks by pickle: functions and classes that are given stand at the top of a test's file.
+* All crosses to the ranks by pickle: what is given stands at the top of a file.
 """
 
 from __future__ import annotations
@@ -34,8 +34,18 @@ from tests.toy import Toy
 OF_TRAINER = set(inspect.signature(pl.Trainer.__init__).parameters)
 
 
+class Columns:
+    """What a logger was given."""
+
+    rows: list[tuple[int, dict[str, float]]]
+
+    def column(self, name: str) -> dict[int, float]:
+        """Logged values of a name, by step."""
+        return {step: row[name] for step, row in self.rows if name in row}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class Seen(Columns):
     """What a fit left, and what was seen of it, on one rank."""
 
     weights: dict[str, Tensor]
@@ -50,10 +60,6 @@ class Seen:
     rows: list[tuple[int, dict[str, float]]]  # what was logged, with the number of steps made by then
     metrics: dict[str, float]  # the last of each
     looks: dict[str, list[Any]]  # of each `at`, by hook
-
-    def column(self, name: str) -> dict[int, float]:
-        """Logged values of a name, by step."""
-        return {step: row[name] for step, row in self.rows if name in row}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -187,14 +193,14 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-class Keeps(Logger):
+class Keeps(Columns, Logger):
     """A logger that keeps what it is given."""
 
     name = version = "keeps"
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.rows = []
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
