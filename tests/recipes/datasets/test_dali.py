@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -11,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.images import dali, decode
-from lightning_hybrid.data.images.dali import JPEG_END, DaliFiller, decodable
-from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb, has_dali
+from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb
 from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.loader import ImageTrainLoader
 from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
+from recipes.datasets import dali
+from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
 from tests import toy
 from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
 
@@ -33,7 +35,12 @@ def root(tmp_path):
 
 
 def module_of(root, decoder="dali", **changes) -> ImageNetDataModule:
-    options = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
+    options = {
+        "global_batch_size": 8,
+        "eval_batch_size_per_rank": 4,
+        "decoder": decoder,
+        "batch_decoders": {"dali": dali_filler},
+    }
     module = ImageNetDataModule(root=str(root), **SMALL | options | changes)
     module.setup("fit")
     return module
@@ -66,10 +73,12 @@ def test_without_dali_the_decoder_is_refused(monkeypatch):
         raise ModuleNotFoundError(name)
 
     for find_spec in (not_there, lambda name: None):
-        monkeypatch.setattr(decode.importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(dali.importlib.util, "find_spec", find_spec)
         assert not has_dali()
         with pytest.raises(ValueError, match=r"`decoder` \(='dali'\) must be installed: pip install .*\[dali\]"):
-            check_decoder("dali")
+            dali_filler(num_threads=1)
+    with pytest.raises(ValueError, match=r"`decoder` \(='dali'\) must be one of simplejpeg, pillow\."):
+        check_decoder("dali")
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
@@ -131,6 +140,22 @@ def test_an_epoch_is_that_of_the_threads_but_for_rounding(root):
 
 
 @needs_dali
+def test_evaluation_reads_every_image_once_and_cuts_the_same_centre(root):
+    batches = read(module_of(root).val_dataloader())
+    assert sum(len(labels) for _, labels in batches) == 7
+    assert_same_but_for_rounding(batches, read(module_of(root, "pillow").val_dataloader()))
+
+
+@needs_dali
+def test_views_change_with_the_epoch_and_not_with_threads(root):
+    loader = module_of(root).train_dataloader()
+    first, second = read(loader), read(loader)
+    other = read(module_of(root, num_threads=1, num_batches_ahead=1).train_dataloader())
+    assert all(torch.equal(a, b) for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True))
+    assert_same_but_for_rounding(second, read(module_epoch(root, 1)), ring=1)
+
+
+@needs_dali
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_other(root, stop):
     whole = read(module_of(root).train_dataloader())
@@ -147,6 +172,13 @@ def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_ot
     threads.load_state_dict(loader.state_dict())
     assert_same_but_for_rounding(rest, read(threads), ring=1)
     iterator.close()
+
+
+@needs_dali
+def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
+    loader = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
+    next(iter(loader))
+    assert readers() == []
 
 
 @needs_dali
@@ -267,6 +299,23 @@ def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, mon
     assert found == rows.source.labels[: 4 * num_batches].reshape(-1, 4).tolist()
 
 
+IN_A_PROGRAM = """
+import sys
+from tests.recipes.datasets.test_dali import module_of
+iterator = iter(module_of(sys.argv[1]).train_dataloader())
+next(iterator)
+"""
+
+
+@needs_dali
+@pytest.mark.slow
+def test_a_program_ends_in_mid_epoch(root):
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROGRAM, str(root)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @needs_dali
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_images_are_decoded_where_they_are_used(root, device):
@@ -295,8 +344,7 @@ def module_epoch(root, epoch):
 
 
 def test_a_gpu_is_used_where_lightning_uses_one(root, monkeypatch):
-    monkeypatch.setattr("lightning_hybrid.data.images.imagenet.check_decoder", lambda decoder: None)
-    module = module_of(root)
+    module = module_of(root, batch_decoders={"dali": DaliFiller})
     assert module.train_dataloader().filler == DaliFiller(num_threads=2)
     module.trainer = toy.trainer()
     assert module.val_dataloader().filler.device_id is None
