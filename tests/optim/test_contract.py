@@ -78,7 +78,13 @@ def test_it_moves_what_has_a_gradient_and_nothing_else_and_no_gradient_is_writte
     assert all(param.grad is None for param in params)
 
 
-@every_case
+ORTHOGONAL = [
+    pytest.param(partial(LARS, lr=2.0, direction="orthogonal", nesterov=nesterov), PATHS[path], id=f"orthogonal-{path}")
+    for path, nesterov in (("loop", False), ("lists", True))
+]
+
+
+@pytest.mark.parametrize(("rule", "flags"), [*cases(), *ORTHOGONAL])
 @pytest.mark.parametrize("medium", ["file", "pickle", "deepcopy"])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags, medium):
     """Of half-precision parameters too, whose state torch's own `load_state_dict` would round."""
@@ -368,11 +374,10 @@ def distances_of_one(kind, path, rule, more):
     return beside(kind, path, rule, **more).steps(3).distance()
 
 
-def overflow(kind, path, rule, spoilt, half, given):
+def overflow(kind, path, rule, spoilt, half, given, **options):
     """Verdicts of three steps, whether the second left every bit, and the distance after the third."""
-    both = beside(
-        kind, path, rule, half=half, **({"denominator": "joint"} if rule == "LARS" else {"max_grad_norm": 0.5})
-    )
+    options = options or ({"denominator": "joint"} if rule == "LARS" else {"max_grad_norm": 0.5})
+    both = beside(kind, path, rule, half=half, **options)
     found = [both.step(1)]
     with torch.no_grad():
         both.wholes[0].view(-1)[0] = -0.0  # must not become 0.0
@@ -410,6 +415,13 @@ def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_bee
         assert found == [0.0, 1.0, 0.0]
         assert is_untouched
         assert far <= max(2e-6, BOUND[kind, path])
+
+
+@pytest.mark.parametrize("path", ["loop", "lists"])
+def test_an_overflow_of_an_orthogonal_step_leaves_every_bit_too(path):
+    found, is_untouched, far = overflow("whole", path, "LARS", (4, 7), torch.float16, False, direction="orthogonal")
+    assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
+    assert far <= (0 if path == "loop" else 1e-4)  # five iterations in lists round otherwise
 
 
 @pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
