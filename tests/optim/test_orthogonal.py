@@ -245,7 +245,8 @@ def test_a_group_that_is_set_is_in_no_pickle():
 class Shares(toy.Toy):
     def configure_optimizers(self):
         groups = param_groups(self, weight_decay=1e-3)
-        return LARS(groups, lr=2.0, direction="orthogonal", excluded_lr_mult=0.01)
+        self.made = LARS(groups, lr=2.0, direction="orthogonal", excluded_lr_mult=0.01)
+        return self.made
 
 
 def take_away(trainer, *_):
@@ -260,10 +261,21 @@ def has_group(trainer, *_):
 def test_in_a_fit_the_ranks_of_a_node_share_the_work(two_ranks, precision):
     """The first step of the second fit is shared, too: all bits are the same either way."""
     scene = {"precision": precision, "max_steps": 5}
-    looks = at(on_train_batch_end=has_group, on_fit_end=has_group)
+    looks = at(on_train_batch_end=has_group)
     shared, other = fit(two_ranks, Shares, callbacks=[looks], **scene)
     alone, _ = fit(two_ranks, Shares, callbacks=[at(on_train_batch_end=take_away), looks], **scene)
     assert shared.looks["on_train_batch_end"] == [True] * 5
     assert alone.looks["on_train_batch_end"] == [False] * 5
     assert same(shared.parameters, other.parameters)
     assert same(shared.parameters, alone.parameters)
+
+
+def groups_left():
+    module = Shares()
+    trainer = toy.trainer(max_steps=1)
+    trainer.fit(module, toy.loader())
+    return [optimizer.work_group for optimizer in (*trainer.optimizers, module.made)]
+
+
+def test_the_group_is_taken_back_with_the_fit(two_ranks):
+    assert all(set(groups) == {None} for groups in two_ranks.run(groups_left))
