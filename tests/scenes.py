@@ -4,8 +4,7 @@
         one, other = (fit(two_ranks, precision="16-true", loss_scale=scale)[0] for scale in (1, 1024))
         assert same(one.weights, other.weights)
 
-* `ranks` is a world of the pool, or None for this process: then there is one `Seen`, else a list of them by rank.
-* `module` is a LightningModule, or what makes one on the rank: `Toy`, `partial(Toy, lr=0.0)`.
+* Without `ranks`, a world of the pool, it runs in this process: then there is one `Seen`, else a list of them by rank.
 * Keywords that `Trainer` knows go to it, all others to the strategy's class (`kind`).
 * `at(hook=look)` is a callback that does `look(trainer, module, ...)` and keeps what it returns in `Seen.looks`.
 * All crosses to the ranks by pickle: what is given stands at the top of a file.
@@ -183,10 +182,14 @@ def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
 
 
 class Saves(pl.Callback):
-    """Saves a checkpoint after so many steps."""
+    """Saves a checkpoint after so many steps, or at the end of an epoch."""
 
-    def __init__(self, path: Any, step: int) -> None:
-        self.path, self.step = str(path), step
+    def __init__(self, path: Any, *, step: int | None = None, epoch: int | None = None) -> None:
+        self.path, self.step, self.epoch = str(path), step, epoch
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == self.step:
@@ -249,8 +252,3 @@ def this_rank() -> int:
 def gradients(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:
     """The gradients of the moment, by name."""
     return {name: one.grad.detach().clone() for name, one in module.named_parameters() if one.grad is not None}
-
-
-def weights(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:
-    """The weights and buffers of the moment, by name."""
-    return toy.weights(module)

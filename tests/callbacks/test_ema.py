@@ -83,7 +83,7 @@ def whole_and_resumed(run_dir):
 
     path, by_hand = f"{run_dir}/some.ckpt", ByHand()
     fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], max_epochs=1)
-    whole, resumed = run(Saves(path, step=4)), run(ckpt_path=path)
+    whole, resumed = run(Saves(path, epoch=0)), run(ckpt_path=path)
     checkpoint = torch.load(path, weights_only=True)["state_dict"]
     module = Module()
     saved = [checkpoint[name] for name, _ in (*module.named_parameters(), *module.named_buffers())]

@@ -408,7 +408,7 @@ def whole_and_resumed(optimizer, path):
     """Four epochs in one go, and the same from a checkpoint after the first; each with its scale and skipped steps."""
     settings = {"bad": [1], "scheduled": True, "max_epochs": 4}
     runs = [
-        fit(optimizer, callbacks=[Saves(path, step=8)], **settings),
+        fit(optimizer, callbacks=[Saves(path, epoch=0)], **settings),
         fit(optimizer, ckpt_path=path, **settings),
     ]
     return [(toy.weights(module), trainer.precision_plugin.state_dict()) for module, trainer, _ in runs]
