@@ -104,6 +104,7 @@ def play(scene: dict[str, Any]) -> Seen:
     elif scene:
         raise TypeError(f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}")
     callbacks = settings["callbacks"] if isinstance(settings["callbacks"], list) else [settings["callbacks"]]
+    callbacks = [_at(each.looks) if isinstance(each, Looks) else each for each in callbacks]  # a fresh one
     last, error = _Last(), ""
     with warnings.catch_warnings(record=warns) as caught:
         if warns:
@@ -152,9 +153,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# ---- callbacks -------------------------------------------------------------------------------------------------------
-
-
 class Looks(pl.Callback):
     """Keeps, by hook, what functions returned there; None is not kept."""
 
@@ -163,11 +161,6 @@ class Looks(pl.Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _at, (self.looks,)
-
-
-def at(**looks: Callable[..., Any]) -> Looks:
-    """A callback whose hooks are these functions, with the hook's arguments: to look, or to do as a user's would."""
-    return _at(looks)
 
 
 def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
@@ -179,6 +172,11 @@ def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
         return called
 
     return type("At", (Looks,), {name: hook(name) for name in looks})(looks)  # a method: Lightning asks the class
+
+
+def at(**looks: Callable[..., Any]) -> Looks:
+    """A callback whose hooks are these functions, with the hook's arguments: to look, or to do as a user's would."""
+    return _at(looks)
 
 
 class Saves(pl.Callback):
@@ -226,9 +224,6 @@ class _Last(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         self.states = [each.state_dict()["state"] for each in trainer.optimizers]
-
-
-# ---- modules and what users write in hooks ---------------------------------------------------------------------------
 
 
 class Spoiled(Toy):
