@@ -117,7 +117,8 @@ def distance(params, others):
 class Beside:
     """An optimizer of whole tensors by the path of `whole_path`, and one of `place.cut` of them by `path`.
 
-    `half`: the latter's are masters with copies in this dtype, which also is that of its scaled gradients.
+    `half`: the latter's are masters with copies in this dtype, which also is that of its scaled gradients; so are those
+    of whole tensors on the same path, while the loop gets them unscaled.
     """
 
     def __init__(
@@ -130,24 +131,26 @@ class Beside:
         self.reference = rule(groups_of(self.wholes), **options, **whole_path)
         self.optimizer = rule(groups_of(self.own), **options, **path)
         place.lend(self.optimizer, self.own, self.wholes)
-        if half:
-            self.optimizer.copies = {param: param.detach().to(half) for param in self.own}
-            for param in self.own:
+        self.scaled = [(self.optimizer, self.own)] if half else []
+        self.scaled += [(self.reference, self.wholes)] if half and whole_path == path else []
+        for optimizer, params in self.scaled:
+            optimizer.copies = {param: param.detach().to(half) for param in params}
+            for param in params:
                 param.grad_dtype = None
 
     def give_grads(self, seed, spoilt=None):
         """`spoilt`: (tensor, element) of the gradient that is inf, in the rank's own alone."""
         set_grads(self.wholes, seed)
         for index, (whole, own) in enumerate(zip(self.wholes, self.own, strict=True)):
-            grad = (self.scale * whole.grad).to(self.half or whole.dtype)
-            whole.grad = grad.to(whole.dtype) / self.scale
+            grad, whole.grad = (self.scale * whole.grad).to(self.half or whole.dtype), None
+            whole.grad = grad if len(self.scaled) == 2 else grad.to(whole.dtype) / self.scale
             if spoilt is not None and spoilt[0] == index:
                 grad = grad.clone()
                 grad.view(-1)[spoilt[1]] = torch.inf
             own.grad = None
             own.grad = self.place.cut(grad)
-        if self.half:
-            self.optimizer.grad_scale = torch.tensor(self.scale)
+        for optimizer, _ in self.scaled:
+            optimizer.grad_scale = torch.tensor(self.scale)
 
     def step(self, seed, spoilt=None):
         self.give_grads(seed, spoilt)

@@ -379,11 +379,12 @@ def overflow(kind, path, rule, spoilt, half, given, **options):
     options = options or ({"denominator": "joint"} if rule == "LARS" else {"max_grad_norm": 0.5})
     both = beside(kind, path, rule, half=half, **options)
     found = [both.step(1)]
-    with torch.no_grad():
-        both.wholes[0].view(-1)[0] = -0.0  # must not become 0.0
-        if kind != "shards" or dist.get_rank() == 0:
-            for tensor in (both.own[0], both.optimizer.copies[both.own[0]]):
-                makers.local(tensor.detach()).view(-1)[0] = -0.0
+    factor = torch.ones_like(both.wholes[0])
+    factor.view(-1)[0] = torch.copysign(torch.zeros(()), -both.wholes[0].detach().view(-1)[0])  # makes it -0.0,
+    with torch.no_grad():  # which must not become 0.0
+        both.wholes[0].mul_(factor)
+        both.own[0].mul_(both.place.cut(factor))
+        both.optimizer.copies[both.own[0]].copy_(both.own[0])
     before = both.bits()
     is_spoilt_here = dist.get_rank() == dist.get_world_size() - 1 if kind == "parts" else True
     if given:
