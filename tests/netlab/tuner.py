@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health.consensus import max_over_ranks
 from lightning_hybrid.comm.tuning.plan_trials import distinct, other_algorithms
@@ -45,12 +45,12 @@ class Tells(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 0:  # the tuner is made at the first batch
-            trainer.strategy._tuning.before_batch(module)
-            tuning = trainer.strategy._tuning._tuning
+            trainer.strategy._comm._tuning.before_batch(module)
+            tuning = trainer.strategy._comm._tuning._tuning
             tuning._report = lambda line: self.told.append((trainer.global_step, line))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        tuning = trainer.strategy._tuning._tuning
+        tuning = trainer.strategy._comm._tuning._tuning
         if self.tuned_at is None and tuning._do == tuning._rest:
             self.tuned_at = trainer.global_step
             self.plan = trainer.strategy._engine.plan
@@ -95,10 +95,10 @@ class InTurns(Callback):
             self.times_s[self.phase][self.plan].append(time.perf_counter() - self.began_s)
 
 
-def fit(gradients, callback, max_steps, **options):
+def fit(gradients, callback, max_steps, tune):
     for message in ("`isinstance\\(treespec", ".*does not have many workers", "The number of training batches"):
         warnings.filterwarnings("ignore", message=message)
-    strategy = HybridAllReduceStrategy(**options)
+    strategy = HybridAllReduceStrategy(comm=Comm(tune=tune))
     trainer = pl.Trainer(
         strategy=strategy,
         precision="16-true",
