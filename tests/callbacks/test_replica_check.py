@@ -48,9 +48,9 @@ class Spoils(pl.Callback):
         weight.view(-1)[:2].neg_()
 
 
-def spoiled(ranks, what, precision, every_n_steps, rank=1):
+def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
     """The error on each rank, and after which step."""
-    callbacks = [Spoils(rank, 2, what), ReplicaCheck(every_n_steps)]
+    callbacks = [Spoils(rank, step, what), ReplicaCheck(every_n_steps)]
     found = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
     return [(seen.error, seen.global_step) for seen in found]
 
@@ -78,7 +78,7 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(two_ranks, wha
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
     """The momentum that was written, and the weight that it moved; the third rank is in the minority."""
-    for error, last_step in spoiled(three_ranks, "momentum", "32-true", 1, rank=2):
+    for error, last_step in spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1):
         assert f"`{LAST}` on rank 2 (host " in error
         assert "is not that of ranks 0, 1 (host " in error
         assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in error
