@@ -43,7 +43,7 @@ def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=Module, tra
     """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
     logger, module = Keeps(), made(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
-    trainer = toy.trainer(callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *more], **settings)
+    trainer = toy.trainer(callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(made, more)], **settings)
     train = toy.loader() if train is None else train
     clocked = (training_metrics, callback, time_to_accuracy)
     for each in clocked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -66,7 +67,7 @@ def test_lightnings_own_average_would_be_rounded(two_ranks):
 
 
 def test_training_is_not_moved_by_it(two_ranks):
-    with_average, without = seen(two_ranks, more=[MasterWeightAveraging(decay=DECAY)])[0], seen(two_ranks)[0]
+    with_average, without = seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0], seen(two_ranks)[0]
     assert with_average.losses == without.losses
 
 

@@ -188,8 +188,8 @@ def test_weight_clamps_survive(two_ranks):
     ids=["swa", "ema"],
 )
 def test_averaging_callbacks_survive(two_ranks, kind):
-    full = fit(two_ranks, precision="32-true", callbacks=[kind()], max_epochs=4)[0].weights
-    half = fp16(two_ranks, callbacks=[kind()], max_epochs=4)[0].weights
+    full = fit(two_ranks, precision="32-true", callbacks=[kind], max_epochs=4)[0].weights
+    half = fp16(two_ranks, callbacks=[kind], max_epochs=4)[0].weights
     plain = fp16(two_ranks, max_epochs=4)[0].weights
     for name in ("net.5.weight", "net.8.weight"):
         gap = (half[name] - full[name]).abs().max()
