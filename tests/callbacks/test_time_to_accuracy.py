@@ -61,7 +61,6 @@ def test_a_loss_reaches_its_target_from_above(two_ranks):
     assert two_ranks.run(reached, {"target": 10.0, "monitor": m.VAL_LOSS, "mode": "min"})[0][0][2] == {5: 4.0}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [1, 2], ids=["before the target", "after it"])
 def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
     columns, _, _, event = two_ranks.run(reached, {"run_dir": str(tmp_path), "resumed_at": at})[0]
