@@ -68,7 +68,11 @@ def rewritten(text: str, page: Path, pages: set[Path], out: Path) -> str:
 def write(out: Path) -> None:
     """Write all pages below `out`, from what git tracks."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    pages = {Path(name) for name in listed.split() if not name.startswith(("tests/", ".github/I")) and (ROOT / name).is_file()}
+    pages = {
+        Path(name)
+        for name in listed.split()
+        if not name.startswith(("tests/", ".github/I")) and (ROOT / name).is_file()
+    }
     for page in pages:
         place = out / place_of(page)
         place.parent.mkdir(parents=True, exist_ok=True)
