@@ -25,7 +25,12 @@ from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import Planner, bucket_caps_for_ddp, refuse_what_is_not_averaged
+from lightning_hybrid.strategy.arguments import (
+    Planner,
+    bucket_caps_for_ddp,
+    refuse_slices,
+    refuse_what_is_not_averaged,
+)
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReportMixin, reason_of
 from lightning_hybrid.strategy.registration import register_names
@@ -150,6 +155,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             half.follow_device(self.root_device)
             half.connect_averaging(self._averages)
         averaged, ignored = trained_parameters(module)
+        refuse_slices(module)
+        self._topology = self._discover_topology()
         self._find_plan(module)
         caps = bucket_caps_for_ddp(module, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
         wrapped = DistributedDataParallel(

@@ -183,7 +183,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self._averaged_parameters, _ = trained_parameters(here.module)
         if here.ranks.num_data_ranks > 1:
             self._data_engine = self._engine_of_replicas(ReplicaSets(
-                world=self._discover_topology(), sets=here.ranks.replicas
+                world=self._topology, sets=here.ranks.replicas
             ))  # fmt: skip
             here.watchdog.on_failure = self._data_engine.abort
             here.wrapped = {index: self._wrapped(body, self._data_engine) for index, body in here.bodies.items()}

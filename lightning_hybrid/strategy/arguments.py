@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -306,19 +306,35 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
-def refuse_slices(module: nn.Module, cut: Collection[str]) -> None:
-    """Check that no layers but those that the strategy has `cut` are slices: they would be taken for whole ones.
+def refuse_slices(module: nn.Module) -> None:
+    """Check that no layers are slices before the strategy cuts some: they would be taken for whole ones.
 
     Raises:
         ValueError: names the layer.
     """
     for name, layer in module.named_modules():
-        if hasattr(layer, "slice_group") and name not in cut:
+        if hasattr(layer, "slice_group"):
             raise ValueError(
                 f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cuts layers "
                 "itself, so that loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as it "
                 "is and name it in `node_slices`, as strategy/node_slices/sliced_linear.py shows."
             )
+
+
+def factories_from(setting: Any) -> tuple[Callable[[Any], Any], ...]:
+    """Return the factories of extensions.
+
+    Raises:
+        ValueError: they are no list of factories.
+    """
+    some = tuple(setting) if isinstance(setting, Iterable) else (setting,)
+    for one in some:
+        if not callable(one):
+            raise ValueError(
+                f"`extensions` (={setting!r}) must be a list of factories, each called with a `FitContext` when a fit "
+                "begins: an object would be shared between fits. Write extensions=[partial(MyExtension, every=50)]."
+            )
+    return some
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:

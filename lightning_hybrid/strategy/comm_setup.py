@@ -28,11 +28,8 @@ from lightning_hybrid.strategy.arguments import (
     dtype_from,
     one_bucket_size,
     plan_from,
-    refuse_slices,
     refuse_unknown_options,
 )
-from lightning_hybrid.strategy.feedback_state import with_feedback
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps, local_steps_from
 from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
 
 
@@ -42,10 +39,10 @@ class CommSetupMixin:
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
     _work_group: dist.ProcessGroup | None = None
     _shares_update = False
-    _local_steps: LocalSteps | None = None
+    _local_steps: Any = None
+    _engine_options: Mapping[str, Any] = {}  # of extensions
     _averaged_parameters: set[int] | None = None  # by `id`
     _has_optimizers = False  # made before the module was converted
-    _slices: Any = None  # of layers that the strategy has cut
     _topology: Topology  # known when DDP is configured
     _reduction: Literal["mean", "adasum"] = "mean"
     _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
@@ -82,7 +79,11 @@ class CommSetupMixin:
         self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
         self._planner = plan if isinstance(plan, Planner) else None
         self._comm_dtype = dtype_from(comm_dtype)
-        self._dtype_across_nodes = with_feedback(across_nodes_from(comm_dtype_across_nodes), error_feedback)
+        self._dtype_across_nodes = across_nodes_from(comm_dtype_across_nodes)
+        if error_feedback is not False:  # imported here, as below: a run without an option needs none of its modules
+            from lightning_hybrid.strategy.feedback_state import with_feedback
+
+            self._dtype_across_nodes = with_feedback(self._dtype_across_nodes, error_feedback)
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
         self._reduction = reduction_from(
             reduction,
@@ -102,7 +103,11 @@ class CommSetupMixin:
             "tune": (tune, ("auto", "off", False)),
             "find_unused_parameters": (for_ddp.get("find_unused_parameters", False), (False,)),
         }
-        self._local_steps = local_steps_from(*local_steps, excluded=excluded)
+        self._local_steps = None
+        if local_steps != (1, 0, None):
+            from lightning_hybrid.strategy.local_steps.settings import local_steps_from
+
+            self._local_steps = local_steps_from(*local_steps, excluded=excluded)
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
@@ -124,9 +129,7 @@ class CommSetupMixin:
         )
 
     def _find_plan(self, module: nn.Module) -> None:
-        """Find the topology and, where a planner was given, its plan for this module. Collective."""
-        refuse_slices(module, cut=() if self._slices is None else self._slices.names)
-        self._topology = self._discover_topology()
+        """Find the plan for this module, where a planner was given its choice."""
         if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
             self._plan, self._bucket_hook = plan, adasum_bucket
         if self._planner is not None:
@@ -153,7 +156,7 @@ class CommSetupMixin:
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
             shares_update=self._shares_update,
-            compared=None if self._local_steps is None else self._local_steps.options,
+            **{name: value for name, value in self._engine_options.items() if name != "plan"},
         )
         self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)

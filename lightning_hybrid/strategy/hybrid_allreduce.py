@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,20 +22,21 @@ from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
     bucket_caps_for_ddp,
+    factories_from,
     folder_from,
     rate_from,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
+    refuse_slices,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     tune_from,
     user_moves_batches,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
+from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension, made_for
 from lightning_hybrid.strategy.failures import FailureReportMixin
-from lightning_hybrid.strategy.feedback_state import FeedbackMixin
 from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
-from lightning_hybrid.strategy.local_steps.extension import LocalSGDMixin
 from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
@@ -53,8 +56,6 @@ else:
 
 class HybridAllReduceMixin(
     CommSetupMixin,
-    FeedbackMixin,
-    LocalSGDMixin,
     SlicesMixin,
     SharedUpdateMixin,
     HalfPrecisionMixin,
@@ -104,6 +105,9 @@ class HybridAllReduceMixin(
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
+    _extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
+    _engine_options: Mapping[str, Any] = {}  # theirs
+
     def __init__(
         self,
         algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto",
@@ -123,6 +127,7 @@ class HybridAllReduceMixin(
         sync_across_nodes_every: int = 1,
         sync_across_nodes_from_step: int = 0,
         outer_step: Mapping[str, float] | None = None,
+        extensions: Sequence[Callable[[FitContext], FitExtension]] = (),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -150,6 +155,7 @@ class HybridAllReduceMixin(
             shard_update=shard_update,
             local_steps=(sync_across_nodes_every, sync_across_nodes_from_step, outer_step),
         )
+        self._factories = factories_from(extensions)
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), folder_from("trace_dir", trace_dir)
         self._shard_update = shard_update_from(shard_update)
         sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
@@ -178,11 +184,10 @@ class HybridAllReduceMixin(
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
-            node_group=self._equal_ranks,
-            verdict_group=None if self._nodes is None else self._nodes.group,
             is_ending=self._ending_error is not None,
+            **({} if self._extensions is None else self._extensions.status()),
             **({} if self._shared is None else self._shared.placement),
-            **({} if self._slices is None else {"own_state": self._slices.own_state}),
+            **dict[str, Any]({} if self._slices is None else {"own_state": self._slices.own_state}),
         )
 
     @property
@@ -212,8 +217,15 @@ class HybridAllReduceMixin(
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
+            refuse_slices(self.lightning_module)
+            self._topology = self._discover_topology()
+            self._extensions = made_for(self, self._fit_context())
         super().setup(trainer)
         if self._engine is not None:
+            if self._extensions is not None:
+                self._extensions.begin(
+                    plan=self._plan, engine=self._engine, hook_state=self._hook_state, wrapped=self.model
+                )
             self._share_work(self.optimizers)
             self._connect_slices()
             if self._shares_update:
@@ -221,9 +233,24 @@ class HybridAllReduceMixin(
             self._warn_of_reduction(self.optimizers)
             self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
 
+    def _fit_context(self) -> FitContext:
+        assert self.lightning_module is not None
+        assert self._timeout is not None
+        return FitContext(
+            module=self.lightning_module,
+            precision=self.precision_plugin,
+            topology=self._topology,
+            device=self.root_device,
+            timeout=self._timeout,
+            ddp_options=self._ddp_kwargs,
+            failures=_Failures(self),
+        )
+
     def model_to_device(self) -> None:
         """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
         self._move_module()
+        if self._extensions is not None:
+            self._extensions.before_optimizers()
         if self._half is not None:
             assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
@@ -240,6 +267,9 @@ class HybridAllReduceMixin(
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
         self._find_plan(self.model)
+        if self._extensions is not None:
+            self._engine_options = self._extensions.engine_options(self._plan)
+            self._plan = self._engine_options["plan"]
         self._shares_update = self._check_sharing()
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
@@ -296,6 +326,8 @@ class HybridAllReduceMixin(
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._extensions is not None:
+            self._extensions.before_batch(batch_idx)
         self._obey_sigterm()
         if self._engine is not None and self._engine.coder is not None:
             assert self.lightning_module is not None
@@ -314,16 +346,44 @@ class HybridAllReduceMixin(
         if self.world_size > 1 and self._averaged_parameters is not None:
             assert self.lightning_module is not None
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
-        outputs = super().optimizer_step(optimizer, closure, model, **kwargs)
+        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        if self._extensions is not None:
+            run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
+        outputs = run()
         if self._tuning is not None:
             self._tuning.after_optimizer_step()
         return outputs
 
+    def on_validation_end(self) -> None:
+        """End validation as DDP; after hooks of callbacks and module extensions go back to training."""
+        if self._extensions is not None:
+            self._extensions.after_validation()
+        super().on_validation_end()
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state. Collective where an extension's context is."""
+        with nullcontext() if self._extensions is None else self._extensions.reading_module():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state as DDP, whole. Collective where extensions make it so."""
+        state = super().optimizer_state(optimizer)
+        return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save as DDP, with what extensions add. Raise after a failure on CUDA, where sums may be no averages."""
+        if self._engine is not None and self._engine.device.type == "cuda":
+            self._engine.raise_if_failed()
+        if self._extensions is not None:
+            self._extensions.save(checkpoint)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
-        self._load_residuals(checkpoint)
+        if self._extensions is not None:
+            self._extensions.load(checkpoint)
         masters, checkpoint = self._masters, self._with_own_slices(checkpoint)
         if masters is None or self._shared is not None:
             return super().load_optimizer_state_dict(checkpoint)
@@ -336,8 +396,21 @@ class HybridAllReduceMixin(
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Let extensions know, then report as DDP."""
+        if self._extensions is not None:
+            self._extensions.failed(exception)
+        super().on_exception(exception)
+
     def teardown(self) -> None:
-        """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""
+        """End the extensions, close the engine, give the module its fp32 weights back."""
+        try:
+            if self._extensions is not None:
+                self._extensions.end(self._ended_by)
+        finally:
+            self._tear_down_engine()
+
+    def _tear_down_engine(self) -> None:
         engine, self._engine, self._tuning = self._engine, None, None
         self.__dict__.pop("_hook_state", None)  # a codec's buckets are as large as all gradients
         try:
@@ -351,10 +424,24 @@ class HybridAllReduceMixin(
             self._averaged_parameters = None
             if self._masters is not None:
                 self._masters.restore()  # before Lightning moves the module away from its masters
-            self._end_failure_reports()
-            super().teardown()
+            try:
+                if self._extensions is not None:
+                    self._extensions.put_back(self._ended_by)
+            finally:
+                self._end_failure_reports()
+                super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
+
+
+class _Failures:
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.refuse_to_save_alone = strategy._refuse_to_save_alone
+
+    @property
+    def ending_error(self) -> BaseException | None:
+        return self._strategy._ending_error
