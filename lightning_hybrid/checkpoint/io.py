@@ -21,7 +21,7 @@ from lightning_hybrid.checkpoint.file import (
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.checkpoint.writer_thread import WriterThread
 from lightning_hybrid.checks import require_choice, require_positive, require_whole
-from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
@@ -215,3 +215,10 @@ def _warn_of_objects(path: Path) -> None:
             "torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
             "(`save_hyperparameters(ignore=...)`) and of `state_dict` of callbacks."
         )
+
+
+def durable_io(io: Any, kind: type) -> Any:
+    """Return the user's plugin, or else one of this `kind`, which also goes into a wrapper (`AsyncCheckpointIO`)."""
+    if isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
+        io.checkpoint_io = kind()  # it keeps the first that it is given
+    return kind() if io is None else io

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of
-from lightning_hybrid.strategy.failures import SetupWatchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 # How long the main thread waits before it looks for an error again.
 _LOOK_S = 0.2
@@ -40,7 +41,7 @@ class PipelineWatchdog(SetupWatchdog):
     """
 
     def __init__(self, *, timeout: timedelta, device: torch.device) -> None:
-        self.on_failure: Callable[[str], None] = _nothing  # called with the error, in the watchdog's thread
+        self.engine: CommEngine | None = None  # of the data ranks, which a failure of the pipeline ends as well
         self._device = device
         self._place: str | None = None  # None: in no schedule
         self._is_waiting = False
@@ -137,7 +138,8 @@ class PipelineWatchdog(SetupWatchdog):
     def trip(self, error: str, cause: BaseException | None = None) -> None:
         """End the waits of this rank with the error of all ranks."""
         self._error = self._error or error
-        self.on_failure(error)
+        if self.engine is not None:
+            self.engine.abort(error)
         super().trip(error, cause)
 
     def leave(self) -> None:
@@ -162,7 +164,3 @@ def waits_of_schedules(watchdog: PipelineWatchdog) -> Iterator[None]:
         yield
     finally:
         schedules._wait_batch_p2p = before
-
-
-def _nothing(error: str) -> None:
-    pass

@@ -288,6 +288,24 @@ def tune_from(setting: Any, *, is_own_choice: bool = True, cache_dir: object = N
     return "off" if setting == "auto" and not is_own_choice else setting
 
 
+def shard_update_from(setting: Any) -> str:
+    """Return the setting of `shard_update`.
+
+    Raises:
+        ValueError: it is neither off nor node.
+
+    >>> shard_update_from("node"), shard_update_from(False)
+    ('node', 'off')
+    """
+    setting = "off" if setting is False else setting  # YAML reads `off` as a boolean
+    if setting not in ("off", "node"):
+        raise ValueError(
+            f"`shard_update` (={setting!r}) must be off or node: whether the ranks of a node share masters and "
+            "optimizer state. Set strategy.shard_update=node, or leave it out."
+        )
+    return str(setting)
+
+
 def user_moves_batches(module: pl.LightningModule | None) -> bool:
     """Return whether module or data module has a hook of its own that moves batches to the device."""
     assert module is not None

@@ -294,15 +294,31 @@ def made_for(asked: Any, fit: FitContext) -> Extensions | None:
         ValueError: a constructor refuses the fit, or a factory makes something else.
     """
     made: list[FitExtension | None] = []
+    between, local_steps = asked._comm._dtype_across_nodes, asked._comm._local_steps
     # Imported here: a fit without an option needs none of its modules.
-    if isinstance(codec := asked._dtype_across_nodes, Codec) and codec.error_feedback:
+    if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):
+        from lightning_hybrid.strategy.node_slices.extension import node_slices_for
+
+        excluded = {  # with the one value that goes with slices
+            "num_stages": (getattr(asked, "num_stages", 1), 1),
+            "shard_update": (asked._shard_update, "off"),
+            "reduction": (asked._comm._reduction, "mean"),
+            "comm_dtype_across_nodes": (between, None),
+            "sync_across_nodes_every": (1 if local_steps is None else local_steps.every, 1),
+        }
+        made.append(node_slices_for(fit, **excluded))
+    if isinstance(between, Codec) and between.error_feedback:
         from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
 
         made.append(ErrorFeedbackExtension(fit))
-    if asked._local_steps is not None:
+    if local_steps is not None:
         from lightning_hybrid.strategy.local_steps.extension import local_steps_for
 
-        made.append(local_steps_for(fit, asked._local_steps))
+        made.append(local_steps_for(fit, local_steps))
+    if asked._shard_update != "off":
+        from lightning_hybrid.strategy.shard_update.extension import shard_update_for
+
+        made.append(shard_update_for(fit))
     for factory in asked._factories:
         made.append(one := factory(fit))
         if not isinstance(one, FitExtension):

@@ -23,10 +23,10 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, num_reals
+from lightning_hybrid.placement import has_gaps
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.shard_update.shard_pairs import has_gaps
 
 KEY = "error_feedback"
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommPlan, CommTrace, HookState
+from lightning_hybrid.checkpoint.io import durable_io
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     Planner,
-    bucket_caps_for_ddp,
     factories_from,
     folder_from,
     rate_from,
@@ -30,40 +32,29 @@ from lightning_hybrid.strategy.arguments import (
     refuse_slices,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
+    shard_update_from,
     tune_from,
     user_moves_batches,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
+from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension, made_for
-from lightning_hybrid.strategy.failures import FailureReportMixin
-from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
-from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
-from lightning_hybrid.strategy.registration import register_names
-from lightning_hybrid.strategy.rendezvous import RendezvousMixin
-from lightning_hybrid.strategy.shard_update.extension import SharedUpdateMixin
-from lightning_hybrid.strategy.shard_update.refusals import shard_update_from
+from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
+from lightning_hybrid.strategy.half_precision import with_masters
+from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
+from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
+from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog, new_watchdog
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
-
-    from lightning_hybrid.strategy.plan_tuning import FitTuning
 else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduceMixin(
-    CommSetupMixin,
-    SlicesMixin,
-    SharedUpdateMixin,
-    HalfPrecisionMixin,
-    DurableCheckpointMixin,
-    RendezvousMixin,
-    FailureReportMixin,
-    _Base,
-):
+class HybridAllReduce(_Base):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -90,6 +81,7 @@ class HybridAllReduceMixin(
             nodes' means, which is their mean where they agree and their sum where they are orthogonal.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
+        extensions: factories `factory(fit: FitContext) -> FitExtension` of abilities of your own; see extensions.md.
         sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps from one average of nodes' weights to
             the next, the step from which, `lr` and `momentum` of a step between averages; see README.md.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
@@ -105,8 +97,9 @@ class HybridAllReduceMixin(
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
-    _extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
-    _engine_options: Mapping[str, Any] = {}  # theirs
+    registered_name = STRATEGY_NAME
+    _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
+    _checkpoint_io_type: type
 
     def __init__(
         self,
@@ -139,9 +132,10 @@ class HybridAllReduceMixin(
         **ddp_kwargs: Any,
     ) -> None:
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        for_ddp = self._take_options(
+        self._comm, self._failures = CommSetup(), FailureReports()
+        for_ddp = self._comm.take_options(
             ddp_kwargs,
-            own=inspect.signature(HybridAllReduceMixin).parameters,
+            own=inspect.signature(HybridAllReduce).parameters,
             algorithm=algorithm,
             ranks_per_node=ranks_per_node,
             bucket_bytes=bucket_bytes,
@@ -155,13 +149,16 @@ class HybridAllReduceMixin(
             shard_update=shard_update,
             local_steps=(sync_across_nodes_every, sync_across_nodes_from_step, outer_step),
         )
-        self._factories = factories_from(extensions)
         self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), folder_from("trace_dir", trace_dir)
-        self._shard_update = shard_update_from(shard_update)
-        sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
-        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks
+        self._shard_update, self._loss_scale = shard_update_from(shard_update), loss_scale
+        self._factories = factories_from(extensions)
+        self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
+        has_local_steps = self._comm._local_steps is not None
+        sums_all_ranks = reduction == "mean" and not has_local_steps  # in each step, by one of several ways
+        is_own_choice = (plan is None or self._comm._planner is not None) and algorithm == "auto" and sums_all_ranks
         self._tune = tune_from(tune, is_own_choice=is_own_choice, cache_dir=tune_cache_dir)
-        self._tuning: FitTuning | None = None
+        self._averaged_parameters: set[int] | None = None  # by `id`
+        self._has_optimizers = False  # made before the module was converted
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -169,10 +166,12 @@ class HybridAllReduceMixin(
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
+            timeout=timeout_from(timeout),
+            start_method=start_method_from(start_method),
             **for_ddp,
         )
+
+    # ---- what others know ------------------------------------------------------------------------------------------
 
     @property
     def run_status(self) -> RunStatus:
@@ -184,24 +183,57 @@ class HybridAllReduceMixin(
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
-            is_ending=self._ending_error is not None,
+            is_ending=self._failures.is_failing(),
             **({} if self._extensions is None else self._extensions.status()),
-            **({} if self._shared is None else self._shared.placement),
-            **dict[str, Any]({} if self._slices is None else {"own_state": self._slices.own_state}),
         )
 
     @property
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
-        return None if self._engine is None else self._engine.trace
+        return None if self._comm.engine is None else self._comm.engine.trace
 
-    def set_world_ranks(self) -> None:
-        """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
-        super().set_world_ranks()
-        self._check_ranks_per_node()
+    @property
+    def _engine(self) -> CommEngine | None:
+        return self._comm.engine
+
+    @property
+    def communication_plan(self) -> str | None:
+        """Ranks, nodes, buckets and algorithms in one line, once known."""
+        return self._comm.communication_plan
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The plugin of the user, or else `DurableCheckpointIO`."""
+        self._checkpoint_io = durable_io(self._checkpoint_io, self._checkpoint_io_type)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision in force, which Lightning's `trainer.precision` reads."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Put master weights in the place of Lightning's plain half precision; leave everything else."""
+        self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
+
+    @property
+    def _half(self) -> MasterWeightMixin | None:
+        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
+
+    @property
+    def _masters(self) -> MasterWeights | None:
+        return None if self._half is None else self._half.masters
+
+    # ---- ranks meet ------------------------------------------------------------------------------------------------
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
+        self._failures.module = model
         if self._half is not None:
             refuse_two_precisions(model.trainer, self._half)
             # DDP's own flag: False between the batches of one step, whose gradients it does not average.
@@ -209,6 +241,37 @@ class HybridAllReduceMixin(
                 is_last_backward_of_step=lambda: getattr(self.model, "require_backward_grad_sync", True)
             )
         super().connect(model)
+
+    def _configure_launcher(self) -> None:
+        refuse_notebook(self.registered_name, self._start_method)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Set up as DDP; from here on a missing rank is named."""
+        self._failures.begin(self.parallel_devices or ())
+        super().setup_environment()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._failures.setup_watchdog = self._new_watchdog()
+
+    def _new_watchdog(self) -> SetupWatchdog:
+        return new_watchdog(self.root_device, self._timeout)
+
+    def set_world_ranks(self) -> None:
+        """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
+        super().set_world_ranks()
+        if self.cluster_environment is not None:
+            self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
+
+    def setup_distributed(self) -> None:
+        """Set up as DDP, with the store of `rendezvous.meet`.
+
+        Raises:
+            RendezvousError: ranks did not come, or cannot connect to one another.
+        """
+        lightning_function("fabric.utilities.seed.reset_seed")()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        connect_ranks(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -218,20 +281,18 @@ class HybridAllReduceMixin(
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
             refuse_slices(self.lightning_module)
-            self._topology = self._discover_topology()
+            self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self, self._fit_context())
         super().setup(trainer)
-        if self._engine is not None:
+        if self._failures.engine is not None:
             if self._extensions is not None:
+                comm = self._comm
                 self._extensions.begin(
-                    plan=self._plan, engine=self._engine, hook_state=self._hook_state, wrapped=self.model
+                    plan=comm.plan, engine=comm.engine, hook_state=comm.hook_state, wrapped=self.model
                 )
-            self._share_work(self.optimizers)
-            self._connect_slices()
-            if self._shares_update:
-                self._begin_sharing(self._masters)
-            self._warn_of_reduction(self.optimizers)
-            self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
+            self._comm.share_work(self.optimizers)
+            self._comm.warn_of_reduction(self.optimizers)
+            self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
 
     def _fit_context(self) -> FitContext:
         assert self.lightning_module is not None
@@ -239,16 +300,21 @@ class HybridAllReduceMixin(
         return FitContext(
             module=self.lightning_module,
             precision=self.precision_plugin,
-            topology=self._topology,
+            topology=self._comm.topology,
             device=self.root_device,
             timeout=self._timeout,
             ddp_options=self._ddp_kwargs,
-            failures=_Failures(self),
+            failures=self._failures,
         )
+
+    def _hidden(self) -> AbstractContextManager[None]:
+        """Hide, while the module is moved, what is not on this rank."""
+        return nullcontext()
 
     def model_to_device(self) -> None:
         """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
-        self._move_module()
+        with self._hidden():
+            super().model_to_device()
         if self._extensions is not None:
             self._extensions.before_optimizers()
         if self._half is not None:
@@ -259,18 +325,13 @@ class HybridAllReduceMixin(
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
 
-    def _move_module(self) -> None:
-        super().model_to_device()
-
     def configure_ddp(self) -> None:
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
-        self._find_plan(self.model)
+        self._comm.find_plan(self.model)
         if self._extensions is not None:
-            self._engine_options = self._extensions.engine_options(self._plan)
-            self._plan = self._engine_options["plan"]
-        self._shares_update = self._check_sharing()
+            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -279,20 +340,15 @@ class HybridAllReduceMixin(
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
-        caps = bucket_caps_for_ddp(model, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **(self._ddp_kwargs | caps))
+        return self._comm.wrap(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        parameters, dtype = self.model.parameters(), self._comm_dtype
-        self._hook_state = HookState(engine=self._engine, comm_dtype=dtype, parameters=parameters)
-        self.model.register_comm_hook(self._hook_state, self._bucket_hook)
-        if self._tune != "off":
-            from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
-
-            self._tuning = FitTuning(self._engine, self._tune, on_plan=self._note_plan)
+        engine = self._comm.new_engine(keep_events=self._trace_dir is not None)
+        self._comm.engine = self._failures.engine = engine
+        self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
+        self._comm.begin_tuning(self._tune)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -311,6 +367,7 @@ class HybridAllReduceMixin(
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         from lightning_hybrid.data.prefetch import prefetch  # here: its package brings loaders of our own
 
+        assert self.lightning_module is not None
         dataloader = super().process_dataloader(dataloader)
         if hasattr(dataloader, "bind_trainer"):  # a loader of `data`, which resumes where the trainer's counters are
             dataloader.bind_trainer(self.lightning_module.trainer)
@@ -323,25 +380,23 @@ class HybridAllReduceMixin(
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._failures.sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
         super().on_train_batch_start(batch, batch_idx)
         if self._extensions is not None:
             self._extensions.before_batch(batch_idx)
-        self._obey_sigterm()
-        if self._engine is not None and self._engine.coder is not None:
-            assert self.lightning_module is not None
-            self._engine.coder.begin_step(self.lightning_module.trainer.global_step)
-        if self._tuning is not None:
-            self._tuning.before_batch(self.lightning_module)
+        if self._failures.sigterm is not None:
+            self._failures.sigterm.before_batch()
+        assert self.lightning_module is not None
+        self._comm.before_batch(self.lightning_module)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
             assert self.lightning_module is not None
@@ -350,98 +405,112 @@ class HybridAllReduceMixin(
         if self._extensions is not None:
             run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
         outputs = run()
-        if self._tuning is not None:
-            self._tuning.after_optimizer_step()
+        self._comm.after_optimizer_step()
         return outputs
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as DDP, and return fp32: what a model in fp32 returns."""
+        outputs = super().predict_step(*args, **kwargs)
+        return outputs if self._masters is None else self._masters.hooks.to_fp32(outputs)
+
     def on_validation_end(self) -> None:
-        """End validation as DDP; after hooks of callbacks and module extensions go back to training."""
+        """End validation as DDP: this comes after hooks of callbacks and module."""
         if self._extensions is not None:
             self._extensions.after_validation()
         super().on_validation_end()
 
+    def on_train_end(self) -> None:
+        """Make the last schedules' steps; endless overflow that no logged step has seen is an error now."""
+        super().on_train_end()
+        if self._half is not None:
+            self._half.on_train_end()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait as DDP; not on a rank that an error ends, as others do not come."""
+        if not self._failures.is_alone():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast as DDP; a rank that an error ends gets what it gives."""
+        return obj if self._failures.is_alone() else super().broadcast(obj, *args, **kwargs)
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state. Collective where an extension's context is."""
+        """Return the module's state. Collective where an extension makes it so."""
         with nullcontext() if self._extensions is None else self._extensions.reading_module():
             return super().lightning_module_state_dict()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state as DDP, whole. Collective where extensions make it so."""
-        state = super().optimizer_state(optimizer)
-        return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
-
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, with what extensions add. Raise after a failure on CUDA, where sums may be no averages."""
-        if self._engine is not None and self._engine.device.type == "cuda":
-            self._engine.raise_if_failed()
+        """Save as DDP, unless a failure has left weights behind that no step has made; with what extensions add."""
+        refuse_after_failure(self._comm.engine)
         if self._extensions is not None:
             self._extensions.save(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state, once schedules that wait for a step's outcome have set the learning rate."""
+        if self._half is not None:
+            self._half.run_deferred_schedules()
+        state = super().optimizer_state(optimizer)
+        return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         if self._extensions is not None:
             self._extensions.load(checkpoint)
-        masters, checkpoint = self._masters, self._with_own_slices(checkpoint)
-        if masters is None or self._shared is not None:
-            return super().load_optimizer_state_dict(checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            with masters.swapped_in(optimizer):
-                optimizer.load_state_dict(state)
+            with self._loading(optimizer, state) as own:
+                optimizer.load_state_dict(own)
                 to_device(optimizer, self.root_device)
-        return None
+
+    @contextmanager
+    def _loading(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        with ExitStack() as stack:
+            if self._extensions is not None:
+                state = stack.enter_context(self._extensions.loading(optimizer, state))
+            if self._masters is not None:
+                stack.enter_context(self._masters.swapped_in(optimizer))
+            yield dict(state)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let extensions know, then report as DDP."""
+        """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
         if self._extensions is not None:
             self._extensions.failed(exception)
+        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
         super().on_exception(exception)
+        name, precision = type(self).__name__, self.precision_plugin.precision
+        self._failures.close_report(exception, strategy=name, module=self.lightning_module, precision=precision)
 
     def teardown(self) -> None:
-        """End the extensions, close the engine, give the module its fp32 weights back."""
+        """End what a fit has begun: extensions, engine, masters, what the module lacks, then DDP's own."""
         try:
             if self._extensions is not None:
-                self._extensions.end(self._ended_by)
+                self._extensions.end(self._failures.ended_by)
         finally:
-            self._tear_down_engine()
-
-    def _tear_down_engine(self) -> None:
-        engine, self._engine, self._tuning = self._engine, None, None
-        self.__dict__.pop("_hook_state", None)  # a codec's buckets are as large as all gradients
-        try:
-            self._end_sharing(self._ended_by)
-            if engine is not None:
-                engine.close()
-                if self._trace_dir is not None:
-                    engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
-        finally:
-            self._end_shared_work(self.optimizers, has_failed=engine is not None and bool(engine.failure))
-            self._averaged_parameters = None
-            if self._masters is not None:
-                self._masters.restore()  # before Lightning moves the module away from its masters
+            self._failures.engine = None
             try:
-                if self._extensions is not None:
-                    self._extensions.put_back(self._ended_by)
+                self._comm.close(self.optimizers, trace_dir=self._trace_dir, rank=self.global_rank)
             finally:
-                self._end_failure_reports()
-                super().teardown()
+                if self._masters is not None:
+                    self._masters.restore()  # before Lightning moves the module away from its masters
+                try:
+                    self._put_back()
+                finally:
+                    self._failures.end(self.lightning_module)
+                    with self._hidden():
+                        super().teardown()
+
+    def _put_back(self) -> None:
+        """Give the module back what a fit has taken from it."""
+        self._averaged_parameters = None
+        if self._extensions is not None:
+            self._extensions.put_back(self._failures.ended_by)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register `hybrid_allreduce` and the variants that `ddp` has."""
-        register_names(strategy_registry, cls)
-
-
-class _Failures:
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-        self.refuse_to_save_alone = strategy._refuse_to_save_alone
-
-    @property
-    def ending_error(self) -> BaseException | None:
-        return self._strategy._ending_error
+        """Register the strategy's name and the variants that `ddp` has."""
+        register_names(strategy_registry, cls, cls.registered_name)

@@ -446,7 +446,7 @@ def error_beside(name):
     """A collective of Fabric's fails on rank zero, and rank one is in its own code until it learns of it."""
     fabric = fabric_of()
     net = fabric.setup_module(Net())
-    engine = fabric.strategy._engine
+    engine = fabric.strategy._failures.engine
     end_s = time.monotonic() + 20
     if dist.get_rank() == 1:
         while not engine.failure and time.monotonic() < end_s:

@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm import CommEngine, CommPlan
-from lightning_hybrid.comm.engine.process_groups import own_group
-from lightning_hybrid.comm.health.abort import destroy, forget
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
+from lightning_hybrid.placement import broadcast_
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.local_steps.nodes_apart import BROADCAST_BYTES, IndependentNodes
+from lightning_hybrid.strategy.local_steps.nodes_apart import IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 from lightning_hybrid.strategy.local_steps.settings import LocalSteps, refuse_setup
+from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
 OUTER_MOMENTUM = "outer_momentum"
@@ -144,8 +144,7 @@ class LocalStepsExtension(FitExtension):
         for pair in pairs:
             pair.mark_clean()
         if others := _other_buffers(fit):
-            assert dist.group.WORLD is not None
-            dist._broadcast_coalesced(dist.group.WORLD, others, BROADCAST_BYTES, 0)
+            broadcast_(others)
         nodes.has_own_weights = False
 
     def _average_all(self, fit: RunningFit) -> None:
@@ -239,14 +238,12 @@ class LocalStepsExtension(FitExtension):
             warnings.filters.remove(self._ignored)  # type: ignore[attr-defined]
         if nodes is not None:
             nodes.node_engine.close()
-            # On CUDA a failure has aborted all communicators.
-            has_aborted = fit.device.type == "cuda" and bool(nodes.node_engine.failure or fit.engine.failure)
-            (forget if has_aborted else destroy)(nodes.group)
+            failure = nodes.node_engine.failure or fit.engine.failure
+            end_group(nodes.group, is_aborted=fit.device.type == "cuda" and bool(failure))
 
 
 def _new_nodes(steps: LocalSteps, fit: RunningFit) -> IndependentNodes:
-    nodes = [list(node) for node in fit.topology.nodes]
-    group = own_group(nodes, timeout=fit.timeout, desc="nodes")
+    group = new_node_group(fit.topology, timeout=fit.timeout, desc="nodes")
     replicas = ReplicaSets(world=fit.topology, sets=fit.topology.nodes)
     node_engine = CommEngine(
         topology=replicas.own,

@@ -28,24 +28,6 @@ ELEMENTWISE = (
 PRECISIONS = ("16-true", "bf16-true", "32-true")
 
 
-def shard_update_from(setting: Any) -> str:
-    """Return the setting of `shard_update`.
-
-    Raises:
-        ValueError: it is neither off nor node.
-
-    >>> shard_update_from("node"), shard_update_from(False)
-    ('node', 'off')
-    """
-    setting = "off" if setting is False else setting  # YAML reads `off` as a boolean
-    if setting not in ("off", "node"):
-        raise ValueError(
-            f"`shard_update` (={setting!r}) must be off or node: whether the ranks of a node share masters and "
-            "optimizer state. Set strategy.shard_update=node, or leave it out."
-        )
-    return str(setting)
-
-
 def refuse_unequal_nodes(topology: Topology) -> None:
     """Check that every node has as many ranks.
 
